@@ -15,7 +15,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from specdecode_router.frontend.state import RouterState
 from specdecode_router.frontend.tls import ServerCertificate
 from specdecode_router.placement.choose import Policy, place
 from specdecode_router.placement.placement_state import PlacementState
+from specdecode_router.placement.traffic_split import TrafficSplit
 from specdecode_router.queueing.admission import Admission, QueueLimits
 from specdecode_router.queueing.tenants import TenantTable
 from specdecode_router.relay.context import RelayContext, RelayLimits
@@ -40,9 +41,11 @@ from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.relay.suspicion import SilenceLimits
 from specdecode_router.settings import RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
+from specdecode_router.workers.backend_tokens import BackendTokens
 from specdecode_router.workers.client import TokenFile, WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.report_poller import ReportPoller
+from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract import Env
 
 log = logging.getLogger(__name__)
@@ -99,17 +102,21 @@ async def running_router(
         CannotStart: A file of certificates is unusable.
     """
     registry = WorkerRegistry(time.monotonic, settings.failure_cooldown_seconds)
-    client = WorkerClient(token, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
+    backend_tokens = {
+        one.name: TokenFile(one.token_file, required=False) for one in settings.backends if one.token_file
+    }
+    tokens = BackendTokens(token, backend_tokens)
+    client = WorkerClient(tokens, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
     certificate = None
     if settings.tls_cert_file is not None and settings.tls_key_file is not None:
         certificate = ServerCertificate(settings.tls_cert_file, settings.tls_key_file)
     state = _state(settings, registry, client, policy)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     loops = [
-        discovery.run(registry.update),
+        discovery.run(lambda endpoints: _update(endpoints, tokens, registry)),
         ReportPoller(registry, client, settings.report_seconds).run(),
         state.relay.monitor.run(),
-        _refresh([one for one in (token, certificate) if isinstance(one, TokenFile | ServerCertificate)]),
+        _refresh((token, certificate, *backend_tokens.values())),
     ]
     if demand is not None:
         loops += [demand.run(), _report_held(state.admission, demand)]
@@ -119,6 +126,11 @@ async def running_router(
                 yield state
     finally:
         await client.close()
+
+
+def _update(endpoints: Sequence[Endpoint], tokens: BackendTokens, registry: WorkerRegistry) -> None:
+    tokens.update(endpoints)
+    registry.update(endpoints)
 
 
 async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
@@ -156,7 +168,10 @@ def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerCli
         relay=RelayContext(registry, client, SilenceMonitor(time.monotonic), limits, metrics, time.monotonic),
         admission=admission,
         tenants=TenantTable(Path(settings.api_keys_path) if settings.api_keys_path else None),
-        placement=PlacementState(policy=policy),
+        placement=PlacementState(
+            policy=policy,
+            split=TrafficSplit(settings.deployment, {one.name: one.percent for one in settings.backends}),
+        ),
         lifecycle=Lifecycle(),
         bodies=BodyBudget(settings.max_unfinished_body_bytes),
         clock=time.monotonic,
@@ -233,8 +248,9 @@ def _token(settings: RouterSettings) -> Callable[[], str]:
     return lambda: fixed
 
 
-async def _refresh(files: Sequence[TokenFile | ServerCertificate]) -> None:
+async def _refresh(sources: Iterable[object]) -> None:
     """Read changed files again, in a thread: a file system that hangs must not stop the event loop."""
+    files = [one for one in sources if isinstance(one, TokenFile | ServerCertificate)]
     while files:
         await asyncio.sleep(_FILE_CHECK_SECONDS)
         for one in files:

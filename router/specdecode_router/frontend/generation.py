@@ -69,7 +69,7 @@ async def _generate(request: web.Request, state: RouterState) -> web.StreamRespo
     except ClientGone:
         pass
     finally:
-        metrics.count_request(tenant.name, status)
+        metrics.count_request(tenant.name, status, choice.deployment)
     return response.response or web.Response(status=status)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from specdecode_router.placement.choose import Policy, place
 from specdecode_router.placement.draft_homes import DraftHomes
 from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.placement.traffic_split import TrafficSplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +17,4 @@ class PlacementState:
     prefixes: PrefixTable = field(default_factory=PrefixTable)
     homes: DraftHomes = field(default_factory=DraftHomes)
     policy: Policy = place
+    split: TrafficSplit = field(default_factory=TrafficSplit)

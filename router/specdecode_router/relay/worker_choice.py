@@ -41,10 +41,14 @@ class WorkerChoice:
         self._route, self._fields, self._tenant, self._header = route, fields, tenant, task
         self._affinity: Affinity | None = None
         self._draft = ""
+        self.deployment = ""
+        """Deployment of the last attempt; empty before the first one."""
 
     def choose(self, views: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> WorkerView | None:
         """Return a worker with the compatibility key (empty for any) that is not excluded; None without one."""
         affinity = self._affinity = self._affinity or self._affinity_of(views)
+        split = self._state.split
+        views = split.workers_for(views, affinity, key=key, exclude=exclude, current=self.deployment)
         placement = self._state.policy(
             self._state.homes.assign(views),
             affinity,
@@ -55,6 +59,7 @@ class WorkerChoice:
         if placement is None:
             return None
         self._metrics.count_placement(placement.outcome)
+        self.deployment = placement.worker.endpoint.deployment or split.own
         return placement.worker
 
     def record_end(self, worker: str, end: End) -> None:

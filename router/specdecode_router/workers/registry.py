@@ -28,6 +28,7 @@ class WorkerState:
     in_flight: int = 0
     reported_requests: int = 0
     max_num_seqs: int = 0
+    model: str = ""
     compatibility_key: str = ""
     plan_tasks: tuple[PlanTask, ...] = ()
     draining: bool = False
@@ -143,15 +144,16 @@ class WorkerRegistry:
         max_num_seqs: int,
         draining: bool,
         compatibility_key: str | None,
+        model: str = "",
         plan_tasks: tuple[PlanTask, ...] = (),
         steps: Mapping[StepKind, StepSums] | None = None,
     ) -> None:
-        """Record a report: load, capacity, tasks, step times, and the key where the report has one."""
+        """Record a report: load, capacity, model, tasks, step times, and the key where the report has one."""
         if (state := self._workers.get(name)) is None:
             return
         changed = (state.max_num_seqs, state.draining) != (max_num_seqs, draining) or state.failures > 0
         state.reported_requests, state.max_num_seqs, state.draining = requests, max_num_seqs, draining
-        state.plan_tasks = plan_tasks
+        state.model, state.plan_tasks = model, plan_tasks
         state.failures, state.suspect_until = 0, 0.0
         if steps:
             self._speeds.record(name, steps)
@@ -185,6 +187,7 @@ class WorkerRegistry:
             reported_requests=state.reported_requests,
             max_num_seqs=state.max_num_seqs,
             compatibility_key=state.compatibility_key,
+            model=state.model,
             plan_tasks=state.plan_tasks,
             speed=self._speeds.of(state.endpoint.name),
             suspect=self._is_suspect(state),

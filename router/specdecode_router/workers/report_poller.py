@@ -53,6 +53,7 @@ class _Report(msgspec.Struct):
     max_num_seqs: int = 1
     draining: bool = False
     compatibility_key: str | None = None
+    model: str = ""
     named_drafts: tuple[_Draft, ...] = ()
     plan: _Plan = _Plan()
     steps: tuple[_Steps, ...] = ()
@@ -111,6 +112,7 @@ class ReportPoller:
             max_num_seqs=report.max_num_seqs,
             draining=report.draining,
             compatibility_key=report.compatibility_key,
+            model=report.model,
             plan_tasks=_plan_tasks(report),
             steps=_step_sums(report),
         )

@@ -15,6 +15,8 @@ class Endpoint:
     """Base URL of the admin port, for example ``http://10.0.0.7:8001``."""
     weight: float = 1.0
     """Capacity relative to the other workers, for pods on other hardware."""
+    deployment: str = ""
+    """Deployment of the pod, where several share the traffic."""
     terminating: bool = False
     """True once the pod is being deleted: it finishes its streams and gets no new ones."""
 
@@ -41,6 +43,8 @@ class WorkerView:
     """Running and waiting requests in the worker's last report, of all routers."""
     max_num_seqs: int = 0
     """Largest batch of the worker; 0 while unknown."""
+    model: str = ""
+    """Name of the model in the worker's last report; empty while unknown."""
     compatibility_key: str = ""
     """Key of the last stream's ``Open``; empty while unknown."""
     plan_tasks: tuple[PlanTask, ...] = ()
