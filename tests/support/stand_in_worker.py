@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import sys
@@ -64,6 +65,8 @@ class Script:
     interval_seconds: float = 0.002
     key: str = "key-1"
     max_num_seqs: int = 64
+    opening: bool = True
+    """True for opening events, which are no chunks of OpenAI's API."""
     event_bytes: int = 0
     """Size up to which each event is padded."""
     alive_seconds: float = ALIVE_SECONDS
@@ -204,7 +207,8 @@ class _Stream:
         return None
 
     def _opened(self) -> Open:
-        opening = b"".join(b'data: {"opening": %d}\n\n' % choice for choice in range(self._choices))
+        openings = self._choices if self._script.opening else 0
+        opening = b"".join(b'data: {"opening": %d}\n\n' % choice for choice in range(openings))
         return Open(
             compatibility_key=self._script.key,
             prompts=((1, 2, 3),),
@@ -226,10 +230,16 @@ class _Stream:
             count = self._script.per_step
         if index == self._script.skip_at:
             return
-        step = self._step_frame(choice, index, min(count, self._script.tokens - index))
-        await self._send(step)
-        if self._script.repeat_steps:
+        end = min(index + count, self._script.tokens)
+        delivered = (self._asked.delivered or (0,) * self._choices)[choice]
+        cuts = [index, *([delivered] if index < delivered < end else []), end]
+        for first, last in itertools.pairwise(cuts):
+            step = self._step_frame(choice, first, last - first)
+            if last <= delivered:
+                step = msgspec.structs.replace(step, events=b"")
             await self._send(step)
+            if self._script.repeat_steps:
+                await self._send(step)
 
     def _step_frame(self, choice: int, index: int, count: int) -> Step:
         ids = tuple(token_id(self._asked.body, choice, index + offset) for offset in range(count))

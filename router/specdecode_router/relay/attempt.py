@@ -36,6 +36,8 @@ class Failed:
     reason: str
     answered: bool
     """True if the worker had begun its answer. The request may then be the cause of the failure."""
+    is_fault: bool = True
+    """False if the worker is in order, but cannot give this request its text."""
 
 
 Outcome = End | Error | Moved | Failed
@@ -110,7 +112,7 @@ class Attempt:
                         await _finish(response)
                         return outcome
         except KeyDiffers as error:
-            return Failed(str(error), answered=False)
+            return Failed(str(error), answered=False, is_fault=False)
         except (ValueError, WorkerFailed) as error:
             return Failed(str(error), self.answered)
 
