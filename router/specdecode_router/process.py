@@ -11,7 +11,6 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import time
@@ -29,6 +28,7 @@ from specdecode_router.frontend.application import build_application
 from specdecode_router.frontend.bodies import BodyBudget
 from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle
+from specdecode_router.frontend.listener import BACKLOG, bind, raise_file_limit
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.frontend.tls import ServerCertificate
 from specdecode_router.placement.choose import Policy, place
@@ -41,6 +41,8 @@ from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.relay.suspicion import SilenceLimits
 from specdecode_router.settings import RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
+from specdecode_router.telemetry.otlp import open_tracer
+from specdecode_router.telemetry.tracing import NoTracer, Tracer
 from specdecode_router.workers.backend_tokens import BackendTokens
 from specdecode_router.workers.client import TokenFile, WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
@@ -52,8 +54,6 @@ log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 128 * 1024
 """Bytes of unread output that the kernel holds for each connection; without it its buffer grows to megabytes."""
-_BACKLOG = 2048
-_OTHER_FILES = 256
 _FILE_CHECK_SECONDS = 5.0
 
 
@@ -65,14 +65,15 @@ async def serve(settings: RouterSettings) -> int:
     """
     stop, stop_now = _signals()
     token = _token(settings)
-    listener = _bind(settings)
-    _raise_file_limit(settings.max_connections)
+    listener = bind(settings.host, settings.port, "http" if settings.tls_cert_file is None else "https")
+    raise_file_limit(settings.max_connections)
     # Modules and classes stay for ever; without this every full collection walks them and delays all streams.
     gc.collect()
     gc.freeze()
     async with (
         open_sources(settings) as (discovery, demand),
-        running_router(settings, token, discovery, listener, demand) as state,
+        open_tracer() as tracer,
+        running_router(settings, token, discovery, listener, demand, tracer=tracer) as state,
     ):
         await stop.wait()
         log.info("leaving: %d requests are running", state.lifecycle.running)
@@ -87,6 +88,7 @@ async def running_router(
     listener: socket.socket,
     demand: DemandWriter | None = None,
     policy: Policy = place,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[RouterState]:
     """Run a router on a bound socket during the block.
 
@@ -97,6 +99,7 @@ async def running_router(
         listener: Socket of the port.
         demand: Writer of held requests; None without an operator.
         policy: Way of choosing among the workers.
+        tracer: Maker of spans; None for no spans.
 
     Raises:
         CannotStart: A file of certificates is unusable.
@@ -110,7 +113,8 @@ async def running_router(
     certificate = None
     if settings.tls_cert_file is not None and settings.tls_key_file is not None:
         certificate = ServerCertificate(settings.tls_cert_file, settings.tls_key_file)
-    state = _state(settings, registry, client, policy)
+    relay = _relay(settings, registry, client, tracer or NoTracer())
+    state = _state(settings, relay, policy)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     loops = [
         discovery.run(lambda endpoints: _update(endpoints, tokens, registry)),
@@ -147,7 +151,7 @@ async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
     return 1 if state.lifecycle.running else 0
 
 
-def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient, policy: Policy) -> RouterState:
+def _relay(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient, tracer: Tracer) -> RelayContext:
     limits = RelayLimits(
         open_seconds=settings.open_seconds,
         no_worker_seconds=settings.no_worker_seconds,
@@ -155,17 +159,22 @@ def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerCli
         max_crashes=settings.max_crashes,
         silence=SilenceLimits(settings.min_silence_seconds, settings.max_silence_seconds),
     )
+    monitor = SilenceMonitor(time.monotonic)
+    return RelayContext(registry, client, monitor, limits, RouterMetrics(), time.monotonic, tracer)
+
+
+def _state(settings: RouterSettings, relay: RelayContext, policy: Policy) -> RouterState:
     queue = QueueLimits(
         max_waiting=settings.max_waiting,
         max_waiting_per_tenant=settings.max_waiting_per_tenant,
         max_held=settings.max_held,
         hold_seconds=settings.hold_seconds,
     )
-    admission, metrics = Admission(queue, time.monotonic), RouterMetrics()
-    metrics.follow_queue(admission)
+    admission = Admission(queue, time.monotonic)
+    relay.metrics.follow_queue(admission)
     return RouterState(
         settings=settings,
-        relay=RelayContext(registry, client, SilenceMonitor(time.monotonic), limits, metrics, time.monotonic),
+        relay=relay,
         admission=admission,
         tenants=TenantTable(Path(settings.api_keys_path) if settings.api_keys_path else None),
         placement=PlacementState(
@@ -216,7 +225,7 @@ async def _listening(
     await runner.setup()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted sockets inherit it
     context = None if certificate is None else certificate.context
-    await web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=context).start()
+    await web.SockSite(runner, listener, backlog=BACKLOG, ssl_context=context).start()
     assert runner.server is not None
     sweeps = asyncio.create_task(sweeper.run(runner.server))
     sweeps.add_done_callback(_end_process_on_error)
@@ -270,26 +279,3 @@ async def _report_held(admission: Admission, demand: DemandWriter) -> None:
     while True:
         report()
         await asyncio.sleep(1)
-
-
-def _raise_file_limit(max_connections: int) -> None:
-    """Allow as many open files as clients and as many streams to workers need."""
-    needed = 2 * max_connections + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft < needed:
-        log.warning("%d connections need %d open files, and the limit is %d (ulimit -n)", max_connections, needed, soft)
-
-
-def _bind(settings: RouterSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise CannotStart(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
-    scheme = "http" if settings.tls_cert_file is None else "https"
-    log.info("router port: %s://%s:%d", scheme, *listener.getsockname()[:2])
-    return listener

@@ -95,6 +95,8 @@ class StandInWorker:
 
     script: Script = field(default_factory=Script)
     requests: list[OpenStream] = field(default_factory=list)
+    traceparents: list[str] = field(default_factory=list)
+    """Trace context of each request; empty without one."""
     ended: int = 0
     cancelled: int = 0
     running: int = 0
@@ -125,6 +127,7 @@ class StandInWorker:
             return web.Response(status=401)
         asked = decode_request(await request.read())
         self.requests.append(asked)
+        self.traceparents.append(request.headers.get("traceparent", ""))
         if self.script.close_before_open:
             await _drop(request)
         response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})

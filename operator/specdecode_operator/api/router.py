@@ -60,6 +60,21 @@ class TrafficShareSpec(Api):
     )
 
 
+class TracingSpec(Api):
+    """Spans of requests and of their attempts on workers, sent to an OpenTelemetry collector."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=512)] = Field(
+        description="Base URL of a collector that receives OTLP over HTTP; /v1/traces is added to it.",
+        examples=["http://otel-collector.observability.svc:4318"],
+    )
+    sample_percent: float = Field(
+        default=100,
+        ge=0,
+        le=100,
+        description="Share of the traces that are recorded, in percent. A client with a traceparent decides itself.",
+    )
+
+
 class RouterResourcesSpec(Api):
     """CPU, memory and other resources of the router's container. A router is one process on one core."""
 
@@ -120,6 +135,12 @@ class RouterSpec(Api):
         description="Other deployments that get a share of the traffic. This deployment has the rest. A conversation "
         "stays with one deployment. It needs scaling.minReplicas of at least 1.",
         examples=[[{"deployment": "llama-next", "percent": 10}]],
+    )
+    tracing: TracingSpec | None = Field(
+        default=None,
+        description="Spans of requests and of their attempts on workers. Absent: none; a client's traceparent goes to "
+        "the workers all the same.",
+        examples=[{"endpoint": "http://otel-collector.observability.svc:4318"}],
     )
     node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = Field(
         default_factory=dict, description="Labels that a node must have.", examples=[{"pool": "cpu"}]

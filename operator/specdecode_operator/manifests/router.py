@@ -114,6 +114,7 @@ def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "env": [
             {"name": "HOME", "value": "/tmp"},
             {"name": Env.pod_name, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+            *_tracing(deployment),
         ],
         "ports": [{"name": "http", "containerPort": Port.http, "protocol": "TCP"}],
         "resources": spec.router.resources.model_dump(mode="json"),
@@ -174,6 +175,25 @@ def _backend(share: TrafficShareSpec) -> str:
     name = share.deployment
     token = f"{OTHER_TOKENS_DIR}/{name}/{TokenScope.router.value}"
     return f"--backend=name={name},percent={share.percent},service={headless_name(name)},token-file={token}"
+
+
+def _tracing(deployment: Deployment) -> list[dict[str, Any]]:
+    """Return the variables of the OpenTelemetry SDK. Without an endpoint there are none, and it is not loaded."""
+    tracing = deployment.spec.router.tracing
+    if tracing is None:
+        return []
+    resource = {
+        "k8s.namespace.name": deployment.namespace,
+        "k8s.deployment.name": router_name(deployment.name),
+        "k8s.pod.name": f"$({Env.pod_name})",
+    }
+    values = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": tracing.endpoint,
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": f"{tracing.sample_percent / 100:g}",
+        "OTEL_RESOURCE_ATTRIBUTES": ",".join(f"{name}={value}" for name, value in resource.items()),
+    }
+    return [{"name": name, "value": value} for name, value in values.items()]
 
 
 def _secrets(deployment: Deployment) -> list[dict[str, Any]]:

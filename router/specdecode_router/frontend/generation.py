@@ -25,10 +25,11 @@ from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
 from specdecode_router.relay.relay import Relay
 from specdecode_router.relay.worker_choice import WorkerChoice
 from specdecode_router.telemetry.metrics import Stage
-from specdecode_router.telemetry.tracing import trace_headers
 from specdecode_worker.contract.internal_stream import OpenStream
 
 GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
+SPAN_NAME = "specdecode.request"
+"""Name of the span of a request, from its place to the end of its answer."""
 CLIENT_CLOSED_REQUEST = 499
 """Status for the metrics of a client that left before its answer was complete."""
 
@@ -63,9 +64,11 @@ async def _generate(request: web.Request, state: RouterState) -> web.StreamRespo
         metrics.observe_added_latency(Stage.receive, now - received)
         with await state.admission.acquire(tenant, stream.priority, deadline - now) as place:
             metrics.observe_queue_time(place.waited_seconds)
-            with metrics.running_request():
+            with metrics.running_request(), state.relay.tracer.span(SPAN_NAME, request.headers) as span:
+                span.set_attribute("specdecode.request_id", stream.request_id)
+                span.set_attribute("url.path", request.path)
                 client = response if numbered is None else numbered.client_stream(response)
-                await Relay(state.relay, stream, client, choice, deadline, trace_headers(request.headers)).run()
+                await Relay(state.relay, stream, client, choice, deadline, span.headers).run()
         status = 200
     except (ApiError, RefusedByWorker) as error:
         status = await _fail(response, error, state)

@@ -154,7 +154,7 @@ class Relay:
         left = max(self._deadline - self._clock(), 0.001)
         resume = None if self._journal is None else self._journal.resume()
         request = msgspec.structs.replace(self._request, timeout_seconds=left, resume=resume)
-        attempt = Attempt(endpoint, request, self._context.client, self._take, self._clock, self._headers)
+        attempt = Attempt(endpoint, request, self._context, self._take, self._headers)
         self._context.workers.begin_stream(endpoint.name)
         task = asyncio.create_task(attempt.run())
         task.add_done_callback(lambda _: self._wake.set())

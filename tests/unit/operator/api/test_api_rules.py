@@ -26,6 +26,7 @@ GOOD: list[dict[str, Any]] = [
     {"router": {"replicas": 1, "autoscaled": True, "suspicion": {"minSeconds": 0.5, "maxSeconds": 0.5}}},
     {"router": {"resources": {"limits": {"memory": "2Gi"}}, "tolerations": [{"operator": "Exists"}]}},
     {"router": {"replicas": 2, "trafficSplit": []}},
+    {"router": {"replicas": 2, "tracing": {"endpoint": "http://collector:4318", "samplePercent": 0.5}}},
     {
         "router": {
             "replicas": 2,
@@ -98,6 +99,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"router": {"replicas": -1}}, "replicas"),
     ({"router": {"holdSeconds": 0}}, "hold_?[sS]econds"),
     ({"router": {"suspicion": {"minSeconds": 11}}}, "minSeconds <= maxSeconds"),
+    ({"router": {"replicas": 2, "tracing": {"endpoint": "collector:4318"}}}, "endpoint"),
+    ({"router": {"replicas": 2, "tracing": {"samplePercent": 1}}}, "endpoint"),
     ({"router": {"replicas": 0, "trafficSplit": [{"deployment": "a", "percent": 1}]}}, "needs router.replicas above 0"),
     (
         {"router": {"replicas": 2, "trafficSplit": [{"deployment": name, "percent": 51} for name in "ab"]}},
