@@ -1,8 +1,9 @@
 """Prefix hits and TTFT of a chat workload behind a router, by placement policy: affinity, round robin, least loaded.
 
-Real workers with the embedded model, started for each policy, so that every policy begins with empty caches. The same
-conversations with the same think times run through a router. Answers are the same under every policy, because text
-depends on the prompt and the seed alone, so the prompts of all turns are the same too.
+Real workers with the embedded model, and one router for each policy before the same workers. The same conversations
+with the same think times run through one router after the other, in rounds of opposite order, so that a change of the
+machine's load does not favour a policy. Every run has a cache salt of its own, and so begins with an empty cache.
+Answers are the same under every policy, because text depends on the prompt and the seed alone.
 
     PYTHONPATH=worker:router:tests/support .venv/bin/python benchmarks/router_affinity.py --out STEM
 """
@@ -62,6 +63,7 @@ class Conversation:
     questions: list[str]
     pauses: list[float]
     seed: int
+    salt: str
     messages: list[dict[str, str]] = field(default_factory=lambda: [{"role": "system", "content": SYSTEM}])
     turns: list[Turn] = field(default_factory=list)
 
@@ -74,7 +76,8 @@ class Conversation:
 
     async def _ask(self, client: aiohttp.ClientSession) -> str:
         body = {"model": "m", "messages": self.messages, "max_tokens": ANSWER_TOKENS, "temperature": 0.7,
-                "seed": self.seed, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+                "seed": self.seed, "cache_salt": self.salt, "stream": True,
+                "stream_options": {"include_usage": True}}  # fmt: skip
         began, first, text, usage = time.monotonic(), 0.0, "", {}
         async with client.post("/v1/chat/completions", json=body) as response:
             response.raise_for_status()
@@ -92,14 +95,15 @@ class Conversation:
         return text
 
 
-def conversations(args: argparse.Namespace) -> list[Conversation]:
-    """Return the workload, which is the same in every call."""
-    rng = random.Random(26)
+def conversations(args: argparse.Namespace, number: int, salt: str) -> list[Conversation]:
+    """Return the workload of a round, the same for every policy."""
+    rng = random.Random(f"round {number}")
     return [
         Conversation(
             [_question(rng) for _ in range(args.turns)],
             [rng.uniform(0, 2 * args.think), *(rng.expovariate(1 / args.think) for _ in range(args.turns - 1))],
             seed,
+            salt,
         )
         for seed in range(args.conversations)
     ]
@@ -130,7 +134,7 @@ def running_workers(args: argparse.Namespace, folder: Path) -> Iterator[list[Wor
 @contextlib.asynccontextmanager
 async def running_policy(policy: str, workers: list[WorkerProcess], folder: Path) -> AsyncIterator[str]:
     """Yield the URL of a router process with the policy."""
-    log = folder / "router.log"
+    log = folder / f"{policy}.log"
     words = [sys.executable, __file__, "--serve", policy, *(worker.admin for worker in workers)]
     with log.open("wb") as out:
         process = subprocess.Popen(words, stdout=out, stderr=out)
@@ -148,31 +152,28 @@ async def running_policy(policy: str, workers: list[WorkerProcess], folder: Path
 async def serve(policy: str, urls: list[str]) -> None:
     """Run a router with the policy, until it is ended."""
     listener = socket.create_server(("127.0.0.1", 0))
-    async with running_router(
-        RouterSettings(), lambda: TOKEN, StaticDiscovery(urls), listener, policy=policy_of(policy)
-    ):
+    # A second attempt would compute a prompt twice. On a busy machine steps are long, and no worker is at fault.
+    patient = RouterSettings(min_silence_seconds=300, max_silence_seconds=600, open_seconds=300)
+    async with running_router(patient, lambda: TOKEN, StaticDiscovery(urls), listener, policy=policy_of(policy)):
         await asyncio.sleep(3)  # the reports of all workers were read
         print(f"serving on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         await asyncio.Event().wait()
 
 
-async def run_policy(args: argparse.Namespace, policy: str) -> dict[str, Any]:
-    """Run the workload under one policy, and return what it measured."""
-    workload = conversations(args)
-    with tempfile.TemporaryDirectory() as made, running_workers(args, Path(made)) as workers:
-        async with (
-            running_policy(policy, workers, Path(made)) as url,
-            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=600)) as client,
-        ):
-            began = time.monotonic()
-            await asyncio.gather(*(one.run(client) for one in workload))
-            seconds = time.monotonic() - began
-            async with client.get("/metrics") as response:
-                metrics = await response.text()
-    turns = [turn for one in workload for turn in one.turns]
-    return {**summary(turns), "seconds": round(seconds, 1), "load_average": os.getloadavg()[0],
-            "placements": {outcome: int(float(count)) for outcome, count in
-                           re.findall(r'placements_total{outcome="(\w+)"} (\S+)', metrics)}}  # fmt: skip
+async def run_round(args: argparse.Namespace, number: int, policy: str, url: str) -> list[Turn]:
+    """Run the conversations of a round through the router of one policy."""
+    workload = conversations(args, number, f"{number}-{policy}")
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(url, timeout=timeout) as client:
+        await asyncio.gather(*(one.run(client) for one in workload))
+    return [turn for one in workload for turn in one.turns]
+
+
+async def placements(url: str) -> dict[str, int]:
+    """Return the choices of a router by outcome."""
+    async with aiohttp.ClientSession(url) as client, client.get("/metrics") as response:
+        counts = re.findall(r'placements_total{outcome="(\w+)"} (\S+)', await response.text())
+    return {outcome: int(float(count)) for outcome, count in counts}
 
 
 def summary(turns: list[Turn]) -> dict[str, Any]:
@@ -204,22 +205,33 @@ def table(results: dict[str, Any]) -> str:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run all policies one after the other."""
+    """Run all rounds, in each of them all policies one after the other."""
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "serve", "urls")}
-    results: dict[str, Any] = {**described(), "threads": 1, **settings, "answer_tokens": ANSWER_TOKENS, "policies": {}}
-    for policy in POLICIES:
-        results["policies"][policy] = await run_policy(args, policy)
-        print(policy, json.dumps(results["policies"][policy]), flush=True)
-    return results
+    turns: dict[str, list[Turn]] = {policy: [] for policy in POLICIES}
+    loads = []
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workers = stack.enter_context(running_workers(args, folder))
+        urls = {policy: await stack.enter_async_context(running_policy(policy, workers, folder)) for policy in POLICIES}
+        for number in range(args.rounds):
+            for policy in POLICIES if number % 2 == 0 else reversed(POLICIES):
+                turns[policy] += await run_round(args, number, policy, urls[policy])
+                loads.append(round(os.getloadavg()[0], 1))
+                print(number, policy, json.dumps(summary(turns[policy])), f"load {loads[-1]}", flush=True)
+        outcomes = {policy: await placements(url) for policy, url in urls.items()}
+    policies = {policy: {**summary(turns[policy]), "placements": outcomes[policy]} for policy in POLICIES}
+    return {**described(), "threads": 1, **settings, "answer_tokens": ANSWER_TOKENS, "load_averages": loads,
+            "policies": policies}  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--conversations", type=int, default=24)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--think", type=float, default=12.0, help="mean seconds between two turns")
-    parser.add_argument("--kv-cache-tokens", type=int, default=12288, help="of each worker")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--conversations", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--think", type=float, default=6.0, help="mean seconds between two turns")
+    parser.add_argument("--kv-cache-tokens", type=int, default=4096, help="of each worker")
     parser.add_argument("--out", metavar="STEM", help="writes STEM.json and STEM.md")
     parser.add_argument("--serve", choices=POLICIES, help=argparse.SUPPRESS)
     parser.add_argument("urls", nargs="*", help=argparse.SUPPRESS)

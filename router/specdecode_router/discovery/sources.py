@@ -33,13 +33,13 @@ async def open_sources(settings: RouterSettings) -> AsyncIterator[tuple[Discover
         if settings.demand_config_map is not None:
             name = os.environ.get(Env.pod_name) or socket.gethostname()
             demand = DemandWriter(api, settings.namespace, settings.demand_config_map, name)
-        found = {
+        others = {
             one.name: EndpointSliceDiscovery(api, settings.namespace, one.service)
             if one.service
             else StaticDiscovery(one.workers)
             for one in settings.backends
         }
-        yield _joined(settings, EndpointSliceDiscovery(api, settings.namespace, settings.service), found), demand
+        yield _joined(settings, EndpointSliceDiscovery(api, settings.namespace, settings.service), others), demand
     finally:
         await api.close()
 

@@ -33,9 +33,9 @@ def deployment_of(
         workers or (OLD, NEW), Affinity("", "", number.to_bytes(16, "big")), key=key, exclude=frozenset(exclude),
         current=current,
     )  # fmt: skip
-    found = {one.endpoint.deployment for one in chosen}
-    assert len(found) <= 1
-    return next(iter(found), None)
+    names = {one.endpoint.deployment for one in chosen}
+    assert len(names) <= 1
+    return next(iter(names), None)
 
 
 def deployments(percent: float, **more: Any) -> list[str | None]:
