@@ -20,7 +20,7 @@ from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint, WorkerView
-from specdecode_worker.contract.internal_stream import End, Open, OpenStream
+from specdecode_worker.contract.internal_stream import End, Open, OpenStream, Step
 
 LIMITS = RelayLimits(
     open_seconds=0.5, no_worker_seconds=0.5, max_refusals=3, max_crashes=2, silence=SilenceLimits(0.3, 0.6)
@@ -53,11 +53,14 @@ class RecordingClient:
     write_seconds: float = 0.0
     """Time that every write takes."""
 
+    def accepts(self, opened: Open) -> bool:
+        return True
+
     async def open(self, opened: Open) -> None:
         self.opened.append(opened)
 
-    async def write(self, events: bytes) -> None:
-        self.events.append(events)
+    async def write(self, step: Step) -> None:
+        self.events.append(step.events)
         if self.write_seconds:
             await asyncio.sleep(self.write_seconds)
 
@@ -118,7 +121,7 @@ async def harness(*scripts: Script) -> AsyncIterator[Harness]:
         workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in scripts]
         registry = WorkerRegistry(time.monotonic, cooldown_seconds=0.2)
         registry.update([Endpoint(f"w{index}", worker.url) for index, worker in enumerate(workers)])
-        client = WorkerClient(lambda: TOKEN, connect_seconds=0.5)
+        client = WorkerClient(lambda url: TOKEN, connect_seconds=0.5)
         stack.push_async_callback(client.close)
         monitor = SilenceMonitor(time.monotonic)
         context = RelayContext(registry, client, monitor, LIMITS, RouterMetrics(), time.monotonic)

@@ -95,10 +95,10 @@ def write_target(
     save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
 
 
-def write_varied_target(folder: Path, *, spread: float = 0.3) -> None:
+def write_varied_target(folder: Path, *, spread: float = 0.3, context: int = 256) -> None:
     """Write a target with an output layer of its own, whose answers vary.
 
-    ``spread`` is the standard deviation of its weights.
+    ``spread`` is the standard deviation of its weights, ``context`` the number of its positions.
     """
     import torch
     from safetensors.torch import save_file
@@ -106,7 +106,7 @@ def write_varied_target(folder: Path, *, spread: float = 0.3) -> None:
     from specdecode_worker.models.configs.model_config import llama_config
     from specdecode_worker.models.networks.llama import Llama
 
-    config = {"tie_word_embeddings": False, "num_hidden_layers": 2}
+    config = {"tie_word_embeddings": False, "num_hidden_layers": 2, "max_position_embeddings": context}
     write_tokenizer(folder, config=config)
     model, generator = Llama(llama_config({**CONFIG, **config})), torch.Generator().manual_seed(3)
     for parameter in model.parameters():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import sys
@@ -64,6 +65,8 @@ class Script:
     interval_seconds: float = 0.002
     key: str = "key-1"
     max_num_seqs: int = 64
+    opening: bool = True
+    """True for opening events, which are no chunks of OpenAI's API."""
     event_bytes: int = 0
     """Size up to which each event is padded."""
     alive_seconds: float = ALIVE_SECONDS
@@ -92,6 +95,8 @@ class StandInWorker:
 
     script: Script = field(default_factory=Script)
     requests: list[OpenStream] = field(default_factory=list)
+    traceparents: list[str] = field(default_factory=list)
+    """Trace context of each request; empty without one."""
     ended: int = 0
     cancelled: int = 0
     running: int = 0
@@ -122,6 +127,7 @@ class StandInWorker:
             return web.Response(status=401)
         asked = decode_request(await request.read())
         self.requests.append(asked)
+        self.traceparents.append(request.headers.get("traceparent", ""))
         if self.script.close_before_open:
             await _drop(request)
         response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
@@ -204,7 +210,8 @@ class _Stream:
         return None
 
     def _opened(self) -> Open:
-        opening = b"".join(b'data: {"opening": %d}\n\n' % choice for choice in range(self._choices))
+        openings = self._choices if self._script.opening else 0
+        opening = b"".join(b'data: {"opening": %d}\n\n' % choice for choice in range(openings))
         return Open(
             compatibility_key=self._script.key,
             prompts=((1, 2, 3),),
@@ -226,10 +233,16 @@ class _Stream:
             count = self._script.per_step
         if index == self._script.skip_at:
             return
-        step = self._step_frame(choice, index, min(count, self._script.tokens - index))
-        await self._send(step)
-        if self._script.repeat_steps:
+        end = min(index + count, self._script.tokens)
+        delivered = (self._asked.delivered or (0,) * self._choices)[choice]
+        cuts = [index, *([delivered] if index < delivered < end else []), end]
+        for first, last in itertools.pairwise(cuts):
+            step = self._step_frame(choice, first, last - first)
+            if last <= delivered:
+                step = msgspec.structs.replace(step, events=b"")
             await self._send(step)
+            if self._script.repeat_steps:
+                await self._send(step)
 
     def _step_frame(self, choice: int, index: int, count: int) -> Step:
         ids = tuple(token_id(self._asked.body, choice, index + offset) for offset in range(count))

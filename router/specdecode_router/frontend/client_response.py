@@ -13,7 +13,7 @@ from aiohttp.http import StreamWriter
 from specdecode_router.errors import ApiError
 from specdecode_router.frontend.error_responses import error_parts
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
-from specdecode_worker.contract.internal_stream import Open
+from specdecode_worker.contract.internal_stream import Open, Step
 
 REQUEST_ID_HEADER = "X-Request-Id"
 _EVENT_HEADERS = {
@@ -34,6 +34,10 @@ class ClientResponse:
         self._writer: StreamWriter | None = None
         self.response: web.StreamResponse | None = None
 
+    def accepts(self, opened: Open) -> bool:
+        """Return True: every first frame is a beginning."""
+        return True
+
     async def open(self, opened: Open) -> None:
         """Send headers and the opening events, if the response is one of server-sent events."""
         if not opened.stream:
@@ -45,9 +49,13 @@ class ClientResponse:
         except ConnectionError:
             raise ClientGone("the client disconnected") from None
         if opened.opening:
-            await self.write(opened.opening)
+            await self._write(opened.opening)
 
-    async def write(self, events: bytes) -> None:
+    async def write(self, step: Step) -> None:
+        """Send the events of a step. Raises ClientGone."""
+        await self._write(step.events)
+
+    async def _write(self, events: bytes) -> None:
         """Send events. Wait while the client has too much to read.
 
         The events are in the transport before anything is awaited.
@@ -74,7 +82,7 @@ class ClientResponse:
             await self._send_whole(200, body, {REQUEST_ID_HEADER: self._request_id})
             return
         if body:
-            await self.write(body)
+            await self._write(body)
         await self._finish()
 
     async def fail(self, error: ApiError | RefusedByWorker) -> None:
@@ -83,7 +91,7 @@ class ClientResponse:
         if self.response is None:
             await self._send_whole(status, body, headers)
             return
-        await self.write(b"data: " + body + b"\n\n")
+        await self._write(b"data: " + body + b"\n\n")
         await self._finish()
 
     async def _send_whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:

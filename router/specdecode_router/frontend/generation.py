@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -17,16 +18,18 @@ from specdecode_router.frontend.request_headers import (
     timeout_seconds,
 )
 from specdecode_router.frontend.state import RouterState
+from specdecode_router.frontend.stream_resumption import NumberedRequest, numbered_request
 from specdecode_router.queueing.refusals import Refused
 from specdecode_router.queueing.tenants import Tenant
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
 from specdecode_router.relay.relay import Relay
 from specdecode_router.relay.worker_choice import WorkerChoice
 from specdecode_router.telemetry.metrics import Stage
-from specdecode_router.telemetry.tracing import trace_headers
 from specdecode_worker.contract.internal_stream import OpenStream
 
 GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
+SPAN_NAME = "specdecode.request"
+"""Name of the span of a request, from its place to the end of its answer."""
 CLIENT_CLOSED_REQUEST = 499
 """Status for the metrics of a client that left before its answer was complete."""
 
@@ -48,7 +51,7 @@ async def _generate(request: web.Request, state: RouterState) -> web.StreamRespo
     deadline = state.clock() + timeout_seconds(request.headers, settings.request_timeout_seconds)
     body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
     received = state.clock()
-    stream, choice = _understand(request, body, tenant, state)
+    stream, choice, numbered = _understand(request, body, tenant, state)
     response = ClientResponse(
         request,
         stream.request_id,
@@ -61,15 +64,18 @@ async def _generate(request: web.Request, state: RouterState) -> web.StreamRespo
         metrics.observe_added_latency(Stage.receive, now - received)
         with await state.admission.acquire(tenant, stream.priority, deadline - now) as place:
             metrics.observe_queue_time(place.waited_seconds)
-            with metrics.running_request():
-                await Relay(state.relay, stream, response, choice, deadline, trace_headers(request.headers)).run()
+            with metrics.running_request(), state.relay.tracer.span(SPAN_NAME, request.headers) as span:
+                span.set_attribute("specdecode.request_id", stream.request_id)
+                span.set_attribute("url.path", request.path)
+                client = response if numbered is None else numbered.client_stream(response)
+                await Relay(state.relay, stream, client, choice, deadline, span.headers).run()
         status = 200
     except (ApiError, RefusedByWorker) as error:
         status = await _fail(response, error, state)
     except ClientGone:
         pass
     finally:
-        metrics.count_request(tenant.name, status)
+        metrics.count_request(tenant.name, status, choice.deployment)
     return response.response or web.Response(status=status)
 
 
@@ -86,8 +92,8 @@ async def _fail(response: ClientResponse, error: ApiError | RefusedByWorker, sta
 
 def _understand(
     request: web.Request, body: bytes, tenant: Tenant, state: RouterState
-) -> tuple[OpenStream, WorkerChoice]:
-    """Return the request for a worker, and the choice of the worker."""
+) -> tuple[OpenStream, WorkerChoice, NumberedRequest | None]:
+    """Return the request for a worker, the choice of the worker, and what the client wants of the ids of events."""
     fields = _fields(body)
     stream = OpenStream(
         route=request.path,
@@ -99,9 +105,12 @@ def _understand(
         priority=max(_priority(fields), tenant.priority),
         cache_salt=tenant.name,
     )
-    return stream, WorkerChoice(
-        state.prefixes, state.relay.metrics, request.path, fields, tenant=tenant.name, task=stream.task
+    numbered = numbered_request(request.headers, request.path, fields, tenant=tenant.name,
+                                request_id=stream.request_id, created=int(time.time()))  # fmt: skip
+    choice = WorkerChoice(
+        state.placement, state.relay.metrics, request.path, fields, tenant=tenant.name, task=stream.task
     )
+    return stream if numbered is None else numbered.open_stream(stream), choice, numbered
 
 
 def _fields(body: bytes) -> dict[str, Any]:

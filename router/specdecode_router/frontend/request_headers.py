@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-import re
 import uuid
 from collections.abc import Mapping
 
 from specdecode_router.errors import ApiError
+from specdecode_router.relay.request_ids import valid_request_id
 
 TASK_HEADER = "X-Specdecode-Task"
 CAPTURE_HEADER = "X-Specdecode-Capture"
 TIMEOUT_HEADER = "X-Request-Timeout"
 REQUEST_ID_HEADER = "X-Request-Id"
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 def request_id(headers: Mapping[str, str]) -> str:
     """Return the client's id of the request if it is valid in a header, else a new one."""
     sent = headers.get(REQUEST_ID_HEADER, "")
-    return sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+    return sent if valid_request_id(sent) else uuid.uuid4().hex
 
 
 def timeout_seconds(headers: Mapping[str, str], limit_seconds: float) -> float:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import aiohttp
 
 from specdecode_router.errors import WorkerFailed
+from specdecode_router.relay.context import RelayContext
 from specdecode_router.relay.suspicion import WorkerSigns
-from specdecode_router.workers.client import WorkerClient
+from specdecode_router.telemetry.tracing import Span
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.internal_stream import (
     Alive,
@@ -24,6 +25,9 @@ from specdecode_worker.contract.internal_stream import (
     encode_request,
 )
 
+SPAN_NAME = "specdecode.attempt"
+"""Name of the span of an attempt."""
+
 
 class KeyDiffers(WorkerFailed):
     """Error of an attempt to continue a request on a worker that would give it another text."""
@@ -36,6 +40,8 @@ class Failed:
     reason: str
     answered: bool
     """True if the worker had begun its answer. The request may then be the cause of the failure."""
+    is_fault: bool = True
+    """False if the worker is in order, but cannot give this request its text."""
 
 
 Outcome = End | Error | Moved | Failed
@@ -47,16 +53,15 @@ Taker = Callable[["Attempt", Open | Step], Awaitable[None]]
 class Attempt:
     """Internal stream of one worker for one request."""
 
-    __slots__ = ("_body", "_client", "_clock", "_headers", "_take", "answered", "delivered", "endpoint", "is_paused",
-                 "is_suspected", "resumed", "signs", "started")  # fmt: skip
+    __slots__ = ("_body", "_client", "_clock", "_headers", "_resume_index", "_take", "_tracer", "answered", "delivered",
+                 "endpoint", "is_paused", "is_suspected", "resumed", "signs", "started")  # fmt: skip
 
     def __init__(
         self,
         endpoint: Endpoint,
         request: OpenStream,
-        client: WorkerClient,
+        context: RelayContext,
         take: Taker,
-        clock: Callable[[], float],
         headers: Mapping[str, str],
     ) -> None:
         self.endpoint = endpoint
@@ -69,8 +74,9 @@ class Attempt:
         """True while frames are not read, because the client of the request reads too slowly."""
         self.is_suspected = False
         self._body, self._headers = encode_request(request), headers
-        self._client, self._take, self._clock = client, take, clock
-        self.started = clock()
+        self._resume_index = sum(len(one.ids) for one in request.resume.choices) if request.resume is not None else 0
+        self._client, self._clock, self._tracer, self._take = context.client, context.clock, context.tracer, take
+        self.started = self._clock()
         self.signs = WorkerSigns(last_frame=self.started)
 
     async def run(self) -> Outcome:
@@ -78,8 +84,22 @@ class Attempt:
 
         Errors of the client of the request pass through.
         """
+        with self._tracer.span(SPAN_NAME, self._headers) as span:
+            span.set_attribute("specdecode.worker", self.endpoint.name)
+            span.set_attribute("specdecode.resume_index", self._resume_index)
+            outcome = await self._run(span)
+            span.set_attribute("specdecode.outcome", type(outcome).__name__.lower())
+            if isinstance(outcome, Failed):
+                span.fail(outcome.reason)
+            elif isinstance(outcome, Error):
+                span.fail(f"status {outcome.status}")
+            return outcome
+
+    async def _run(self, span: Span) -> Outcome:
+        # It stays if the attempt is cancelled, because another one was faster or the client left.
+        span.set_attribute("specdecode.outcome", "cancelled")
         try:
-            response = await self._client.open_stream(self.endpoint.admin_url, self._body, self._headers)
+            response = await self._client.open_stream(self.endpoint.admin_url, self._body, span.headers)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return Failed(_text(error), answered=False)
         self._body = b""
@@ -110,7 +130,7 @@ class Attempt:
                         await _finish(response)
                         return outcome
         except KeyDiffers as error:
-            return Failed(str(error), answered=False)
+            return Failed(str(error), answered=False, is_fault=False)
         except (ValueError, WorkerFailed) as error:
             return Failed(str(error), self.answered)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Protocol
 
 from specdecode_router.errors import RouterError
-from specdecode_worker.contract.internal_stream import Error, Open
+from specdecode_worker.contract.internal_stream import Error, Open, Step
 
 
 class ClientStream(Protocol):
     """Response to the client. Its methods wait while the client reads too slowly, and raise ClientGone."""
 
+    def accepts(self, opened: Open) -> bool:
+        """Return whether the response can begin with this frame."""
+
     async def open(self, opened: Open) -> None:
         """Begin the response, if it is one of server-sent events."""
 
-    async def write(self, events: bytes) -> None:
-        """Send server-sent events."""
+    async def write(self, step: Step) -> None:
+        """Send the server-sent events of a step, which has some."""
 
     async def end(self, body: bytes) -> None:
         """Send the last events or the whole body, and finish the response."""

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from specdecode_router.relay.attempt import Attempt
+from specdecode_router.relay.attempt import Attempt, Failed
 from specdecode_router.telemetry.metrics import HedgeOutcome, ResumeOutcome, ResumeReason, RouterMetrics
+from specdecode_worker.contract.internal_stream import Error, Moved
+
+
+def reason_of(outcome: Error | Moved | Failed) -> ResumeReason:
+    """Return the reason for a continuation after an attempt that ended like this."""
+    if isinstance(outcome, Moved):
+        return ResumeReason.moved
+    return ResumeReason.error if isinstance(outcome, Error) else ResumeReason.connection
 
 
 class ContinuationLog:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import NoReturn
 
 import msgspec
 
@@ -22,7 +23,7 @@ from specdecode_router.relay.attempt import Attempt, Failed, KeyDiffers, Outcome
 from specdecode_router.relay.attempt_history import AttemptHistory, deadline_exceeded
 from specdecode_router.relay.client_stream import ClientStream, RefusedByWorker
 from specdecode_router.relay.context import Chooser, RelayContext
-from specdecode_router.relay.continuation_log import ContinuationLog
+from specdecode_router.relay.continuation_log import ContinuationLog, reason_of
 from specdecode_router.relay.journal import Journal
 from specdecode_router.relay.suspicion import is_suspect
 from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, Stage
@@ -135,7 +136,8 @@ class Relay:
             if (refusal := self._history.final_refusal()) is not None:
                 raise RefusedByWorker(refusal)
             if now >= give_up:
-                raise self._history.no_worker(continues=self._journal is not None)
+                continues = self._journal is not None or self._request.delivered is not None
+                raise self._history.no_worker(continues=continues)
             await self._context.workers.wait_for_change(min(_RETRY_SECONDS, give_up - now))
 
     def _choose_worker(self, now: float) -> Endpoint | None:
@@ -152,7 +154,7 @@ class Relay:
         left = max(self._deadline - self._clock(), 0.001)
         resume = None if self._journal is None else self._journal.resume()
         request = msgspec.structs.replace(self._request, timeout_seconds=left, resume=resume)
-        attempt = Attempt(endpoint, request, self._context.client, self._take, self._clock, self._headers)
+        attempt = Attempt(endpoint, request, self._context, self._take, self._headers)
         self._context.workers.begin_stream(endpoint.name)
         task = asyncio.create_task(attempt.run())
         task.add_done_callback(lambda _: self._wake.set())
@@ -188,7 +190,7 @@ class Relay:
         self._win(attempt)
         if frame.events:
             attempt.is_paused = True
-            await self._client.write(frame.events)
+            await self._client.write(frame)
             attempt.is_paused = False
             now = self._clock()
             self._context.metrics.observe_added_latency(Stage.write, now - attempt.signs.last_frame)
@@ -197,14 +199,20 @@ class Relay:
 
     async def _take_open(self, attempt: Attempt, opened: Open) -> None:
         if self._journal is None:
+            if not self._client.accepts(opened):
+                self._reject(attempt, opened)
             self._journal = Journal(opened)
             self._context.workers.record_key(attempt.endpoint.name, opened.compatibility_key)
             self._win(attempt)
             await self._client.open(opened)
         elif attempt.resumed and opened.compatibility_key != self._journal.open.compatibility_key:
-            self._context.workers.record_key(attempt.endpoint.name, opened.compatibility_key)
-            self._history.exclude(attempt.endpoint.name)
-            raise KeyDiffers("its compatibility key differs")
+            self._reject(attempt, opened)
+
+    def _reject(self, attempt: Attempt, opened: Open) -> NoReturn:
+        """Leave a worker out that would give the request another text."""
+        self._context.workers.record_key(attempt.endpoint.name, opened.compatibility_key)
+        self._history.exclude(attempt.endpoint.name)
+        raise KeyDiffers("it would give the request another text")
 
     def _win(self, attempt: Attempt) -> None:
         """Cancel all other attempts, because this one delivered first."""
@@ -260,14 +268,15 @@ class Relay:
         name, workers = attempt.endpoint.name, self._context.workers
         self._log.lose(attempt)
         if opened := self._journal is not None:
-            self._log.begin(_reason(outcome))
+            self._log.begin(reason_of(outcome))
         if isinstance(outcome, Moved):
             workers.record_draining(name)
             self._history.add_move(name, self._clock())
         elif isinstance(outcome, Error):
             self._history.add_refusal(name, outcome, self._clock(), opened=opened)
         else:
-            workers.record_failure(name)
+            if outcome.is_fault:
+                workers.record_failure(name)
             self._history.add_failure(name, self._clock(), crashed=outcome.answered)
             log.warning("worker %s failed request %s: %s", name, self._request.request_id, outcome.reason)
 
@@ -289,9 +298,3 @@ class Relay:
     def _check_deadline(self, now: float) -> None:
         if now > self._deadline + _DEADLINE_GRACE_SECONDS:
             raise deadline_exceeded()
-
-
-def _reason(outcome: Error | Moved | Failed) -> ResumeReason:
-    if isinstance(outcome, Moved):
-        return ResumeReason.moved
-    return ResumeReason.error if isinstance(outcome, Error) else ResumeReason.connection

@@ -21,6 +21,8 @@ import httpx
 import openai
 import pytest
 import small_model
+from internal_client import answer_of
+from numbered_client import Event, events_of
 from openai.types.chat import ChatCompletionChunk
 from worker_process import WorkerProcess, real
 
@@ -157,6 +159,31 @@ def test_router_answers_as_a_worker(site: Site, unbroken: str) -> None:
     tokens = [httpx.post(f"{url}/tokenize", json={"model": "small", "prompt": "abc"}).content
               for url in (site.url, site.workers[1].public)]  # fmt: skip
     assert tokens[0] == tokens[1]
+
+
+def test_rest_behind_every_event_from_another_router(site: Site) -> None:
+    """The client names no seed: the ids carry it to the other router."""
+    fields = {**CHAT, **CHAT["extra_body"], "max_tokens": 16, "stream": True, "n": 2, "seed": None}
+    del fields["extra_body"]
+
+    def read(url: str, headers: dict[str, str]) -> list[Event]:
+        answer = httpx.post(f"{url}/v1/chat/completions", json=fields, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return events_of(answer.content)
+
+    with running_router([worker.admin for worker in site.workers], site.log.with_name("log-second")) as second:
+        whole = read(site.url, {"X-Specdecode-Event-Ids": "true"})
+        expected = answer_of(b"".join(data for _, data in whole), stream=True)
+        assert len(whole) > 20
+        for count in range(1, len(whole)):
+            rest = read(second, {"Last-Event-ID": whole[count - 1][0]})
+            assert answer_of(b"".join(data for _, data in whole[:count] + rest), stream=True) == expected
+
+
+def test_worker_refuses_to_send_a_rest(site: Site) -> None:
+    answer = httpx.post(f"{site.workers[0].public}/v1/chat/completions", json={}, headers={"Last-Event-ID": "1"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "Last-Event-ID", "unsupported_header")
 
 
 def test_stopped_engine(site: Site, unbroken: str) -> None:

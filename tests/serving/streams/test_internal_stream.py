@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 import small_model
 from internal_client import Journal
+from numbered_client import check_rests
 from stream_workers import StreamWorker, check_cuts, start_worker
 from worker_process import worker_config
 
@@ -30,6 +31,24 @@ END = str(small_model.END_ID)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
+ANSWER = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": ["kind", "legs"],
+            "additionalProperties": False,
+        },
+    },
+}
+DISTANCE = {"type": "object", "properties": {"to": {"enum": ["Rome", "Oslo"]}}, "required": ["to"],
+            "additionalProperties": False}  # fmt: skip
+PLANNED = [{"type": "function", "function": {"name": "go", "parameters": DISTANCE}},
+           {"type": "function", "function": {"name": "stop"}}]  # fmt: skip
+
 
 def bias(text: str, value: float, **more: float) -> dict[str, float]:
     """Return a logit bias for the bytes of a text, and for further token ids."""
@@ -40,6 +59,7 @@ def bias(text: str, value: float, **more: float) -> dict[str, float]:
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.8},
+    "without a seed": {"temperature": 0.8, "seed": None},
     "truncated": {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
     "min_p": {"temperature": 1.2, "min_p": 0.02},
     "penalties": {
@@ -67,15 +87,27 @@ CASES: dict[str, dict[str, Any]] = {
     "echo": {"prompt": "gr\u00fc\u00dfe an", "echo": True, "logprobs": 2},
     "echo alone": {"prompt": "some text", "echo": True, "logprobs": 1, "max_tokens": 0},
     "best_of": {"prompt": "choose", "best_of": 3, "n": 2, "max_tokens": 6},
+    "schema": {"response_format": ANSWER, "max_tokens": 40, "ignore_eos": False},
+    "two schemas": {"response_format": ANSWER, "n": 2, "logprobs": True, "top_logprobs": 1, "max_tokens": 24},
+    "regex": {"structured_outputs": {"regex": "(ab|cd){2,9}!"}, "presence_penalty": 1, "ignore_eos": False},
+    "choice": {"prompt": "either", "structured_outputs": {"choice": ["yes, sure", "yes, or no"]}, "ignore_eos": False},
+    "required tool": {"tools": PLANNED, "tool_choice": "required", "max_tokens": 70, "ignore_eos": False},
+    "named tool": {
+        "tools": PLANNED, "tool_choice": {"type": "function", "function": {"name": "go"}}, "max_tokens": 70,
+        "ignore_eos": False, "logprobs": True,
+    },
     "special tokens": {"skip_special_tokens": False, "logit_bias": bias("\u20ac", 9, t256=9)},
 }  # fmt: skip
+
+LONG = frozenset({"named tool"})
+"""Cases that are continued at every fourth step, because a shorter one is like them."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[StreamWorker, StreamWorker]]:
     """Yield the plain and the drafting worker."""
     folder = tmp_path_factory.mktemp("target")
-    small_model.write_varied_target(folder)
+    small_model.write_varied_target(folder, context=512)
     config = worker_config(folder, max_num_seqs=AT_ONCE, threads=1)
     config = config.model_copy(
         update={
@@ -110,9 +142,20 @@ async def test_continued_answer_equals_the_unbroken_one(workers: tuple[StreamWor
     streams = (False,) if "best_of" in CASES[name] else (True, False)
     for stream in streams:
         request = request_of(name, stream=stream)
-        cuts = await check_cuts(request, plain, (plain, drafting))
-        cuts += await check_cuts(request, drafting, (plain,) if stream else (drafting,))
+        every = 4 if name in LONG else 1
+        cuts = await check_cuts(request, plain, (plain, drafting), every=every)
+        cuts += await check_cuts(request, drafting, (plain,) if stream else (drafting,), every=every)
         assert cuts > 2
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "best_of"])
+async def test_rest_after_every_event_completes_the_stream(
+    workers: tuple[StreamWorker, StreamWorker], name: str
+) -> None:
+    plain, drafting = workers
+    request = request_of(name, stream=True)
+    assert await check_rests(request, plain, drafting) >= 1
+    assert await check_rests(request, drafting, plain) >= 1
 
 
 async def test_the_drafting_worker_drafts(workers: tuple[StreamWorker, StreamWorker]) -> None:

@@ -165,6 +165,15 @@ class OpenStream(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Salt of the prefix cache, in addition to the body's: requests with different salts share no cached prefix."""
     resume: Resume | None = None
+    seed: int | None = None
+    """Seed for a body that has none; None for a random one."""
+    created: int | None = None
+    """Unix time of the response; None for the time at which the worker gets the request."""
+    delivered: tuple[int, ...] | None = None
+    """Output tokens of each choice whose events the client has from an earlier connection; None if it has none.
+
+    The steps up to there have no events. The worker generates their tokens again, unless ``resume`` has them.
+    """
 
 
 class FrameReader:

@@ -81,11 +81,12 @@ class Generation:
         """Token and speculation counts so far."""
         return self._output.statistics
 
-    async def outputs(self, *, one_by_one: bool = False) -> AsyncIterator[Output]:
+    async def outputs(self, *, one_by_one: int = 0) -> AsyncIterator[Output]:
         """Yield the output as it arrives, also parts that do not change the response yet.
 
         Args:
-            one_by_one: Yield one part for every token, instead of one for every message of the engine.
+            one_by_one: Number of output tokens up to which one part is yielded for every token. Later ones have one for
+                every message of the engine.
 
         Raises:
             EngineFailed: The engine ended the request with an error, or it is gone.
@@ -97,7 +98,7 @@ class Generation:
         try:
             async for message in self._stream:
                 self._observe(message)
-                for tokens in split(message) if one_by_one else (message,):
+                for tokens in split(message) if self._output.length < one_by_one else (message,):
                     index = self._output.length
                     piece = self._output.push(tokens)
                     yield Output(index, self._output.length - index, tokens, piece)

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
+from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.request_capture import CAPTURE_HEADER
 from specdecode_worker.server.request_terms import terms_of
 from specdecode_worker.server.routes.api_keys import ApiKeyCheck, client_name
@@ -30,6 +31,7 @@ from specdecode_worker.server.streams.preparation import START, Call, StartedReq
 
 TASK_HEADER = "X-Specdecode-Task"
 REQUEST_ID_HEADER = "X-Request-Id"
+LAST_EVENT_ID_HEADER = "Last-Event-ID"
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -52,6 +54,7 @@ def _add_generation(app: FastAPI, service: Service, route: str) -> None:
     @app.post(route)
     async def generate(request: Request) -> Response:
         service.lifecycle.check_accepting()
+        _check_no_event_id(request)
         terms = terms_of(client_name(request), request.headers, service.config.server, time.monotonic())
         call = Call(
             body=await read_body(request),
@@ -68,6 +71,20 @@ def _request_id(request: Request) -> str:
     """Return the id of the request: that of the client, if it is valid in a header."""
     sent = request.headers.get(REQUEST_ID_HEADER, "")
     return sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+
+
+def _check_no_event_id(request: Request) -> None:
+    """Refuse a client that wants the rest of a stream: it would get the beginning again.
+
+    Raises:
+        BadRequest: The request has the header Last-Event-ID.
+    """
+    if request.headers.get(LAST_EVENT_ID_HEADER):
+        raise BadRequest(
+            "a worker sends no rest of a stream: send the request to a router, or again without Last-Event-ID",
+            param=LAST_EVENT_ID_HEADER,
+            code="unsupported_header",
+        )
 
 
 async def _answer(request: Request, started: StartedRequest) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Awaitable
 
@@ -13,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from specdecode_worker.contract import internal_stream as contract
-from specdecode_worker.server.errors import ApiError, DeadlineExceeded, EngineFailed, Unavailable
+from specdecode_worker.server.errors import ApiError, BadRequest, DeadlineExceeded, EngineFailed, Unavailable
 from specdecode_worker.server.generation import Output
 from specdecode_worker.server.request_terms import RequestTerms
 from specdecode_worker.server.responses import ChoicePiece
@@ -82,9 +83,12 @@ class _StreamRun:
         if lifecycle.shutting_down:
             raise Unavailable("this worker is shutting down", code="draining")
         started = self._started = await start(self._service, request.route, _call_of(request, self._service), _wait)
+        delivered = _delivered(request, len(started.generations))
         encoder = EventEncoder(started.generations, started.writer, started.stream_options)
         await self._channel.put(_open_frame(started, encoder, self._service.compatibility_key))
-        readers = [_ChoiceReader(started, encoder, index, self._channel) for index in range(len(started.generations))]
+        readers = [
+            _ChoiceReader(started, encoder, index, self._channel, count) for index, count in enumerate(delivered)
+        ]
         await _all_or_first_error([reader.run() for reader in readers])
         if started.body.stream:
             body = b"".join(encoder.closing())
@@ -97,12 +101,16 @@ class _StreamRun:
 class _ChoiceReader:
     """Reader of one generation, which puts its steps on the channel. ``pieces`` has the output without a stream."""
 
-    def __init__(self, started: StartedRequest, encoder: EventEncoder, index: int, channel: FrameChannel) -> None:
+    def __init__(
+        self, started: StartedRequest, encoder: EventEncoder, index: int, channel: FrameChannel, delivered: int
+    ) -> None:
         self._generation, self._index, self._channel = started.generations[index], index, channel
         self._encoder = encoder if started.body.stream else None
-        # Which log-probabilities are held back with a text depends on the boundaries of pieces. With one piece for each
-        # token, a continuation on another worker holds back the same ones.
-        self._one_by_one = started.writer.holds_back_text and started.body.top_logprobs_count is not None
+        self._delivered = delivered
+        # Where text is held back, the boundaries of pieces decide which events a step has, and which log-probabilities
+        # wait with the text. With one piece for each token, a continuation on another worker has the same events.
+        streamed_or_scored = started.body.stream or started.body.top_logprobs_count is not None
+        self._one_by_one = sys.maxsize if started.writer.holds_back_text and streamed_or_scored else delivered
         self.pieces: list[ChoicePiece] = []
 
     async def run(self) -> None:
@@ -112,7 +120,10 @@ class _ChoiceReader:
         async for output in self._generation.outputs(one_by_one=self._one_by_one):
             events = b""
             if output.piece.is_shown and self._encoder is not None:
-                events = b"".join(await self._encoder.encode(self._index, output.piece))
+                if output.index + output.count <= self._delivered:
+                    await self._encoder.skip(self._index, [output.piece])
+                else:
+                    events = b"".join(await self._encoder.encode(self._index, output.piece))
             elif output.piece.is_shown:
                 self.pieces.append(output.piece)
             if output.count:
@@ -188,7 +199,8 @@ def _call_of(request: contract.OpenStream, service: Service) -> Call:
     return Call(
         body=request.body,
         request_id=request.request_id,
-        created=int(time.time()) if request.resume is None else request.resume.open.created,
+        created=_created(request),
+        seed=request.seed,
         task=request.task,
         capture=request.capture,
         terms=RequestTerms(
@@ -199,6 +211,25 @@ def _call_of(request: contract.OpenStream, service: Service) -> Call:
         ),
         resume=request.resume,
     )
+
+
+def _created(request: contract.OpenStream) -> int:
+    """Return the Unix time of the response: that of its first attempt."""
+    if request.resume is not None:
+        return request.resume.open.created
+    return int(time.time()) if request.created is None else request.created
+
+
+def _delivered(request: contract.OpenStream, choices: int) -> tuple[int, ...]:
+    """Return the number of tokens of each choice whose events the client has.
+
+    Raises:
+        BadRequest: The request has another number of choices.
+    """
+    delivered = (0,) * choices if request.delivered is None else request.delivered
+    if len(delivered) != choices or min(delivered) < 0:
+        raise BadRequest("delivered must have one count for each choice", param="delivered", code="invalid_value")
+    return delivered
 
 
 async def _wait(work: Awaitable[Result], /) -> Result:

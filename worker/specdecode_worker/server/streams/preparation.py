@@ -35,6 +35,7 @@ from specdecode_worker.server.text.prompts import Prompt
 from specdecode_worker.server.tools.parser_choice import parser_for
 
 Result = TypeVar("Result")
+Body = TypeVar("Body", bound=GenerationRequest)
 
 
 class Wait(Protocol):
@@ -60,6 +61,13 @@ class Call:
     terms: RequestTerms
     resume: Resume | None = None
     """Earlier attempt on another worker, which this call continues."""
+    seed: int | None = None
+    """Seed for a body that has none."""
+
+    def parse(self, model: type[Body]) -> Body:
+        """Return the validated body. Raises BadRequest."""
+        body = parse(model, self.body)
+        return body if body.seed is not None or self.seed is None else body.model_copy(update={"seed": self.seed})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,7 @@ async def start_completion(service: Service, call: Call, wait: Wait) -> StartedR
     Raises:
         ApiError: The request is invalid, or the worker cannot serve it.
     """
-    body = parse(CompletionRequest, call.body)
+    body = call.parse(CompletionRequest)
     service.check_model_name(body.model)
     text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
     writer = CompletionWriter(_context(service, call, body))
@@ -119,7 +127,7 @@ async def start_chat(service: Service, call: Call, wait: Wait) -> StartedRequest
     Raises:
         ApiError: The request is invalid, or the worker cannot serve it.
     """
-    body = parse(ChatRequest, call.body)
+    body = call.parse(ChatRequest)
     service.check_model_name(body.model)
     text = "\n".join(message.content for message in body.messages)
     writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body))
