@@ -56,6 +56,11 @@ def _parser() -> argparse.ArgumentParser:
                        help="base URL of a worker's admin port; once for each worker")  # fmt: skip
     serve.add_argument("--namespace", help="of --service")
     serve.add_argument("--service", metavar="NAME", help="headless Service of the workers, instead of --worker")
+    serve.add_argument("--deployment", default="", metavar="NAME", help="of the workers, for metrics")
+    serve.add_argument("--backend", dest="backends", action="append", default=[],
+                       metavar="name=N,percent=P,service=S,token-file=F",
+                       help="another deployment with a share of the traffic; worker=ADMIN_URL instead of service "
+                       "where --worker is used")  # fmt: skip
     serve.add_argument("--demand-config-map", metavar="NAME", help="reports held requests to the operator")
     serve.add_argument("--tls-cert-file", metavar="FILE", help="certificate chain of this port, as PEM")
     serve.add_argument("--tls-key-file", metavar="FILE", help="its key, without a password")

@@ -15,16 +15,15 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from specdecode_router.discovery.api_server import ApiServer
 from specdecode_router.discovery.demand import DemandWriter
-from specdecode_router.discovery.endpoint_slices import Discovery, EndpointSliceDiscovery
-from specdecode_router.discovery.static import StaticDiscovery
+from specdecode_router.discovery.endpoint_slices import Discovery
+from specdecode_router.discovery.sources import open_sources
 from specdecode_router.errors import CannotStart
 from specdecode_router.frontend.application import build_application
 from specdecode_router.frontend.bodies import BodyBudget
@@ -32,7 +31,9 @@ from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.frontend.tls import ServerCertificate
-from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.placement.choose import Policy, place
+from specdecode_router.placement.placement_state import PlacementState
+from specdecode_router.placement.traffic_split import TrafficSplit
 from specdecode_router.queueing.admission import Admission, QueueLimits
 from specdecode_router.queueing.tenants import TenantTable
 from specdecode_router.relay.context import RelayContext, RelayLimits
@@ -40,9 +41,11 @@ from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.relay.suspicion import SilenceLimits
 from specdecode_router.settings import RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
+from specdecode_router.workers.backend_tokens import BackendTokens
 from specdecode_router.workers.client import TokenFile, WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.report_poller import ReportPoller
+from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract import Env
 
 log = logging.getLogger(__name__)
@@ -68,33 +71,12 @@ async def serve(settings: RouterSettings) -> int:
     gc.collect()
     gc.freeze()
     async with (
-        _sources(settings) as (discovery, demand),
+        open_sources(settings) as (discovery, demand),
         running_router(settings, token, discovery, listener, demand) as state,
     ):
         await stop.wait()
         log.info("leaving: %d requests are running", state.lifecycle.running)
         return await _shut_down(state, stop_now)
-
-
-@contextlib.asynccontextmanager
-async def _sources(settings: RouterSettings) -> AsyncIterator[tuple[Discovery, DemandWriter | None]]:
-    """Yield the source of workers, and the writer of held requests where there is an operator.
-
-    Raises:
-        CannotStart: The API server is not known.
-    """
-    if settings.namespace is None or settings.service is None:
-        yield StaticDiscovery(settings.workers), None
-        return
-    api = await ApiServer.connect()
-    try:
-        demand = None
-        if settings.demand_config_map is not None:
-            name = os.environ.get(Env.pod_name) or socket.gethostname()
-            demand = DemandWriter(api, settings.namespace, settings.demand_config_map, name)
-        yield EndpointSliceDiscovery(api, settings.namespace, settings.service), demand
-    finally:
-        await api.close()
 
 
 @contextlib.asynccontextmanager
@@ -104,6 +86,7 @@ async def running_router(
     discovery: Discovery,
     listener: socket.socket,
     demand: DemandWriter | None = None,
+    policy: Policy = place,
 ) -> AsyncIterator[RouterState]:
     """Run a router on a bound socket during the block.
 
@@ -113,22 +96,27 @@ async def running_router(
         discovery: Source of workers.
         listener: Socket of the port.
         demand: Writer of held requests; None without an operator.
+        policy: Way of choosing among the workers.
 
     Raises:
         CannotStart: A file of certificates is unusable.
     """
     registry = WorkerRegistry(time.monotonic, settings.failure_cooldown_seconds)
-    client = WorkerClient(token, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
+    backend_tokens = {
+        one.name: TokenFile(one.token_file, required=False) for one in settings.backends if one.token_file
+    }
+    tokens = BackendTokens(token, backend_tokens)
+    client = WorkerClient(tokens, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
     certificate = None
     if settings.tls_cert_file is not None and settings.tls_key_file is not None:
         certificate = ServerCertificate(settings.tls_cert_file, settings.tls_key_file)
-    state = _state(settings, registry, client)
+    state = _state(settings, registry, client, policy)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     loops = [
-        discovery.run(registry.update),
+        discovery.run(lambda endpoints: _update(endpoints, tokens, registry)),
         ReportPoller(registry, client, settings.report_seconds).run(),
         state.relay.monitor.run(),
-        _refresh([one for one in (token, certificate) if isinstance(one, TokenFile | ServerCertificate)]),
+        _refresh((token, certificate, *backend_tokens.values())),
     ]
     if demand is not None:
         loops += [demand.run(), _report_held(state.admission, demand)]
@@ -138,6 +126,11 @@ async def running_router(
                 yield state
     finally:
         await client.close()
+
+
+def _update(endpoints: Sequence[Endpoint], tokens: BackendTokens, registry: WorkerRegistry) -> None:
+    tokens.update(endpoints)
+    registry.update(endpoints)
 
 
 async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
@@ -154,7 +147,7 @@ async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
     return 1 if state.lifecycle.running else 0
 
 
-def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient) -> RouterState:
+def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient, policy: Policy) -> RouterState:
     limits = RelayLimits(
         open_seconds=settings.open_seconds,
         no_worker_seconds=settings.no_worker_seconds,
@@ -175,7 +168,10 @@ def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerCli
         relay=RelayContext(registry, client, SilenceMonitor(time.monotonic), limits, metrics, time.monotonic),
         admission=admission,
         tenants=TenantTable(Path(settings.api_keys_path) if settings.api_keys_path else None),
-        prefixes=PrefixTable(),
+        placement=PlacementState(
+            policy=policy,
+            split=TrafficSplit(settings.deployment, {one.name: one.percent for one in settings.backends}),
+        ),
         lifecycle=Lifecycle(),
         bodies=BodyBudget(settings.max_unfinished_body_bytes),
         clock=time.monotonic,
@@ -252,8 +248,9 @@ def _token(settings: RouterSettings) -> Callable[[], str]:
     return lambda: fixed
 
 
-async def _refresh(files: Sequence[TokenFile | ServerCertificate]) -> None:
+async def _refresh(sources: Iterable[object]) -> None:
     """Read changed files again, in a thread: a file system that hangs must not stop the event loop."""
+    files = [one for one in sources if isinstance(one, TokenFile | ServerCertificate)]
     while files:
         await asyncio.sleep(_FILE_CHECK_SECONDS)
         for one in files:

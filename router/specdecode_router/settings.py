@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class BackendSettings(BaseModel):
+    """Another deployment that gets a share of the traffic."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    percent: float = Field(ge=0, le=100)
+    service: str | None = None
+    """Headless Service of its workers, in the namespace of the router."""
+    workers: tuple[str, ...] = ()
+    """Base URLs of its workers' admin ports, instead of ``service``."""
+    token_file: str | None = None
+    """File with a token of the scope router for its workers. None: they have the token of the others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        """Read the form of the command line: ``name=NAME,percent=P,service=NAME,token-file=FILE``."""
+        if not isinstance(value, str):
+            return value
+        pairs = [part.partition("=")[::2] for part in value.split(",")]
+        fields: dict[str, Any] = {name.replace("-", "_"): text for name, text in pairs if name != "worker"}
+        return {**fields, "workers": tuple(text for name, text in pairs if name == "worker")}
+
+    @model_validator(mode="after")
+    def _has_workers(self) -> Self:
+        if (self.service is None) != bool(self.workers):
+            raise ValueError(f"{self.name} needs a service or workers, and not both")
+        return self
 
 
 class RouterSettings(BaseModel):
@@ -19,6 +50,10 @@ class RouterSettings(BaseModel):
     namespace: str | None = None
     service: str | None = None
     """Headless Service of the workers, whose EndpointSlices list them; instead of ``workers``."""
+    deployment: str = ""
+    """Name of the deployment, for metrics."""
+    backends: tuple[BackendSettings, ...] = ()
+    """Other deployments that share the traffic. This router's deployment has the rest."""
     demand_config_map: str | None = None
     """ConfigMap in which held requests are reported to the operator."""
     tls_cert_file: str | None = None
@@ -70,12 +105,25 @@ class RouterSettings(BaseModel):
     report_seconds: float = Field(default=2, gt=0)
     """Interval at which the workers' reports are read, and the deadline for each of them."""
 
+    @field_validator("backends")
+    @classmethod
+    def _have_at_most_all(cls, backends: tuple[BackendSettings, ...]) -> tuple[BackendSettings, ...]:
+        if len({one.name for one in backends}) < len(backends):
+            raise ValueError("every deployment may be named once")
+        if sum(one.percent for one in backends) > 100:
+            raise ValueError("the shares add up to more than 100 percent")
+        return backends
+
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
         if bool(self.namespace) != bool(self.service):
             raise ValueError("--namespace and --service are used together")
         if self.service and self.workers:
             raise ValueError("--worker is not used with --service")
+        if self.service is None and any(one.service for one in self.backends):
+            raise ValueError("the service of a --backend needs --service")
+        if any(one.name == self.deployment for one in self.backends):
+            raise ValueError("a --backend needs another name than --deployment")
         if self.demand_config_map and not self.service:
             raise ValueError("--demand-config-map needs --service")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from specdecode_operator.api.reference_page import reference_page
+from specdecode_operator.api.schema import SELF_SPLIT_MESSAGE, SELF_SPLIT_RULE, rule
 from specdecode_operator.api.v1alpha1 import (
     COLUMNS,
     GROUP,
@@ -85,7 +86,7 @@ def root_schema() -> dict[str, Any]:
             # The API server must not fill status in: a default there would look like an observation.
             "status": structural(_without_defaults(Status.model_json_schema(by_alias=True))),
         },
-        "x-kubernetes-validations": [{"rule": name, "message": NAME_MESSAGE}],
+        "x-kubernetes-validations": [rule(name, NAME_MESSAGE), rule(SELF_SPLIT_RULE, SELF_SPLIT_MESSAGE)],
     }
 
 

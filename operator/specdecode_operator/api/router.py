@@ -7,9 +7,13 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from specdecode_operator.api.devices import Amounts
-from specdecode_operator.api.schema import Anything, Api, Name, rule, rules
+from specdecode_operator.api.schema import MAX_NAME_LENGTH, NAME_PATTERN, Anything, Api, Name, rule, rules
 
 _SUSPICION_MESSAGE = "router.suspicion needs minSeconds <= maxSeconds"
+_SPLIT_ONCE_MESSAGE = "router.trafficSplit names every deployment once"
+_SPLIT_SUM_MESSAGE = "the shares of router.trafficSplit add up to at most 100 percent"
+_SPLIT_ROUTERS_MESSAGE = "router.trafficSplit needs router.replicas above 0"
+_MAX_DEPLOYMENTS = 4
 _Objects = Annotated[tuple[Anything, ...], Field(max_length=32)]
 
 
@@ -42,6 +46,20 @@ class SuspicionSpec(Api):
         return self
 
 
+class TrafficShareSpec(Api):
+    """Another deployment that gets a share of the traffic, for the trial of a new model."""
+
+    deployment: Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME_LENGTH)] = Field(
+        description="Name of a SpecDecodeDeployment in the same namespace. It has the same model.servedName.",
+        examples=["llama-next"],
+    )
+    percent: int = Field(
+        ge=0,
+        le=100,
+        description="Share of the conversations in percent. 0: none, also when the others have no worker.",
+    )
+
+
 class RouterResourcesSpec(Api):
     """CPU, memory and other resources of the router's container. A router is one process on one core."""
 
@@ -55,6 +73,17 @@ class RouterResourcesSpec(Api):
 
 class RouterSpec(Api):
     """Routers: one endpoint before all workers, whose streams survive their worker. Changes replace no worker."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.trafficSplit.all(one, self.trafficSplit.exists_one(other, other.deployment == one.deployment))",
+                _SPLIT_ONCE_MESSAGE,
+            ),
+            rule("self.trafficSplit.map(one, one.percent).sum() <= 100", _SPLIT_SUM_MESSAGE),
+            rule("self.trafficSplit.size() == 0 || self.replicas > 0", _SPLIT_ROUTERS_MESSAGE),
+        )
+    )
 
     replicas: int = Field(
         default=0,
@@ -86,6 +115,12 @@ class RouterSpec(Api):
         default=SuspicionSpec(),
         description="Bounds of the silence after which a router asks a second worker for the rest of a request.",
     )
+    traffic_split: Annotated[tuple[TrafficShareSpec, ...], Field(max_length=_MAX_DEPLOYMENTS)] = Field(
+        default=(),
+        description="Other deployments that get a share of the traffic. This deployment has the rest. A conversation "
+        "stays with one deployment. It needs scaling.minReplicas of at least 1.",
+        examples=[[{"deployment": "llama-next", "percent": 10}]],
+    )
     node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = Field(
         default_factory=dict, description="Labels that a node must have.", examples=[{"pool": "cpu"}]
     )
@@ -103,3 +138,14 @@ class RouterSpec(Api):
     priority_class_name: Name | None = Field(
         default=None, description="PriorityClass of the routers. Absent: the cluster's default.", examples=["serving"]
     )
+
+    @model_validator(mode="after")
+    def _splits_all_traffic_at_most(self) -> Self:
+        names = [one.deployment for one in self.traffic_split]
+        if len(set(names)) < len(names):
+            raise ValueError(_SPLIT_ONCE_MESSAGE)
+        if sum(one.percent for one in self.traffic_split) > 100:
+            raise ValueError(_SPLIT_SUM_MESSAGE)
+        if names and not self.replicas:
+            raise ValueError(_SPLIT_ROUTERS_MESSAGE)
+        return self

@@ -21,6 +21,12 @@ NAME_MESSAGE = (
     "the first a letter, the last no '-'; dots are not allowed"
 )
 
+SELF_SPLIT_RULE = (
+    "!has(self.spec.router) || !has(self.spec.router.trafficSplit)"
+    " || self.spec.router.trafficSplit.all(one, one.deployment != self.metadata.name)"
+)
+SELF_SPLIT_MESSAGE = "spec.router.trafficSplit names other deployments; this one has the rest of the traffic"
+
 PAUSED_ANNOTATION = "specdecode.io/paused"
 PIN_ANNOTATION = "specdecode.io/pin"
 

@@ -18,6 +18,11 @@ _HAS_ROUTERS = (
     "!has(self.scaling) || self.scaling.owner == 'External' || self.scaling.minReplicas > 0"
     " || (has(self.router) && has(self.router.replicas) && self.router.replicas > 0)"
 )
+_SPLIT_NEEDS_WORKERS = "router.trafficSplit needs scaling.minReplicas above 0: nothing is held while others serve"
+_SPLIT_HAS_WORKERS = (
+    "!has(self.scaling) || self.scaling.owner == 'External' || self.scaling.minReplicas > 0"
+    " || !has(self.router) || !has(self.router.trafficSplit) || self.router.trafficSplit.size() == 0"
+)
 _ONE_DEVICE = "model.quantization needs workers.tensorParallelSize 1"
 _RANKS = (
     "(has(self.workers.tensorParallelSize) ? self.workers.tensorParallelSize"
@@ -183,6 +188,7 @@ class Spec(Api):
             },
             rule(f"!has(self.model.quantization) || {_RANKS} <= 1", _ONE_DEVICE),
             rule(_HAS_ROUTERS, _NEEDS_ROUTERS),
+            rule(_SPLIT_HAS_WORKERS, _SPLIT_NEEDS_WORKERS),
         )
     )
 
@@ -235,4 +241,6 @@ class Spec(Api):
         scaling = self.scaling
         if scaling and scaling.owner == "Operator" and not scaling.min_replicas and not self.router.replicas:
             raise ValueError(_NEEDS_ROUTERS)
+        if scaling and scaling.owner == "Operator" and not scaling.min_replicas and self.router.traffic_split:
+            raise ValueError(_SPLIT_NEEDS_WORKERS)
         return self

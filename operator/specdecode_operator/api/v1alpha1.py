@@ -10,7 +10,7 @@ from typing import Any
 
 from specdecode_operator.api.devices import AcceleratorSpec, ResourceClaimSpec, ResourcesSpec
 from specdecode_operator.api.engine import OPERATOR_FLAGS, EngineSpec
-from specdecode_operator.api.router import RouterSpec, SuspicionSpec
+from specdecode_operator.api.router import RouterSpec, SuspicionSpec, TrafficShareSpec
 from specdecode_operator.api.schema import (
     GROUP,
     KIND,
@@ -127,6 +127,7 @@ __all__ = [
     "TaskStatus",
     "Text",
     "TlsSpec",
+    "TrafficShareSpec",
     "TrafficStatus",
     "TreeSpec",
     "WorkersSpec",

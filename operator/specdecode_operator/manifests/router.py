@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import RouterSpec
+from specdecode_operator.api.v1alpha1 import RouterSpec, TrafficShareSpec
 from specdecode_operator.manifests.config import API_KEYS_DIR, TLS_DIR, TOKENS_DIR
 from specdecode_operator.manifests.identity import (
     TokenScope,
@@ -19,6 +19,8 @@ from specdecode_operator.manifests.volumes import secret_volume
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
 
+OTHER_TOKENS_DIR = "/etc/specdecode/other-tokens"
+"""Folder with a folder of each other deployment that shares the traffic."""
 USER = 65532
 """User and group of the container."""
 EXIT_SECONDS = 10
@@ -102,6 +104,8 @@ def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
     tls = spec.tls is not None
     folders = {"tokens": TOKENS_DIR, "api-keys": API_KEYS_DIR, "tls": TLS_DIR}
+    folders |= {_other_volume(number): f"{OTHER_TOKENS_DIR}/{one.deployment}"
+                for number, one in enumerate(_others(deployment))}  # fmt: skip
     return {
         "name": "router",
         "image": spec.router.image or defaults.router_image,
@@ -141,6 +145,7 @@ def arguments(deployment: Deployment) -> list[str]:
         "port": Port.http,
         "namespace": deployment.namespace,
         "service": headless_name(name),
+        "deployment": name,
         "demand-config-map": demand_name(name),
         "admin-token-file": f"{TOKENS_DIR}/{TokenScope.router.value}",
         "hold-seconds": spec.router.hold_seconds,
@@ -156,7 +161,19 @@ def arguments(deployment: Deployment) -> list[str]:
     if spec.tls:
         files = {"tls-cert-file": "tls.crt", "tls-key-file": "tls.key", "ca-file": "ca.crt"}
         values |= {flag: f"{TLS_DIR}/{file}" for flag, file in files.items()}
-    return [f"--{flag}={value}" for flag, value in values.items()]
+    return [*(f"--{flag}={value}" for flag, value in values.items()), *map(_backend, _others(deployment))]
+
+
+def _others(deployment: Deployment) -> list[TrafficShareSpec]:
+    """Return the other deployments that share the traffic, without this one, which a rule of the CRD excludes."""
+    return [one for one in deployment.spec.router.traffic_split if one.deployment != deployment.name]
+
+
+def _backend(share: TrafficShareSpec) -> str:
+    """Return the flag of another deployment."""
+    name = share.deployment
+    token = f"{OTHER_TOKENS_DIR}/{name}/{TokenScope.router.value}"
+    return f"--backend=name={name},percent={share.percent},service={headless_name(name)},token-file={token}"
 
 
 def _secrets(deployment: Deployment) -> list[dict[str, Any]]:
@@ -168,7 +185,15 @@ def _secrets(deployment: Deployment) -> list[dict[str, Any]]:
         volumes.append(secret_volume("api-keys", reference.name, reference.key))
     if spec.tls:
         volumes.append(secret_volume("tls", spec.tls.secret_name))
+    for number, one in enumerate(_others(deployment)):
+        volume = secret_volume(_other_volume(number), tokens_name(one.deployment), TokenScope.router.value)
+        # The other deployment may come later; the routers must start without it.
+        volumes.append({**volume, "secret": {**volume["secret"], "optional": True}})
     return volumes
+
+
+def _other_volume(number: int) -> str:
+    return f"tokens-{number}"
 
 
 def _scheduling(router: RouterSpec, labels: dict[str, str]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ async def _forward(request: web.Request, state: RouterState) -> web.Response:
     headers = trace_headers(request.headers)
     if "Content-Type" in request.headers:
         headers["Content-Type"] = request.headers["Content-Type"]
-    choice = WorkerChoice(state.prefixes, state.relay.metrics, request.path, {}, tenant="", task=None)
+    choice = WorkerChoice(state.placement, state.relay.metrics, request.path, {}, tenant="", task=None)
     tried: set[str] = set()
     answer: web.Response | None = None
     while len(tried) < _MAX_ATTEMPTS:

@@ -72,7 +72,7 @@ async def _generate(request: web.Request, state: RouterState) -> web.StreamRespo
     except ClientGone:
         pass
     finally:
-        metrics.count_request(tenant.name, status)
+        metrics.count_request(tenant.name, status, choice.deployment)
     return response.response or web.Response(status=status)
 
 
@@ -105,7 +105,7 @@ def _understand(
     numbered = numbered_request(request.headers, request.path, fields, tenant=tenant.name,
                                 request_id=stream.request_id, created=int(time.time()))  # fmt: skip
     choice = WorkerChoice(
-        state.prefixes, state.relay.metrics, request.path, fields, tenant=tenant.name, task=stream.task
+        state.placement, state.relay.metrics, request.path, fields, tenant=tenant.name, task=stream.task
     )
     return stream if numbered is None else numbered.open_stream(stream), choice, numbered
 

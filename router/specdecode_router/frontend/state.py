@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specdecode_router.frontend.bodies import BodyBudget
 from specdecode_router.frontend.lifecycle import Lifecycle
-from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.placement.placement_state import PlacementState
 from specdecode_router.queueing.admission import Admission
 from specdecode_router.queueing.tenants import TenantTable
 from specdecode_router.relay.context import RelayContext
@@ -22,7 +22,7 @@ class RouterState:
     relay: RelayContext
     admission: Admission
     tenants: TenantTable
-    prefixes: PrefixTable
+    placement: PlacementState
     lifecycle: Lifecycle
     bodies: BodyBudget
     clock: Callable[[], float]

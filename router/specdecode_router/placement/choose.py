@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Protocol
 
 from specdecode_router.placement.affinity import Affinity
 from specdecode_router.placement.rendezvous import rendezvous_score
@@ -42,6 +43,21 @@ class Placement:
 
     worker: WorkerView
     outcome: PlacementOutcome
+
+
+class Policy(Protocol):
+    """Way of choosing the worker of a request. Routers use ``place``; benchmarks compare it with others."""
+
+    def __call__(
+        self,
+        workers: Sequence[WorkerView],
+        affinity: Affinity,
+        *,
+        compatibility_key: str,
+        exclude: frozenset[str],
+        expected: Mapping[str, float],
+    ) -> Placement | None:
+        """Choose the worker for a request. The arguments are those of ``place``."""
 
 
 def choose(
@@ -75,7 +91,7 @@ def place(
         exclude: Names of workers that are not chosen, for example because they failed this request.
         expected: Tokens of the prefix that each worker is expected to have cached, by name (``PrefixTable``).
     """
-    eligible = _eligible(workers, compatibility_key, exclude)
+    eligible = eligible_workers(workers, compatibility_key, exclude)
     if not eligible:
         return None
     tiers = _by_task(eligible, affinity.task)
@@ -92,7 +108,7 @@ def load_of(worker: WorkerView) -> int:
     return max(worker.in_flight, worker.reported_requests)
 
 
-def _eligible(workers: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> list[WorkerView]:
+def eligible_workers(workers: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> list[WorkerView]:
     """Return the workers that may be chosen, without those that are a last resort while there are better ones."""
     allowed = [w for w in workers if not w.endpoint.terminating and w.endpoint.name not in exclude]
     if key:
@@ -103,13 +119,10 @@ def _eligible(workers: Sequence[WorkerView], key: str, exclude: frozenset[str]) 
 
 
 def _by_task(workers: list[WorkerView], task: str) -> list[list[WorkerView]]:
-    """Return tiers of workers: those that the plan assigns to the task, then those of all tasks.
-
-    Workers of other tasks follow only if there are no others: their drafts fit worse, but they serve the request.
-    """
+    """Return tiers of workers: those at which the task is gathered, those of all tasks, and those of other tasks."""
     labelled = [w for w in workers if task in w.tasks]
     general = [w for w in workers if not w.tasks]
-    return [labelled, general] if labelled or general else [workers]
+    return [labelled, general, [w for w in workers if w.tasks and task not in w.tasks]]
 
 
 def _rank(workers: list[WorkerView], affinity: Affinity, expected: Mapping[str, float]) -> list[WorkerView]:
@@ -137,5 +150,5 @@ def _preferred(workers: list[WorkerView], wanted: Callable[[WorkerView], bool]) 
 
 
 def _weight(worker: WorkerView) -> float:
-    """Return the weight of a worker. Workers without weight are only chosen together, and then share equally."""
-    return worker.endpoint.weight if worker.endpoint.weight > 0 else 1.0
+    """Return the weight of a worker. Workers without weight are only chosen together, and then share by speed."""
+    return worker.speed * (worker.endpoint.weight if worker.endpoint.weight > 0 else 1.0)

@@ -127,6 +127,12 @@ class RouterMetrics:
             ["tenant", "code"],
             registry=registry,
         )
+        self._deployments = Counter(
+            "specdecode_router_deployment_requests",
+            "finished requests that were given to a worker, by its deployment and status",
+            ["deployment", "code"],
+            registry=registry,
+        )
         self._refused = Counter(
             "specdecode_router_requests_refused", "requests without a place, by reason", ["reason"], registry=registry
         )
@@ -190,12 +196,13 @@ class RouterMetrics:
         for state, count in counts.items():
             self._workers.labels(state).set(count)
 
-    def count_request(self, tenant: str, status: int) -> None:
+    def count_request(self, tenant: str, status: int, deployment: str = "") -> None:
         """Count a finished request.
 
         Args:
             tenant: Name of the tenant; empty without authentication.
             status: HTTP status of the answer; 499 if the client left before.
+            deployment: Deployment of the last worker; empty if no worker got the request.
         """
         if tenant not in self._tenants:
             if len(self._tenants) < MAX_TENANTS:
@@ -203,6 +210,8 @@ class RouterMetrics:
             else:
                 tenant = OTHER_TENANT
         self._requests.labels(tenant, str(status)).inc()
+        if deployment:
+            self._deployments.labels(deployment, str(status)).inc()
 
     def count_refusal(self, reason: str) -> None:
         """Count a request without a place. ``reason`` is that of the ``Refused`` error."""

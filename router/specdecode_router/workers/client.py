@@ -26,11 +26,11 @@ _KEEP_ALIVE_SECONDS = 15
 class WorkerClient:
     """HTTP client for all workers. Close it with ``close``."""
 
-    def __init__(self, token: Callable[[], str], *, connect_seconds: float, ca_file: str | None = None) -> None:
+    def __init__(self, token: Callable[[str], str], *, connect_seconds: float, ca_file: str | None = None) -> None:
         """Open the client on the running event loop.
 
         Args:
-            token: Returns the current admin token.
+            token: Returns the current admin token of the worker with a base URL.
             connect_seconds: Time for a connection.
             ca_file: Certificates that sign those of the workers.
 
@@ -59,7 +59,7 @@ class WorkerClient:
         return await self._session.post(
             URL(admin_url + INTERNAL_STREAMS, encoded=True),
             data=body,
-            headers={**self._headers(), "Content-Type": "application/msgpack", **(headers or {})},
+            headers={**self._headers(admin_url), "Content-Type": "application/msgpack", **(headers or {})},
         )
 
     async def forward(
@@ -70,7 +70,7 @@ class WorkerClient:
             method,
             URL(admin_url + PUBLIC_PREFIX + path, encoded=True),
             data=body or None,
-            headers={**headers, **self._headers()},
+            headers={**headers, **self._headers(admin_url)},
             timeout=aiohttp.ClientTimeout(total=seconds),
             allow_redirects=False,
         )
@@ -79,15 +79,15 @@ class WorkerClient:
         """Return status and body of a GET."""
         timeout = aiohttp.ClientTimeout(total=seconds)
         url = URL(admin_url + path, encoded=True)
-        async with self._session.get(url, headers=self._headers(), timeout=timeout) as response:
+        async with self._session.get(url, headers=self._headers(admin_url), timeout=timeout) as response:
             return response.status, await response.read()
 
     async def close(self) -> None:
         """Close all connections."""
         await self._session.close()
 
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._token()}"}
+    def _headers(self, admin_url: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._token(admin_url)}"}
 
 
 def _bounded_socket(address: AddrInfoType) -> socket.socket:
@@ -114,16 +114,24 @@ def _tls(ca_file: str | None) -> ssl.SSLContext | bool:
 class TokenFile:
     """Admin token of a file that is read again when it changes."""
 
-    def __init__(self, path: str) -> None:
-        """Read the file. Raises CannotStart if it has no token."""
-        self._path = Path(path)
+    def __init__(self, path: str, *, required: bool = True) -> None:
+        """Read the file.
+
+        Args:
+            path: Path of the file.
+            required: False for a file that may appear later. Until then the token is empty.
+
+        Raises:
+            CannotStart: A required file has no token.
+        """
+        self._path, self._required = Path(path), required
         self._version: tuple[int, int, int] | None = None
         self._token = ""
         try:
             self.refresh()
         except OSError as error:
             raise CannotStart(f"admin token file {path}: {error.strerror or error}") from None
-        if not self._token:
+        if required and not self._token:
             raise CannotStart(f"admin token file {path}: it is empty")
 
     def __call__(self) -> str:
@@ -132,6 +140,8 @@ class TokenFile:
 
     def refresh(self) -> None:
         """Read the file if it changed. Raises OSError; the last token stays in use."""
+        if not self._required and not self._path.exists():
+            return
         stat = self._path.stat()
         version = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
         if version != self._version:

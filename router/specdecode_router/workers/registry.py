@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from specdecode_router.workers.worker import Endpoint, WorkerView
+from specdecode_router.workers.step_speeds import StepKind, StepSpeeds, StepSums
+from specdecode_router.workers.worker import Endpoint, PlanTask, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,9 @@ class WorkerState:
     in_flight: int = 0
     reported_requests: int = 0
     max_num_seqs: int = 0
+    model: str = ""
     compatibility_key: str = ""
+    plan_tasks: tuple[PlanTask, ...] = ()
     draining: bool = False
     silent_streams: int = 0
     """Streams whose frames have stopped."""
@@ -52,6 +55,7 @@ class WorkerRegistry:
     def __init__(self, clock: Callable[[], float], cooldown_seconds: float = 1.0) -> None:
         self._clock, self._cooldown_seconds = clock, cooldown_seconds
         self._workers: dict[str, WorkerState] = {}
+        self._speeds = StepSpeeds(clock)
         self._waiters: set[asyncio.Future[None]] = set()
         self.on_change: Callable[[], None] = lambda: None
         """Called when workers or their capacity changed."""
@@ -62,6 +66,7 @@ class WorkerRegistry:
         self._workers = {one.name: known.get(one.name) or WorkerState(one) for one in endpoints}
         for one in endpoints:
             self._workers[one.name].endpoint = one
+        self._speeds.retain(self._workers.keys())
         if known.keys() != self._workers.keys():
             log.info("%d workers: %s", len(self._workers), ", ".join(sorted(self._workers)) or "none")
         self._notify()
@@ -132,14 +137,26 @@ class WorkerRegistry:
             self.on_change()
 
     def record_report(
-        self, name: str, *, requests: int, max_num_seqs: int, draining: bool, compatibility_key: str | None
+        self,
+        name: str,
+        *,
+        requests: int,
+        max_num_seqs: int,
+        draining: bool,
+        compatibility_key: str | None,
+        model: str = "",
+        plan_tasks: tuple[PlanTask, ...] = (),
+        steps: Mapping[StepKind, StepSums] | None = None,
     ) -> None:
-        """Record a report: load, capacity, and the key where the report has one."""
+        """Record a report: load, capacity, model, tasks, step times, and the key where the report has one."""
         if (state := self._workers.get(name)) is None:
             return
         changed = (state.max_num_seqs, state.draining) != (max_num_seqs, draining) or state.failures > 0
         state.reported_requests, state.max_num_seqs, state.draining = requests, max_num_seqs, draining
+        state.model, state.plan_tasks = model, plan_tasks
         state.failures, state.suspect_until = 0, 0.0
+        if steps:
+            self._speeds.record(name, steps)
         if compatibility_key:
             state.compatibility_key = compatibility_key
         if changed:
@@ -170,6 +187,9 @@ class WorkerRegistry:
             reported_requests=state.reported_requests,
             max_num_seqs=state.max_num_seqs,
             compatibility_key=state.compatibility_key,
+            model=state.model,
+            plan_tasks=state.plan_tasks,
+            speed=self._speeds.of(state.endpoint.name),
             suspect=self._is_suspect(state),
         )
 

@@ -11,13 +11,38 @@ import msgspec
 
 from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
-from specdecode_router.workers.worker import Endpoint
+from specdecode_router.workers.step_speeds import StepKind, StepSums
+from specdecode_router.workers.worker import Endpoint, PlanTask
 from specdecode_worker.contract import Route
 
 log = logging.getLogger(__name__)
 
 _FIRST_SECONDS = 0.2
 """Interval until every worker has answered once."""
+
+
+class _Draft(msgspec.Struct):
+    name: str = ""
+    problem: str | None = None
+
+
+class _Task(msgspec.Struct):
+    name: str
+    match: str | None = None
+    draft: str | None = None
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    tasks: tuple[_Task, ...] = ()
+
+
+class _Steps(msgspec.Struct):
+    tokens_bucket: int
+    draft_passes: int
+    prefill: bool
+    context_bucket: int
+    count: int
+    t: float
 
 
 class _Report(msgspec.Struct):
@@ -28,6 +53,10 @@ class _Report(msgspec.Struct):
     max_num_seqs: int = 1
     draining: bool = False
     compatibility_key: str | None = None
+    model: str = ""
+    named_drafts: tuple[_Draft, ...] = ()
+    plan: _Plan = _Plan()
+    steps: tuple[_Steps, ...] = ()
 
 
 class ReportPoller:
@@ -83,4 +112,24 @@ class ReportPoller:
             max_num_seqs=report.max_num_seqs,
             draining=report.draining,
             compatibility_key=report.compatibility_key,
+            model=report.model,
+            plan_tasks=_plan_tasks(report),
+            steps=_step_sums(report),
         )
+
+
+def _plan_tasks(report: _Report) -> tuple[PlanTask, ...]:
+    """Return the tasks of the plan. A task whose draft is not loaded uses the first draft, as at the worker."""
+    loaded = {draft.name for draft in report.named_drafts if draft.problem is None}
+    return tuple(
+        PlanTask(task.name, task.match, task.draft if task.draft and task.draft in loaded else "")
+        for task in report.plan.tasks
+    )
+
+
+def _step_sums(report: _Report) -> dict[StepKind, StepSums]:
+    """Return number and seconds of the steps by kind."""
+    return {
+        (one.tokens_bucket, one.draft_passes, one.prefill, one.context_bucket): StepSums(one.count, one.t)
+        for one in report.steps
+    }

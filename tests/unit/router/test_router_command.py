@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specdecode_router.__main__ import main
+from specdecode_router.settings import BackendSettings
 from specdecode_worker.contract import Env
 
 
@@ -45,3 +46,29 @@ def test_serves_and_ends_with_code_0_after_sigterm(tmp_path: Path) -> None:
             assert process.wait(20) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    "backends",
+    [
+        ["name=a,percent=60,worker=http://x", "name=b,percent=60,worker=http://y"],
+        ["name=a,percent=1,worker=http://x", "name=a,percent=1,worker=http://y"],
+        ["name=own,percent=1,worker=http://x"],
+        ["name=a,percent=1"],
+        ["name=a,percent=1,service=s"],
+        ["name=a,share=1,worker=http://x"],
+        ["a=10"],
+        [""],
+    ],
+)
+def test_wrong_shares_are_refused(backends: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [f"--backend={one}" for one in backends]
+    assert main(["serve", "--worker", "http://127.0.0.1:1", "--deployment", "own", *flags]) == 2
+    assert "backend" in capsys.readouterr().err
+
+
+def test_shares_of_the_command_line() -> None:
+    text = "name=next,percent=12.5,service=next-workers,token-file=/t/router"
+    one = BackendSettings.model_validate(text)
+    assert (one.name, one.percent, one.service, one.token_file) == ("next", 12.5, "next-workers", "/t/router")
+    assert BackendSettings.model_validate("name=a,percent=0,worker=u,worker=v").workers == ("u", "v")

@@ -6,9 +6,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from specdecode_worker.contract.plan import Buckets
+from specdecode_worker.contract.plan import Buckets, TaskMatch
 from specdecode_worker.contract.synthetic import SyntheticKnobs
-from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, DraftQuantization, Method, Received
+from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, MAX_TASKS, DraftQuantization, Method, Received
 
 
 class AcceptanceCell(Received):
@@ -150,6 +150,8 @@ class PlanState(Received):
     quiet: bool = False
     """Copy of ``Plan.quiet``. A plan version has separate content for quiet workers."""
     buckets: Buckets = Buckets()
+    tasks: tuple[TaskMatch, ...] = Field(default=(), max_length=MAX_TASKS)
+    """Tasks of the plan. Routers gather the requests of tasks with a draft of their own."""
 
 
 class PendingDraft(Received):

@@ -25,6 +25,14 @@ GOOD: list[dict[str, Any]] = [
     {"scaling": {"minReplicas": 0, "owner": "External"}},
     {"router": {"replicas": 1, "autoscaled": True, "suspicion": {"minSeconds": 0.5, "maxSeconds": 0.5}}},
     {"router": {"resources": {"limits": {"memory": "2Gi"}}, "tolerations": [{"operator": "Exists"}]}},
+    {"router": {"replicas": 2, "trafficSplit": []}},
+    {
+        "router": {
+            "replicas": 2,
+            "trafficSplit": [{"deployment": "a", "percent": 40}, {"deployment": "b", "percent": 60}],
+        }
+    },
+    {"router": {"replicas": 1, "trafficSplit": [{"deployment": "a", "percent": 0}]}, "scaling": {"minReplicas": 1}},
     {"storage": {"modelCache": {"pvc": "models"}}},
     {"workers": {"template": {"spec": {"anything": {"goes": [1]}}}, "resources": {"limits": {"cpu": "1"}}}},
     {"model": {"uri": "hf://meta-llama/Llama-3.1-8B-Instruct@main"}},
@@ -90,6 +98,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"router": {"replicas": -1}}, "replicas"),
     ({"router": {"holdSeconds": 0}}, "hold_?[sS]econds"),
     ({"router": {"suspicion": {"minSeconds": 11}}}, "minSeconds <= maxSeconds"),
+    ({"router": {"replicas": 0, "trafficSplit": [{"deployment": "a", "percent": 1}]}}, "needs router.replicas above 0"),
+    (
+        {"router": {"replicas": 2, "trafficSplit": [{"deployment": name, "percent": 51} for name in "ab"]}},
+        "at most 100 percent",
+    ),
+    (
+        {"router": {"replicas": 2, "trafficSplit": [{"deployment": "a", "percent": 1}] * 2}},
+        "names every deployment once",
+    ),
+    ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "A", "percent": 1}]}}, "deployment"),
+    ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "a", "percent": 101}]}}, "percent"),
+    ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "a"}]}}, "percent"),
+    (
+        {"router": {"replicas": 2, "trafficSplit": [{"deployment": "a", "percent": 1}]}, "scaling": {"minReplicas": 0}},
+        "needs scaling.minReplicas above 0",
+    ),
     ({"storage": {"modelCache": {"pvc": "a", "hostPath": "/a"}}}, "not both"),
     ({"model": {"uri": "s3://bucket/model"}}, "uri"),
     ({"model": {"uri": "hf://no-organisation"}}, "uri"),
@@ -235,6 +259,14 @@ def test_the_api_server_refuses_names_that_cannot_become_a_service(api: KindCopy
         return
     with pytest.raises(KubectlError, match=r"becomes the name of a Service|RFC 1123"):
         api.dry_run(spec_with({}), name=name)
+
+
+@pytest.mark.cluster
+def test_the_api_server_refuses_a_share_for_the_deployment_itself(api: KindCopy) -> None:
+    change = {"router": {"replicas": 2, "trafficSplit": [{"deployment": "llama", "percent": 10}]}}
+    assert "created" in api.dry_run(spec_with(change), name="other")
+    with pytest.raises(KubectlError, match="names other deployments"):
+        api.dry_run(spec_with(change), name="llama")
 
 
 @pytest.mark.cluster

@@ -12,6 +12,8 @@ from specdecode_operator.decision.decide import decide
 from specdecode_operator.kube.kinds import APPLIED
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Manifest, Observation, Workload
+from specdecode_router.__main__ import _parser as router_parser
+from specdecode_router.settings import RouterSettings
 
 TWO = {"router": {"replicas": 2}}
 
@@ -123,6 +125,7 @@ def test_flags_name_workers_demand_and_bounds() -> None:
         "port": "8000",
         "namespace": "ns",
         "service": "demo-workers",
+        "deployment": "demo",
         "demand-config-map": "demo-demand",
         "admin-token-file": "/etc/specdecode/tokens/router",
         "hold-seconds": "900",
@@ -182,3 +185,37 @@ def test_scheduling_fields_replace_the_defaults() -> None:
 def test_routers_replace_no_worker() -> None:
     plain, routed = (manifests.rolling_hash(deployment_with(**spec).spec) for spec in ({}, TWO))
     assert plain == routed
+
+
+def test_shares_of_other_deployments_become_flags_and_mounted_tokens() -> None:
+    split = [{"deployment": "next", "percent": 10}, {"deployment": "small", "percent": 0}]
+    made = pod(router={"replicas": 2, "trafficSplit": split})
+    command = made["containers"][0]["command"]
+    folder = "/etc/specdecode/other-tokens"
+    assert [word for word in command if word.startswith("--backend=")] == [
+        f"--backend=name=next,percent=10,service=next-workers,token-file={folder}/next/router",
+        f"--backend=name=small,percent=0,service=small-workers,token-file={folder}/small/router",
+    ]
+    assert "--deployment=demo" in command
+    volumes = {volume["name"]: volume.get("secret", {}) for volume in made["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in made["containers"][0]["volumeMounts"]}
+    for name in ("next", "small"):
+        secret = volumes[mounts[f"{folder}/{name}"]]
+        assert (secret["secretName"], secret["optional"]) == (f"{name}-tokens", True), "routers start without it"
+        assert secret["items"] == [{"key": "router", "path": "router"}]
+
+
+def test_the_router_understands_its_flags() -> None:
+    split = [{"deployment": "next", "percent": 10}]
+    command = pod(router={"replicas": 2, "trafficSplit": split})["containers"][0]["command"]
+    given = router_parser().parse_args(command[1:])
+    settings = RouterSettings.model_validate({name: value for name, value in vars(given).items() if name != "command"})
+    (backend,) = settings.backends
+    assert (backend.name, backend.percent, backend.service) == ("next", 10, "next-workers")
+    assert settings.deployment == "demo"
+
+
+def test_a_share_for_the_deployment_itself_is_left_out() -> None:
+    itself = [{"deployment": "demo", "percent": 5}]
+    command = pod(router={"replicas": 2, "trafficSplit": itself})["containers"][0]["command"]
+    assert not [word for word in command if "--backend" in word]

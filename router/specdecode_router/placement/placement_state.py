@@ -1,0 +1,20 @@
+"""Memory of the placement: what earlier requests of this router showed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specdecode_router.placement.choose import Policy, place
+from specdecode_router.placement.draft_homes import DraftHomes
+from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.placement.traffic_split import TrafficSplit
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementState:
+    """Parts of the placement that all requests of a router share."""
+
+    prefixes: PrefixTable = field(default_factory=PrefixTable)
+    homes: DraftHomes = field(default_factory=DraftHomes)
+    policy: Policy = place
+    split: TrafficSplit = field(default_factory=TrafficSplit)

@@ -1,0 +1,85 @@
+"""Two deployments behind one router: shares by conversation, metrics, a failing trial, and no change of model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+from router_harness import RouterUnderTest
+from stand_in_worker import TOKEN, Script, StandInWorker, running
+
+from specdecode_router.discovery.sources import open_sources
+from specdecode_router.process import running_router
+from specdecode_router.settings import RouterSettings
+
+CHAT = "/v1/chat/completions"
+
+
+@contextlib.asynccontextmanager
+async def two_deployments(old: Script, new: Script, percent: int, token_file: Path) -> AsyncIterator[RouterUnderTest]:
+    """Yield a router over one worker of each deployment."""
+    async with contextlib.AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in (old, new)]
+        settings = RouterSettings.model_validate({
+            "deployment": "old", "workers": [workers[0].url], "no_worker_seconds": 0.5, "report_seconds": 0.5,
+            "backends": [f"name=new,percent={percent},worker={workers[1].url},token-file={token_file}"],
+        })  # fmt: skip
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        discovery, demand = await stack.enter_async_context(open_sources(settings))
+        state = await stack.enter_async_context(running_router(settings, lambda: TOKEN, discovery, listener, demand))
+        client = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
+        router = RouterUnderTest(state, workers, client, port)
+        yield router
+
+
+def turn(conversation: int, number: int = 0, *, stream: bool = False) -> bytes:
+    messages = [{"role": "user", "content": f"conversation {conversation}"}]
+    messages += [{"role": "assistant", "content": "x"}, {"role": "user", "content": "go on"}] * number
+    return json.dumps({"messages": messages, "stream": stream}).encode()
+
+
+async def test_conversations_stay_and_are_counted_by_deployment(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 30, token) as router:
+        await router.wait_for_reports()
+        for conversation in range(100):
+            for number in range(2):
+                status, _, _ = await router.post(CHAT, data=turn(conversation, number))
+                assert status == 200
+        old, new = ([json.loads(one.body)["messages"][0]["content"] for one in worker.requests]
+                    for worker in router.workers)  # fmt: skip
+        assert not set(old) & set(new), "a conversation stays with one model"
+        assert 15 < len(set(new)) < 45
+        _, _, metrics = await router.get("/metrics")
+        for name, requests in (("old", old), ("new", new)):
+            expected = (
+                f'specdecode_router_deployment_requests_total{{code="200",deployment="{name}"}} {len(requests)}.0'
+            )
+            assert expected in metrics.decode()
+
+
+async def test_a_broken_stream_is_not_continued_by_the_other_model(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    async with two_deployments(Script(), Script(key="key-2", close_at=5), 100, token) as router:
+        await router.wait_for_reports()
+        _, _, answer = await router.post(CHAT, data=turn(1, stream=True))
+        assert b'"error"' in answer
+        assert router.workers[1].requests
+        assert not router.workers[0].requests
+
+
+async def test_without_a_token_for_the_trial_the_own_deployment_serves(tmp_path: Path) -> None:
+    token = tmp_path / "wrong"
+    token.write_text("wrong")
+    async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 100, token) as router:
+        status, _, _ = await router.post(CHAT, data=turn(1))
+        assert status == 200
+        assert len(router.workers[0].requests) == 1
+        assert not router.workers[1].requests
