@@ -45,7 +45,7 @@ class RouterUnderTest:
 
 
 @contextlib.asynccontextmanager
-async def router_over(*scripts: Script, **settings: Any) -> AsyncIterator[RouterUnderTest]:
+async def router_over(*scripts: Script, demand: Any = None, **settings: Any) -> AsyncIterator[RouterUnderTest]:
     """Yield a router over one stand-in for each script."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in scripts]
@@ -53,7 +53,7 @@ async def router_over(*scripts: Script, **settings: Any) -> AsyncIterator[Router
         port = listener.getsockname()[1]
         values = {"max_silence_seconds": 2, "no_worker_seconds": 1, "report_seconds": 0.5, **settings}
         discovery = StaticDiscovery([worker.url for worker in workers])
-        made = running_router(RouterSettings.model_validate(values), lambda: TOKEN, discovery, listener)
+        made = running_router(RouterSettings.model_validate(values), lambda: TOKEN, discovery, listener, demand)
         state = await stack.enter_async_context(made)
         client = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
         router = RouterUnderTest(state, workers, client, port)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import aiohttp
 
 from specdecode_router.errors import WorkerFailed
+from specdecode_router.relay.context import RelayContext
 from specdecode_router.relay.suspicion import WorkerSigns
-from specdecode_router.workers.client import WorkerClient
+from specdecode_router.telemetry.metrics import Stage
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.internal_stream import (
     Alive,
@@ -49,16 +50,15 @@ Taker = Callable[["Attempt", Open | Step], Awaitable[None]]
 class Attempt:
     """Internal stream of one worker for one request."""
 
-    __slots__ = ("_body", "_client", "_clock", "_headers", "_take", "answered", "delivered", "endpoint", "is_paused",
+    __slots__ = ("_body", "_clock", "_context", "_headers", "_take", "answered", "delivered", "endpoint", "is_paused",
                  "is_suspected", "resumed", "signs", "started")  # fmt: skip
 
     def __init__(
         self,
         endpoint: Endpoint,
         request: OpenStream,
-        client: WorkerClient,
+        context: RelayContext,
         take: Taker,
-        clock: Callable[[], float],
         headers: Mapping[str, str],
     ) -> None:
         self.endpoint = endpoint
@@ -71,8 +71,8 @@ class Attempt:
         """True while frames are not read, because the client of the request reads too slowly."""
         self.is_suspected = False
         self._body, self._headers = encode_request(request), headers
-        self._client, self._take, self._clock = client, take, clock
-        self.started = clock()
+        self._context, self._take, self._clock = context, take, context.clock
+        self.started = context.clock()
         self.signs = WorkerSigns(last_frame=self.started)
 
     async def run(self) -> Outcome:
@@ -81,7 +81,8 @@ class Attempt:
         Errors of the client of the request pass through.
         """
         try:
-            response = await self._client.open_stream(self.endpoint.admin_url, self._body, self._headers)
+            client = self._context.client
+            response = await client.open_stream(self.endpoint.admin_url, self._body, self._headers, self._observe_sent)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return Failed(_text(error), answered=False)
         self._body = b""
@@ -92,6 +93,9 @@ class Attempt:
                 response.release()
             else:
                 response.close()
+
+    def _observe_sent(self) -> None:
+        self._context.metrics.observe_added_latency(Stage.connect, self._clock() - self.started)
 
     async def _read(self, response: aiohttp.ClientResponse) -> Outcome:
         if response.status != 200:
