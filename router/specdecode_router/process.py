@@ -116,6 +116,7 @@ async def running_router(
     relay = _relay(settings, registry, client, tracer or NoTracer())
     state = _state(settings, relay, policy)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
+    registry.on_leave = state.placement.prefixes.remove_worker
     loops = [
         discovery.run(lambda endpoints: _update(endpoints, tokens, registry)),
         ReportPoller(registry, client, settings.report_seconds).run(),
@@ -123,7 +124,7 @@ async def running_router(
         _refresh((token, certificate, *backend_tokens.values())),
     ]
     if demand is not None:
-        loops += [demand.run(), _report_held(state.admission, demand)]
+        loops += [demand.run(), _report_held(state.admission, registry, demand)]
     try:
         with state.tenants.watching():
             async with _running(loops), _listening(state, listener, certificate):
@@ -155,6 +156,7 @@ def _relay(settings: RouterSettings, registry: WorkerRegistry, client: WorkerCli
     limits = RelayLimits(
         open_seconds=settings.open_seconds,
         no_worker_seconds=settings.no_worker_seconds,
+        hold_seconds=settings.hold_seconds,
         max_refusals=settings.max_refusals,
         max_crashes=settings.max_crashes,
         silence=SilenceLimits(settings.min_silence_seconds, settings.max_silence_seconds),
@@ -269,11 +271,12 @@ async def _refresh(sources: Iterable[object]) -> None:
                 log.error("a file cannot be read again: %s; the last content stays in use", error)
 
 
-async def _report_held(admission: Admission, demand: DemandWriter) -> None:
-    """Pass the number of held requests on: at once when it changes, and once a second for their age."""
+async def _report_held(admission: Admission, registry: WorkerRegistry, demand: DemandWriter) -> None:
+    """Pass the number of requests without a worker on: at once when it changes in the queue, and once a second."""
 
     def report() -> None:
-        demand.set_held(admission.held, admission.oldest_held_seconds)
+        stranded, oldest_seconds = registry.demand
+        demand.set_held(admission.held + stranded, max(admission.oldest_held_seconds, oldest_seconds))
 
     admission.on_held_change = report
     while True:
