@@ -1,4 +1,4 @@
-"""Rotation of an API key under traffic, through routers and directly at a worker (``make router``)."""
+"""Rotation of an API key under traffic, through routers and directly at a worker (``make outages``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdecode_worker.contract import Port
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not os.environ.get("ROUTER_PROOFS"), reason="minutes: ROUTER_PROOFS=1, or make router"),
+    pytest.mark.skipif(not os.environ.get("OUTAGE_PROOFS"), reason="minutes: OUTAGE_PROOFS=1, or make outages"),
 ]
 SECRET, ENTRY = "rotated-keys", "team-a"
 OLD, NEW = "first-key-of-team-a", "second-key-of-team-a"

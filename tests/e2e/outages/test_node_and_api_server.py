@@ -1,4 +1,4 @@
-"""Routers through outages: the API server gone for a minute, a drained node and a lost node (``make router``).
+"""Routers through outages: the API server gone for a minute, a drained node and a lost node (``make outages``).
 
 The routers and the operator run on the first node. Clients of a lost router would see one broken connection.
 """
@@ -22,7 +22,7 @@ from kube import Cluster, wait_for
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not os.environ.get("ROUTER_PROOFS"), reason="minutes: ROUTER_PROOFS=1, or make router"),
+    pytest.mark.skipif(not os.environ.get("OUTAGE_PROOFS"), reason="minutes: OUTAGE_PROOFS=1, or make outages"),
 ]
 OUTAGE_SECONDS = 60
 
