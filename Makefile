@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test faults extra-node operator-faults crds images bench gpu gpu-carry gpu-report simulate loop router lossless soak fuzz requirements
+.PHONY: help venv demo demo-down check lint test faults extra-node operator-faults crds images bench gpu gpu-carry gpu-report simulate loop router outages lossless soak fuzz crd-fuzz requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,8 +43,11 @@ test: lint ## everything that CI runs, on the cluster that is up, or on one that
 loop: lint ## proofs on the cluster that the operator closes its loop: tasks, load, a collapse, an autoscaler (20 minutes)
 	LOOP_PROOFS=1 hack/test tests/e2e/test_9_*.py
 
-router: lint ## proofs on the cluster that clients behind routers notice no fault of a worker, and scaling to zero (10 minutes)
+router: lint ## proofs on the cluster that clients behind routers notice no fault of a worker, and scaling to zero (15 minutes)
 	ROUTER_PROOFS=1 hack/test tests/e2e/test_8_router.py -s
+
+outages: lint ## proofs that clients notice no lost API server, drained or lost node and rotated key, on a local cluster (20 minutes)
+	OUTAGE_PROOFS=1 hack/test tests/e2e/outages -s
 
 lossless: venv ## speculative text equals plain text, on 200 prompts of the embedded model
 	LOSSLESS_PROMPTS=200 $(BIN)/pytest tests/lossless
@@ -54,6 +57,9 @@ soak: venv ## five minutes of load with misbehaving clients, plans and drafts sw
 
 fuzz: venv ## 10,000 requests made of the worker's OpenAPI document; 500 of them are part of `make test`
 	FUZZ_CASES=10000 $(BIN)/pytest --timeout=0 tests/serving/test_fuzz.py
+
+crd-fuzz: venv ## 10,000 specs against the CRD on the cluster that is up, and faults planted in the CRD that this must catch (20 minutes)
+	CRD_FUZZ_CASES=10000 CRD_FUZZ_PLANTED=1 $(BIN)/pytest -s --timeout=0 tests/unit/operator/api/test_crd_fuzz.py
 
 faults: venv ## hung engines, hostile clients and full disks against a real worker, with the bounds of docs/security.md
 	SLOW_FAULTS=1 $(BIN)/pytest -s tests/faults

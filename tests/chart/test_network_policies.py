@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.manifests import pod_template, rolling_hash, router_workload, workload
 from specdecode_operator.manifests.identity import router_labels, selector
+from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.contract import Port
 
 OPERATOR = ("sys", {"app.kubernetes.io/name": "specdecode-operator", "app.kubernetes.io/instance": "sd"})
@@ -150,3 +153,44 @@ def test_policies_of_two_releases_have_different_names(chart: Any) -> None:
         for policy in worker_policies(chart.template(ON, "--namespace", home))
     }
     assert len(names) == 2
+
+
+def deployment_of_llama() -> Deployment:
+    spec = Spec.model_validate({"model": {"uri": "embedded://t"}, "speculation": {"method": "none"}})
+    return Deployment(namespace="team-a", name="llama", uid="u", generation=1, spec=spec, status=Status())
+
+
+def pods_of_the_operator() -> dict[str, dict[str, Any]]:
+    """Return the pod templates that the operator makes, by role."""
+    deployment, defaults = deployment_of_llama(), Defaults(worker_image="w:1", worker_image_pull_policy="Never")
+    template = pod_template(deployment, defaults)
+    workers = workload(deployment, template, rolling_hash(deployment.spec), 1)
+    return {
+        "worker": workers["spec"]["template"],
+        "router": router_workload(deployment, defaults)["spec"]["template"],
+    }
+
+
+def selecting(rendered: Any, pod: dict[str, Any]) -> list[dict[str, Any]]:
+    labels = pod["metadata"]["labels"].items()
+    policies = [p for p in rendered.of("NetworkPolicy") if p["metadata"].get("namespace") == "team-a"]
+    return [policy for policy in policies if policy["spec"]["podSelector"]["matchLabels"].items() <= labels]
+
+
+@pytest.mark.parametrize("role", ["worker", "router"])
+def test_policies_open_the_ports_of_the_operators_pods_and_no_others(chart: Any, role: str) -> None:
+    """Routers and the operator together reach each port of a pod; a port that no container has is closed to all."""
+    pod = pods_of_the_operator()[role]
+    (policy,) = selecting(chart.template(ON), pod)
+    ports = {port["containerPort"] for container in pod["spec"]["containers"] for port in container["ports"]}
+    sources = (OPERATOR, STRANGER, ("team-a", ROUTER))
+    opened = {port for port in range(1, 65536) if any(allows(policy, source, port) for source in sources)}
+    assert opened == ports
+
+
+def test_routers_reach_the_ports_that_discovery_gives_them(chart: Any) -> None:
+    """The labels are those of the pods themselves, so that a change of the operator's labels is seen here."""
+    pods = pods_of_the_operator()
+    (policy,) = selecting(chart.template(ON), pods["worker"])
+    router = ("team-a", pods["router"]["metadata"]["labels"])
+    assert all(allows(policy, router, port) for port in (Port.http, Port.admin))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube import ROOT, Cluster, KubectlError, Manifest, wait_for
+from extra_node import TAINT, TOLERATIONS, bring_back, extra_node, node_command
+from kube import Cluster, KubectlError, Manifest, wait_for
 from localcluster.settings import ExtraNode, Layout
 
 pytestmark = [
@@ -19,15 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not os.environ.get("EXTRA_NODE"), reason="three minutes: EXTRA_NODE=1, or make extra-node"),
 ]
 
-COMMAND = ROOT / "hack" / "cluster" / "node"
-TAINT = "specdecode.io/test"
 PAGE = "import urllib.request; print(urllib.request.urlopen('http://{host}:8080/', timeout=3).status)"
-
-
-def node_command(*words: str) -> str:
-    done = subprocess.run([COMMAND, *words], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +27,9 @@ def node(cluster: Cluster) -> Iterator[ExtraNode]:
     """Yield a second node that takes only pods with a toleration, so that nothing else runs there."""
     if not cluster.local:
         pytest.skip("only the local cluster can get a second node")
-    name = f"test-{uuid.uuid4().hex[:6]}"
-    try:
-        node_command("add", name, "--taint", TAINT, "--images", cluster.operator_image)
+    with extra_node([cluster.operator_image]) as name:
         (line,) = [line for line in node_command("list").splitlines() if line.startswith(f"{name} ")]
         yield ExtraNode(name, int(line.split()[2].split(".")[2]))
-    finally:
-        node_command("remove", name)
 
 
 def server(name: str, image: str, node_name: str) -> Manifest:
@@ -61,7 +49,7 @@ def server(name: str, image: str, node_name: str) -> Manifest:
         "spec": {
             "terminationGracePeriodSeconds": 1,
             "nodeSelector": {"kubernetes.io/hostname": node_name},
-            "tolerations": [{"key": TAINT, "operator": "Exists"}],
+            "tolerations": TOLERATIONS,
             "containers": [container],
             "volumes": [
                 {"name": "config", "configMap": {"name": "kube-root-ca.crt"}},
@@ -124,7 +112,7 @@ def test_a_lost_node_is_not_ready_and_comes_back(cluster: Cluster, node: ExtraNo
     assert not fetch(cluster, "near", far, namespace)
     cluster.kubectl("wait", "node", node.name, "--for=condition=Ready=Unknown", "--timeout=90s")
     assert cluster.get("pod", "near", namespace)["status"]["containerStatuses"][0]["restartCount"] == 0
-    node_command("add", node.name, "--images")
+    bring_back(node.name)
     wait_for("the pod runs again", lambda: fetch(cluster, "near", "far", namespace) == "200", timeout_s=90)
 
 

@@ -12,72 +12,25 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import pytest
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
-from harness.loop import deployed
 from harness.release import Release
-from harness.streams import (
-    PROMPTS,
-    StreamTraffic,
-    connect,
-    failures,
-    gap_percentile,
-    stream_answer,
-    unbroken_answers,
-)
-from harness.worker_faults import evict, kill_pod, restarts, signal_engine, wait_for_ready_pods
+from harness.routed import NAME, TWO_WORKERS, Routed, routed_deployment
+from harness.streams import PROMPTS, connect, failures, stream_answer
+from harness.worker_faults import evict, kill_pod, restarts, signal_engine, swap_draft, wait_for_ready_pods
 from kube import wait_for
 
 pytestmark = pytest.mark.timeout(900)
 PROOFS = pytest.mark.skipif(not os.environ.get("ROUTER_PROOFS"), reason="minutes: ROUTER_PROOFS=1, or make router")
 
-NAME = "routed"
-WORKERS = {"resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}}
-ROUTERS = {"replicas": 2, "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
-TWO_WORKERS = {"owner": "Operator", "minReplicas": 2, "maxReplicas": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """The deployment behind routers, its URL and the unbroken answers."""
-
-    endpoint: Endpoint
-    url: str
-    expected: dict[str, str]
-
-    @contextmanager
-    def unnoticed(self, fault: str, clients: int = 8) -> Iterator[str]:
-        """Yield a ready worker while clients stream. Afterwards no request has failed and no text differs."""
-        wait_for_ready_pods(self.endpoint, 2)
-        with StreamTraffic(self.url, MODEL, clients) as traffic:
-            wait_for("traffic", lambda: traffic.count() >= clients)
-            yield sorted(self.endpoint.ready_pods())[0]
-            wait_for_ready_pods(self.endpoint, 2)
-            ended = traffic.count()
-            wait_for("traffic after the fault", lambda: traffic.count() >= ended + clients)
-        answers = traffic.answers
-        gap = gap_percentile(answers, 99)
-        print(f"\n{fault}: {len(answers)} answers, longest gap p99 {gap:.2f} s")
-        assert failures(answers, self.expected) == []
-
 
 @pytest.fixture(scope="module")
 def routed(release: Release, watched: Namespace) -> Iterator[Routed]:
     release.start()
-    with deployed(watched, NAME, {}, WORKERS, router=ROUTERS, scaling=TWO_WORKERS) as endpoint:
-        wait_for_ready_pods(endpoint, 2)
-        wait_for("the Service selects routers", lambda: _selected_role(endpoint) == "router")
-        with watched.reach("service", NAME, 80) as url:
-            yield Routed(endpoint, url, unbroken_answers(url, MODEL))
-
-
-def _selected_role(endpoint: Endpoint) -> str:
-    selector: dict[str, str] = endpoint.namespace.get("service", NAME)["spec"]["selector"]
-    return selector["specdecode.io/role"]
+    with routed_deployment(watched) as routed:
+        yield routed
 
 
 def test_killed_engine_is_not_noticed(routed: Routed) -> None:
@@ -112,29 +65,68 @@ def test_short_stop_of_an_engine_gives_no_token_twice(routed: Routed) -> None:
         assert restarts(routed.endpoint, pod) == before
 
 
+def evict_each(endpoint: Endpoint) -> None:
+    for pod in sorted(endpoint.ready_pods()):
+        evict(endpoint, pod)
+        wait_for("the pod is gone", lambda pod=pod: pod not in endpoint.all_pods(), timeout_s=60)  # type: ignore[misc]
+        wait_for_ready_pods(endpoint, 2)
+
+
+def roll(endpoint: Endpoint, value: str) -> None:
+    before = set(endpoint.ready_pods())
+    endpoint.patch({"workers": {"env": [{"name": "ROLLED", "value": value}]}})
+    wait_for("all pods are new", lambda: not before & endpoint.all_pods(), timeout_s=300, every_s=2)
+    wait_for_ready_pods(endpoint, 2)
+
+
+def scale_down_and_up(endpoint: Endpoint) -> None:
+    endpoint.patch({"scaling": {"minReplicas": 1, "maxReplicas": 1}})
+    wait_for("one worker", lambda: len(endpoint.all_pods()) == 1, timeout_s=120)
+    endpoint.patch({"scaling": TWO_WORKERS})
+    wait_for_ready_pods(endpoint, 2)
+
+
+def swap_drafts(endpoint: Endpoint) -> None:
+    """Swap the draft of each worker for its quantized form while it serves."""
+    for pod in endpoint.ready_pods():
+        assert swap_draft(endpoint, pod, quantization="int8") == "int8"
+
+
 @PROOFS
 def test_evictions_are_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("eviction of each worker"):
-        for pod in sorted(routed.endpoint.ready_pods()):
-            evict(routed.endpoint, pod)
-            wait_for("the pod is gone", lambda pod=pod: pod not in routed.endpoint.all_pods(), timeout_s=60)  # type: ignore[misc]
-            wait_for_ready_pods(routed.endpoint, 2)
+        evict_each(routed.endpoint)
 
 
 @PROOFS
 def test_rolling_update_is_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("rolling update"):
-        before = set(routed.endpoint.ready_pods())
-        routed.endpoint.patch({"workers": {"env": [{"name": "ROLLED", "value": "yes"}]}})
-        wait_for("all pods are new", lambda: not before & routed.endpoint.all_pods(), timeout_s=300, every_s=2)
+        roll(routed.endpoint, "once")
 
 
 @PROOFS
 def test_scaling_down_and_up_is_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("2 -> 1 -> 2 workers"):
-        routed.endpoint.patch({"scaling": {"minReplicas": 1, "maxReplicas": 1}})
-        wait_for("one worker", lambda: len(routed.endpoint.all_pods()) == 1, timeout_s=120)
-        routed.endpoint.patch({"scaling": TWO_WORKERS})
+        scale_down_and_up(routed.endpoint)
+
+
+@PROOFS
+def test_draft_swap_is_not_noticed(routed: Routed) -> None:
+    with routed.unnoticed("draft swap on each worker"):
+        swap_drafts(routed.endpoint)
+
+
+@PROOFS
+def test_all_changes_in_one_run_are_not_noticed(routed: Routed) -> None:
+    """The draft of the spec changes too, which replaces the workers."""
+    with routed.unnoticed("evictions, rolling update, 2 -> 1 -> 2, draft swap and draft of the spec in one run"):
+        evict_each(routed.endpoint)
+        swap_drafts(routed.endpoint)
+        roll(routed.endpoint, "twice")
+        scale_down_and_up(routed.endpoint)
+        before = set(routed.endpoint.ready_pods())
+        routed.endpoint.patch({"speculation": {"draft": {"quantization": "int8"}}})
+        wait_for("all pods are new", lambda: not before & routed.endpoint.all_pods(), timeout_s=300, every_s=2)
 
 
 @PROOFS

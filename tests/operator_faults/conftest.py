@@ -2,8 +2,8 @@
 
 The tests look only at the Kubernetes API, at stand-in workers and at clients, so that the same tests run against any
 revision of the operator (fault_harness/revision.py). The tests in quick/ always run; the others run with
-OPERATOR_FAULTS=1 (`make operator-faults`), and those that take the API server away only with
-OPERATOR_FAULTS_DISRUPTIVE=1.
+OPERATOR_FAULTS=1 (`make operator-faults`). Those that take the API server away run on the local cluster only, and not
+with OPERATOR_FAULTS_DISRUPTIVE=0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder, and skip those that the environment does not ask for."""
     slow = pytest.mark.skip(reason="runs with OPERATOR_FAULTS=1 (make operator-faults)")
-    disruptive = pytest.mark.skip(reason="runs with OPERATOR_FAULTS_DISRUPTIVE=1: it stops the cluster's API server")
+    disruptive = pytest.mark.skip(reason="OPERATOR_FAULTS_DISRUPTIVE=0: it takes the cluster's API server away")
     for item in items:
         if HERE not in item.path.parents:
             continue
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.operator_fault)
         if HERE / "quick" not in item.path.parents and not os.environ.get("OPERATOR_FAULTS"):
             item.add_marker(slow)
-        if item.get_closest_marker("disruptive") and not os.environ.get("OPERATOR_FAULTS_DISRUPTIVE"):
+        if item.get_closest_marker("disruptive") and os.environ.get("OPERATOR_FAULTS_DISRUPTIVE") == "0":
             item.add_marker(disruptive)
 
 
@@ -109,7 +109,9 @@ def installation(
 
 
 @pytest.fixture(autouse=True)
-def running_operator(request: pytest.FixtureRequest) -> None:
+def running_operator(request: pytest.FixtureRequest, cluster: Cluster) -> None:
     """Install the operator before the first test that needs it."""
+    if "disruptive" in request.keywords and not cluster.local:
+        pytest.skip("only the local cluster's API server can be taken away")
     if "own_operator" not in request.keywords:
         request.getfixturevalue("installation")

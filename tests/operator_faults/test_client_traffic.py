@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 from fault_harness.api_client import ApiError
+from fault_harness.client_traffic import DRAIN, assert_status_true, unnoticed
 from fault_harness.constant_clients import ConstantClients
 from fault_harness.figures import Figures
 from fault_harness.installation import Installation, kill_operator
 from fault_harness.tenant import ServedDeployment, Tenant
 from kube import wait_for
 
-SETTLE_SECONDS = 10
-RECOVERY_SECONDS = 30
-
 
 @pytest.fixture
 def served(tenant: Tenant, installation: Installation) -> Iterator[ServedDeployment]:
-    drain = {"endpointDelaySeconds": 2, "gracePeriodSeconds": 5}
-    with tenant.deployment("traffic", replicas=2, drain=drain) as served:
+    with tenant.deployment("traffic", replicas=2, drain=DRAIN) as served:
         yield served
 
 
 @pytest.fixture
 def clients(served: ServedDeployment, figures: Figures, request: pytest.FixtureRequest) -> Iterator[ConstantClients]:
     """Yield running clients; afterwards their failures are recorded and must be none."""
-    address = served.child("service")["spec"]["clusterIP"]
-    with ConstantClients(f"http://{address}") as clients:
-        time.sleep(2)
+    with unnoticed(served, figures, request.node.name.removeprefix("test_").replace("_", " ")) as clients:
         yield clients
-        time.sleep(SETTLE_SECONDS)
-    label = request.node.name.removeprefix("test_").replace("_", " ")
-    figures.record("traffic", f"{label}: failed of requests", f"{len(clients.failures)} of {clients.answered}")
-    assert not clients.failures, clients.failures[:5]
-    assert clients.answered > 50
-
-
-def assert_status_true(served: ServedDeployment, figures: Figures, label: str) -> None:
-    """Assert that status is Ready and current again in time, after a change that only a living operator sees."""
-    started = time.monotonic()
-    served.patch({"speculation": {"depth": {"max": 4 if label < "m" else 6}}})
-    wait_for("status is true", lambda: served.is_condition("Ready", "True"), timeout_s=RECOVERY_SECONDS)
-    figures.record("traffic", f"{label}: seconds to a true status", time.monotonic() - started)
 
 
 @pytest.mark.timeout(240)
@@ -94,16 +73,3 @@ def test_admin_secret_deleted(served: ServedDeployment, clients: ConstantClients
     for secret in served.api.list("secret", served.namespace, labels):
         served.api.delete("secret", served.namespace, secret["metadata"]["name"])
     assert_status_true(served, figures, "admin Secret deleted")
-
-
-@pytest.mark.disruptive
-@pytest.mark.timeout(300)
-def test_api_server_away(served: ServedDeployment, clients: ConstantClients, figures: Figures) -> None:
-    """Stop the API server's process for a minute. OPERATOR_FAULTS_API_SERVER_PID names the process."""
-    pid = int(os.environ["OPERATOR_FAULTS_API_SERVER_PID"])
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        time.sleep(60)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert_status_true(served, figures, "API server away for 60 s")

@@ -47,10 +47,12 @@ class KindCopy:
 
 
 @contextmanager
-def served_copy(cluster: Cluster) -> Iterator[KindCopy]:
-    """Serve a copy of the kind while the block runs."""
+def served_copy(cluster: Cluster, schema: Mapping[str, Any] | None = None) -> Iterator[KindCopy]:
+    """Serve a copy of the kind while the block runs, with another schema if one is given."""
     copy = KindCopy(cluster, f"test-{uuid.uuid4().hex[:6]}.{GROUP}")
     definition = json.loads(json.dumps(crd.crd()).replace(GROUP, copy.group))
+    if schema is not None:
+        definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"] = schema
     definition["spec"]["names"] |= {"shortNames": [], "categories": []}
     cluster.apply(definition, server_side=True)
     try:

@@ -18,6 +18,8 @@ from localcluster.errors import ClusterError
 from localcluster.settings import NODE_ADDRESS, NODE_BRIDGE, NODE_NETWORK, POD_BRIDGE, ExtraNode, Layout
 from localcluster.shell import run, succeeds
 
+_NOWHERE = NODE_NETWORK.rpartition(".")[0] + ".254"
+"""Address on the nodes' network that no node has."""
 _SYSCTL_ROOT = Path("/proc/sys")
 # Written by us, by kubelet (vm.*, kernel.*) or by kube-proxy and the bridge plugin (net.*).
 _SYSCTLS = (
@@ -79,12 +81,14 @@ def add_node_address(address: str) -> None:
 
 
 def add_node_network(extra: ExtraNode) -> None:
-    """Add the address of a further node, and a route that drops packets to its pods while its bridge is away.
+    """Add the address of a further node, and a route by which packets to its pods vanish while its bridge is away.
 
-    Without that route, packets to pods of a lost node would leave the machine by the default route.
+    Without that route, packets to pods of a lost node would leave the machine by the default route. They go to a
+    neighbour that does not exist, because a sender sees a blackhole route, and sends again to another pod of a Service.
     """
     add_node_address(extra.address)
-    run(["ip", "route", "replace", "blackhole", extra.pod_network, "metric", "4096"])
+    run(["ip", "neighbour", "replace", _NOWHERE, "lladdr", "02:00:00:00:00:fe", "dev", NODE_BRIDGE, "nud", "permanent"])
+    run(["ip", "route", "replace", *_route_of_lost_pods(extra)])
 
 
 def remove_node_links(extra: ExtraNode) -> None:
@@ -96,7 +100,12 @@ def remove_node_links(extra: ExtraNode) -> None:
 def remove_node_network(extra: ExtraNode) -> None:
     """Undo add_node_network; safe to repeat."""
     remove_node_links(extra)
-    succeeds(["ip", "route", "delete", "blackhole", extra.pod_network, "metric", "4096"])
+    succeeds(["ip", "route", "delete", *_route_of_lost_pods(extra)])
+
+
+def _route_of_lost_pods(extra: ExtraNode) -> list[str]:
+    """Return a route that the route of the node's own bridge has precedence over."""
+    return [extra.pod_network, "via", _NOWHERE, "dev", NODE_BRIDGE, "metric", "4096"]
 
 
 def _prefix_length() -> str:

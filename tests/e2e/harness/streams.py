@@ -60,23 +60,27 @@ def stream_answer(client: openai.OpenAI, model: str, prompt: str) -> StreamedAns
     return StreamedAnswer(prompt, began, "".join(parts), gap, problem)
 
 
-def connect(url: str) -> openai.OpenAI:
+def connect(url: str, api_key: str = "none") -> openai.OpenAI:
     """Return a client that repeats nothing by itself."""
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120, http_client=httpx.Client(
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=120, http_client=httpx.Client(
         trust_env=False, timeout=120))  # fmt: skip
 
 
-def unbroken_answers(url: str, model: str) -> dict[str, str]:
+def unbroken_answers(url: str, model: str, api_key: str = "none") -> dict[str, str]:
     """Return the answer to every prompt while nothing happens."""
-    answers = [stream_answer(connect(url), model, prompt) for prompt in PROMPTS]
+    answers = [stream_answer(connect(url, api_key), model, prompt) for prompt in PROMPTS]
     assert not any(answer.problem for answer in answers), answers
     return {answer.prompt: answer.text for answer in answers}
 
 
 class StreamTraffic:
-    """Clients that ask for streamed answers, one after the other, while a block runs."""
+    """Clients that ask for streamed answers, one after the other, while a block runs.
 
-    def __init__(self, url: str, model: str, clients: int) -> None:
+    A change of ``api_key`` holds for the next requests.
+    """
+
+    def __init__(self, url: str, model: str, clients: int, api_key: str = "none") -> None:
+        self.api_key = api_key
         self.answers: list[StreamedAnswer] = []
         self._url, self._model = url, model
         self._prompts = itertools.cycle(PROMPTS)
@@ -106,7 +110,7 @@ class StreamTraffic:
         while not self._stop.is_set():
             with self._lock:
                 prompt = next(self._prompts)
-            answer = stream_answer(client, self._model, prompt)
+            answer = stream_answer(client.with_options(api_key=self.api_key), self._model, prompt)
             with self._lock:
                 self.answers.append(answer)
             if answer.problem:

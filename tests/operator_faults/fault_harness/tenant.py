@@ -207,7 +207,7 @@ class ServedDeployment:
             return all(child.startswith("secret/") for child in self.owned_names())
 
         try:
-            wait_for(f"children of {self.name} are gone", is_gone, timeout_s=20)
+            wait_for(f"children of {self.name} are gone", is_gone, timeout_s=60)
         finally:
             for kind, name in (child.split("/") for child in self.owned_names()):
                 self.api.delete(kind, self.namespace, name)

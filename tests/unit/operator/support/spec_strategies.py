@@ -161,12 +161,50 @@ _KINDS: Mapping[str, Callable[[Schema, str], st.SearchStrategy[Json]]] = {
 
 @st.composite
 def specs(draw: st.DrawFn, schema: Schema) -> Json:
-    """Draw a spec. Two thirds keep the rules across fields; half of the others are broken at random places."""
+    """Draw a spec. Most keep the rules across fields; the others break one rule, or are broken at random places."""
     spec = draw(from_schema(schema))
-    kind = draw(st.sampled_from(("repaired", "repaired", "repaired", "repaired", "as drawn", "broken")))
+    kind = draw(st.sampled_from(("repaired", "repaired", "repaired", "repaired", "one rule", "as drawn", "broken")))
     if kind == "repaired":
         return repaired(spec)
+    if kind == "one rule":
+        return merged(repaired(spec), draw(st.sampled_from(RULE_BREAKS)))
     return broken(draw, spec) if kind == "broken" else spec
+
+
+EAGLE: Json = {"method": "eagle3", "draft": {"uri": "file:///d"}}
+NO_DRAFTS: Json = {"drafts": None, "tasks": None}
+RULE_BREAKS: tuple[Json, ...] = (
+    {"model": {"quantization": "fp8"}, "workers": {"accelerator": {"count": 2}}},
+    {"scaling": {"owner": "Operator", "minReplicas": 0, "maxReplicas": 2}, "router": None},
+    {"speculation": {"method": "eagle3", "draft": None}},
+    {"speculation": {"method": "medusa", "draft": {"uri": "file:///m", "quantization": "int4"}}},
+    {"speculation": {**EAGLE, "drafts": [{"name": "a", "method": "ngram"}] * 2, "tasks": None}},
+    {"speculation": {**EAGLE, "drafts": None, "tasks": [{"name": "a", "draft": "unknown"}]}},
+    {"speculation": {**EAGLE, "depth": {"min": 4, "initial": 3, "max": 5}, "tree": None}},
+    {"speculation": {**EAGLE, "depth": {"min": 0, "initial": 5, "max": 8}, "tree": {"maxNodes": 2}}},
+    {"speculation": {**EAGLE, "drafts": None, "tasks": [{"name": "a"}, {"name": "a"}]}},
+    {"speculation": {**EAGLE, "drafts": [{"name": "a", "method": "medusa"}], "tasks": None}},
+    {"speculation": {**EAGLE, "drafts": [{"name": "a", "method": "ngram", "quantization": "int4"}], "tasks": None}},
+    {"speculation": {**EAGLE, **NO_DRAFTS, "tasks": [{"name": "a", "depth": {"min": 3, "max": 2}}]}},
+    {"scaling": {"owner": "External", "minReplicas": 3, "maxReplicas": 2}},
+    {"engine": {"extraArgs": ["--port=1"]}},
+    {"model": {"quantization": None}, "workers": {"accelerator": {"count": 4}, "tensorParallelSize": 2}},
+    {"workers": {"env": [{"name": "POD_NAME", "value": "x"}]}},
+    {"workers": {"accelerator": {"resource": "node.kubernetes.io/gpu"}}},
+    {"workers": {"rollout": {"maxSurge": 0, "maxUnavailable": "0%"}}},
+    {"router": {"suspicion": {"minSeconds": 5, "maxSeconds": 2}}},
+    {"storage": {"modelCache": {"pvc": "a", "hostPath": "/a"}}},
+)
+"""Changes of a spec that break one rule across fields each. None removes a field."""
+
+
+def merged(spec: Json, change: Json) -> Json:
+    """Return the spec with a change merged into its objects."""
+    if not isinstance(spec, dict) or not isinstance(change, dict):
+        return copy.deepcopy(change)
+    kept = {key: value for key, value in spec.items() if key not in change}
+    changed = {key: merged(spec.get(key, {}), value) for key, value in change.items() if value is not None}
+    return {**kept, **changed}
 
 
 def repaired(spec: Json) -> Json:

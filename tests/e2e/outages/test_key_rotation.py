@@ -1,0 +1,81 @@
+"""Rotation of an API key under traffic, through routers and directly at a worker (``make outages``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import pytest
+from harness.endpoint import MODEL
+from harness.kube import Namespace
+from harness.release import Release
+from harness.routed import Routed, routed_deployment
+from harness.streams import StreamTraffic, failures
+from kube import wait_for
+
+from specdecode_worker.contract import Port
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not os.environ.get("OUTAGE_PROOFS"), reason="minutes: OUTAGE_PROOFS=1, or make outages"),
+]
+SECRET, ENTRY = "rotated-keys", "team-a"
+OLD, NEW = "first-key-of-team-a", "second-key-of-team-a"
+MOUNT_SECONDS = 180
+"""Longest time until the kubelet has updated a mounted Secret and its reader has seen it."""
+
+
+@pytest.fixture
+def guarded(watched: Namespace, release: Release) -> Iterator[Routed]:
+    """Yield a deployment whose clients need a key."""
+    release.start()
+    write_keys(watched, OLD)
+    with routed_deployment(watched, "guarded", {"apiKeysSecretRef": {"name": SECRET}}, api_key=OLD) as routed:
+        yield routed
+    watched.kubectl("delete", "secret", SECRET)
+
+
+def write_keys(namespace: Namespace, *keys: str) -> None:
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}}
+    namespace.kubectl("apply", "--filename", "-", stdin=json.dumps({**secret, "stringData": {ENTRY: "\n".join(keys)}}))
+
+
+def is_admitted(url: str, key: str) -> bool:
+    answer = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=10, trust_env=False)
+    assert answer.status_code in (200, 401), answer.text
+    return answer.status_code == 200
+
+
+def test_key_rotation_refuses_no_request(guarded: Routed, watched: Namespace) -> None:
+    """Both keys are valid for a while, in which clients change to the new one."""
+    endpoint = guarded.endpoint
+    with ExitStack() as stack:
+        pods = [("pod", name, Port.http) for name in endpoint.ready_pods()]
+        routers = watched.list("pods", f"{endpoint.labels},specdecode.io/role=router")
+        servers = [*pods, *(("pod", router["metadata"]["name"], Port.http) for router in routers)]
+        urls = [stack.enter_context(watched.reach(*server)) for server in servers]
+        assert not any(is_admitted(url, NEW) for url in urls)
+        traffics = [stack.enter_context(StreamTraffic(url, MODEL, 4, OLD)) for url in (guarded.url, urls[0])]
+        began = time.monotonic()
+        write_keys(watched, OLD, NEW)
+        wait_for("the new key", lambda: all(is_admitted(url, NEW) for url in urls), timeout_s=MOUNT_SECONDS)
+        both = time.monotonic() - began
+        for traffic in traffics:
+            traffic.api_key = NEW
+            changed = traffic.count()
+            wait_for("clients with the new key", lambda t=traffic, c=changed: t.count() > c + 8, timeout_s=120)  # type: ignore[misc]
+        write_keys(watched, NEW)
+        began = time.monotonic()
+        wait_for("the old key is gone", lambda: not any(is_admitted(u, OLD) for u in urls), timeout_s=MOUNT_SECONDS)
+        gone = time.monotonic() - began
+        ended = [traffic.count() for traffic in traffics]
+        wait_for("traffic goes on", lambda: all(t.count() > e + 4 for t, e in zip(traffics, ended, strict=True)))
+    for place, traffic in zip(("through routers", "at a worker"), traffics, strict=True):
+        broken = failures(traffic.answers, guarded.expected)
+        print(f"\nkey rotation {place}: {len(traffic.answers)} answers, {len(broken)} broken")
+        assert broken == []
+    print(f"new key valid everywhere after {both:.0f} s, old key refused everywhere after {gone:.0f} s")

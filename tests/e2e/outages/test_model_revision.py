@@ -1,0 +1,83 @@
+"""A model whose URI names no commit: the first pod resolves it, status shows it, and later pods use the same one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from harness.endpoint import Endpoint
+from harness.kube import Namespace
+from harness.loop import HALF_A_CORE, deployed
+from harness.release import Release
+from kube import Manifest, wait_for
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not os.environ.get("OUTAGE_PROOFS"), reason="minutes: OUTAGE_PROOFS=1, or make outages"),
+]
+HUB, PORT, URI = "model-hub", 8080, "hf://org/model"
+FIRST, SECOND = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def hub(watched: Namespace, release: Release) -> Iterator[str]:
+    """Yield the URL of a hub in the cluster, reachable from pods and from the test."""
+    release.start()
+    script = (Path(__file__).parents[1] / "harness" / "hub_pod.py").read_text()
+    for manifest in hub_manifests(watched.cluster.worker_image, script):
+        watched.apply(manifest)
+    watched.kubectl("wait", "pod", HUB, "--for=condition=Ready", "--timeout=120s")
+    with watched.reach("service", HUB, PORT) as url:
+        yield url
+    watched.kubectl("delete", "pod,service,configmap", HUB, "--grace-period=1")
+
+
+def hub_manifests(image: str, script: str) -> list[Manifest]:
+    container = {
+        "name": "hub",
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["python3", "/hub/hub.py"],
+        "readinessProbe": {"httpGet": {"path": "/listings", "port": PORT}, "timeoutSeconds": 5},
+        "volumeMounts": [{"name": "script", "mountPath": "/hub"}],
+    }
+    metadata = {"name": HUB, "labels": {"app": HUB}}
+    volumes = [{"name": "script", "configMap": {"name": HUB}}]
+    pod = {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": 1}
+    service = {"selector": {"app": HUB}, "ports": [{"port": PORT}]}
+    return [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"hub.py": script}},
+        {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod},
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
+    ]
+
+
+def pulled_commit(endpoint: Endpoint, pod: str) -> str:
+    """Return the commit that a pod reports to have, from the termination message of its first container."""
+    (status,) = endpoint.namespace.get("pod", pod)["status"]["initContainerStatuses"]
+    return str(json.loads(status["state"]["terminated"]["message"])["revisions"][URI])
+
+
+def test_new_pods_use_the_resolved_commit(hub: str, watched: Namespace) -> None:
+    env = [{"name": "HF_ENDPOINT", "value": f"http://{HUB}:{PORT}"}]
+    workers = {"resources": HALF_A_CORE, "template": {"spec": {"initContainers": [{"name": "pull", "env": env}]}}}
+    speculation = {"method": "none", "draft": None}
+    with deployed(watched, "unpinned", speculation, workers, model={"uri": URI, "maxModelLen": 512}) as endpoint:
+        first = endpoint.one_pod()
+        assert pulled_commit(endpoint, first) == FIRST
+        wait_for("status has the commit", lambda: endpoint.status()["model"]["revision"] == FIRST)
+        before = endpoint.identities()
+        httpx.put(f"{hub}/head", content=SECOND, timeout=10, trust_env=False).raise_for_status()
+        assert endpoint.identities() == before, "the resolved commit replaces no pod"
+
+        watched.kubectl("delete", "pod", first)
+        (second,) = wait_for("a new pod", lambda: set(endpoint.ready_pods()) - {first}, timeout_s=180, every_s=1)
+        assert pulled_commit(endpoint, second) == FIRST
+        assert endpoint.status()["model"]["revision"] == FIRST
+        listings = httpx.get(f"{hub}/listings", timeout=10, trust_env=False).json()
+    assert listings == ["main", FIRST], "the second pod did not ask for the branch"
+    print(f"\nrevisions that pods asked the hub for: {listings}")

@@ -1,0 +1,96 @@
+"""Routers through outages: the API server gone for a minute, a drained node and a lost node (``make outages``).
+
+The routers and the operator run on the first node. Clients of a lost router would see one broken connection.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+from control_plane_faults import dead_api_server, hanging_api_server
+from extra_node import bring_back, drain, extra_node, node_command, prefer, spread
+from harness.endpoint import Endpoint
+from harness.kube import Namespace
+from harness.release import Release
+from harness.routed import Routed, routed_deployment
+from harness.worker_faults import kill_server, restarts, wait_for_ready_pods
+from kube import Cluster, wait_for
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not os.environ.get("OUTAGE_PROOFS"), reason="minutes: OUTAGE_PROOFS=1, or make outages"),
+]
+OUTAGE_SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def local_cluster(cluster: Cluster, release: Release) -> None:
+    if not cluster.local:
+        pytest.skip("only the local cluster can lose its API server or get a second node")
+    release.start()
+
+
+@pytest.fixture(scope="module")
+def node(cluster: Cluster) -> Iterator[str]:
+    if not cluster.local:
+        pytest.skip("only the local cluster can get a second node")
+    with extra_node([cluster.worker_image], timeout_s=900) as name:
+        yield name
+
+
+def nodes_of(endpoint: Endpoint) -> list[str]:
+    """Return the node of every worker that is not terminating."""
+    return [pod["spec"]["nodeName"] for pod in endpoint.pods()]
+
+
+@pytest.fixture(scope="module")
+def routed(watched: Namespace, release: Release) -> Iterator[Routed]:
+    """Yield a deployment whose routers and workers are on the first node."""
+    release.start()
+    with routed_deployment(watched, "outage") as routed:
+        yield routed
+
+
+@pytest.mark.parametrize("fault", [hanging_api_server, dead_api_server], ids=["hangs", "dead"])
+def test_api_server_gone_and_a_worker_killed(
+    routed: Routed,
+    watched: Namespace,
+    fault: Callable[[], AbstractContextManager[None]],
+    request: pytest.FixtureRequest,
+) -> None:
+    """The worker is killed by its processes; Kubernetes cannot tell the routers."""
+    label = f"API server gone for 60 s ({request.node.callspec.id}), a worker killed meanwhile"
+    with routed.unnoticed(label) as name:
+        pod, before = watched.get("pod", name), restarts(routed.endpoint, name)
+        with fault():
+            time.sleep(OUTAGE_SECONDS / 4)
+            kill_server(pod)
+            time.sleep(OUTAGE_SECONDS * 3 / 4)
+        wait_for("the worker restarted", lambda: restarts(routed.endpoint, name) > before, timeout_s=120)
+
+
+def test_drained_node(watched: Namespace, cluster: Cluster, node: str) -> None:
+    """All workers run on the node; the budget makes the drain wait for the replacement of the first."""
+    with routed_deployment(watched, "drained", workers=prefer(node)) as routed:
+        assert nodes_of(routed.endpoint) == [node, node]
+        try:
+            with routed.unnoticed("drain of the node of both workers"):
+                drain(cluster, node)
+                wait_for_ready_pods(routed.endpoint, 2)
+                assert node not in nodes_of(routed.endpoint)
+        finally:
+            cluster.kubectl("uncordon", node)
+
+
+def test_lost_node(watched: Namespace, node: str) -> None:
+    with routed_deployment(watched, "lost", workers=spread()) as routed:
+        assert node in nodes_of(routed.endpoint)
+        assert len(set(nodes_of(routed.endpoint))) == 2
+        with routed.unnoticed("loss of the node of a worker"):
+            node_command("kill", node)
+            wait_for("the worker is not ready", lambda: len(routed.endpoint.ready_pods()) == 1, timeout_s=120)
+            bring_back(node)

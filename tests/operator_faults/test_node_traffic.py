@@ -1,0 +1,69 @@
+"""Constant traffic of eight clients through a drain and a loss of the second node, with direct access to workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from extra_node import bring_back, drain, extra_node, node_command, prefer, spread
+from fault_harness.client_traffic import DRAIN, assert_status_true, constant_clients, unnoticed
+from fault_harness.figures import Figures
+from fault_harness.revision import Revision
+from fault_harness.tenant import ServedDeployment, Tenant
+from kube import Cluster, wait_for
+
+pytestmark = pytest.mark.timeout(600)
+LOSS_NOTICED_SECONDS = 120
+QUIET_SECONDS = 20
+
+
+@pytest.fixture(scope="module")
+def node(cluster: Cluster, revision: Revision) -> Iterator[str]:
+    if not cluster.local:
+        pytest.skip("only the local cluster can get a second node")
+    with extra_node([revision.image]) as name:
+        yield name
+
+
+def nodes_of(served: ServedDeployment) -> list[str]:
+    """Return the node of every ready worker."""
+    return [pod["spec"]["nodeName"] for pod in served.pods()]
+
+
+def test_drained_node(tenant: Tenant, cluster: Cluster, node: str, figures: Figures) -> None:
+    """All workers run on the node; the budget makes the drain wait for the replacement of the first."""
+    with tenant.deployment("drained", replicas=2, drain=DRAIN, workers=prefer(node)) as served:
+        assert nodes_of(served) == [node, node]
+        try:
+            with unnoticed(served, figures, "node drained"):
+                began = time.monotonic()
+                drain(cluster, node)
+                figures.record("traffic", "node drained: seconds", time.monotonic() - began)
+                served.wait_running(2)
+                assert node not in nodes_of(served)
+                assert_status_true(served, figures, "node drained")
+        finally:
+            cluster.kubectl("uncordon", node)
+
+
+def test_lost_node(tenant: Tenant, node: str, figures: Figures) -> None:
+    """Requests fail until the cluster has noticed the loss: kube-proxy sends every second one to the lost worker."""
+    label = "node lost"
+    with tenant.deployment("lost", replicas=2, drain=DRAIN, workers=spread()) as served:
+        assert node in nodes_of(served)
+        assert len(set(nodes_of(served))) == 2
+        with constant_clients(served) as clients:
+            node_command("kill", node)
+            killed = time.monotonic()
+            wait_for("the worker is not ready", lambda: len(served.pods()) == 1, timeout_s=LOSS_NOTICED_SECONDS)
+            figures.record("traffic", f"{label}: seconds until its worker is not ready", time.monotonic() - killed)
+            time.sleep(QUIET_SECONDS)  # requests that were sent before end with a time-out
+            noticed = len(clients.failures)
+            assert served.is_condition("Available", "True")
+            time.sleep(QUIET_SECONDS)
+            assert len(clients.failures) == noticed, clients.failures[-5:]
+        figures.record("traffic", f"{label}: failed of requests", f"{noticed} of {clients.answered + noticed}")
+        bring_back(node)
+        served.wait_running(2)
+        assert_status_true(served, figures, label)
