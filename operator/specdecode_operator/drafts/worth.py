@@ -37,8 +37,8 @@ class Worth:
         """Return the sum in words, as `explain` prints it."""
         relation = "more" if self.is_worth_it else "not more"
         return (
-            f"stale drafts cost {_hours(self.lost_seconds)} of device time within the payback period; a run is expected "
-            f"to save {_hours(self.saved_seconds)}, {relation} than twice the last run's device time "
+            f"stale drafts cost {_hours(self.lost_seconds)} of device time within the payback period; a run is "
+            f"expected to save {_hours(self.saved_seconds)}, {relation} than twice the last run's device time "
             f"({_hours(self.needed_seconds)})"
         )
 

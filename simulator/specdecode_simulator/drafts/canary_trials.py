@@ -19,7 +19,7 @@ from specdecode_operator.drafts.crossover import (
     pair_difference,
     task_differences,
 )
-from specdecode_simulator.drafts.request_costs import CostNoise, Requests, draw_requests
+from specdecode_simulator.drafts.request_costs import DEFAULT_NOISE, CostNoise, Requests, draw_requests
 
 BLOCK_REQUESTS = 32
 BURN_IN_REQUESTS = 4
@@ -50,7 +50,7 @@ def run_trials(
     gains: Mapping[str, float],
     trials: int,
     seed: int,
-    noise: CostNoise = CostNoise(),
+    noise: CostNoise = DEFAULT_NOISE,
     tuning: CrossoverTuning | None = None,
 ) -> CanaryResult:
     """Run canary tests of a candidate that is faster by ``gains`` (0.1 for 10 %) in each task."""

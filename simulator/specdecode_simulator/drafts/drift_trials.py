@@ -1,4 +1,4 @@
-"""Trials of the drift detector on simulated traffic with daily cycles: false alarms, and requests until a fall shows."""
+"""Trials of the drift detector on traffic with daily cycles: false alarms, and requests until a fall is detected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from specdecode_operator.drafts.baseline import DAY_SECONDS, LEARNING_DAYS, Baseline
 from specdecode_operator.drafts.drift import BATCH_REQUESTS, DriftDetector, batches_between_alarms, excess_loss
-from specdecode_simulator.drafts.request_costs import CostNoise, draw_requests
+from specdecode_simulator.drafts.request_costs import DEFAULT_NOISE, CostNoise, draw_requests
 
 MIN_LOSS = 0.05
 CYCLE = 0.15
@@ -31,7 +31,7 @@ class Traffic:
     requests_per_day: int
     fall: float = 0.0
     fall_at: float = float("inf")
-    noise: CostNoise = CostNoise()
+    noise: CostNoise = DEFAULT_NOISE
 
     def batches(self, generator: Any, days: int) -> Iterator[Batch]:
         """Yield the batches of ``days`` days."""
@@ -52,7 +52,7 @@ class Traffic:
 
 
 def count_false_alarms(days: int, requests_per_day: int, seed: int) -> tuple[int, float]:
-    """Return the alarms in ``days`` stationary days after learning, and the batches between alarms that are promised."""
+    """Return the alarms in ``days`` stationary days after learning, and the promised batches between alarms."""
     generator = np.random.default_rng([seed, 1])
     baseline, detector, alarms, threshold = Baseline(), DriftDetector(), 0, 0.0
     for at, log_cost in Traffic(requests_per_day).batches(generator, days + LEARNING_DAYS):

@@ -34,6 +34,9 @@ class CostNoise:
     """Standard deviation of log output tokens."""
 
 
+DEFAULT_NOISE = CostNoise()
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
     """Requests in order: seconds of decoding and output tokens."""
@@ -43,7 +46,7 @@ class Requests:
 
 
 def draw_requests(generator: Any, count: int, noise: CostNoise, log_cost: Array | float = 0.0) -> Requests:
-    """Draw ``count`` consecutive requests of one worker whose mean log cost is ``log_cost`` (per request, or for all)."""
+    """Draw consecutive requests of one worker with mean log cost ``log_cost``, given per request or for all."""
     tokens = np.maximum(1.0, np.exp(4.6 + noise.length * generator.standard_normal(count)))
     own = noise.request * generator.standard_t(4, count) / np.sqrt(2)
     stalls = generator.random(count) < noise.stall_chance
