@@ -80,11 +80,8 @@ def print_drift(pool: ProcessPoolExecutor, days: int, trials: int) -> None:
 
 def hardware() -> str:
     """Return the processor of this machine in words."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    ]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{os.cpu_count()} virtual cores of {names[0] if names else platform.machine()}"
 
 

@@ -5,12 +5,13 @@ counters, so that it does not move with the planned depth) times the known cost 
 it exceeds the baseline of that half hour.
 
 It is a Shiryaev-Roberts e-detector: M_n = sum over j of the product of e-values from batch j to n, which is updated as
-M_n = (M_(n-1) + 1) x e_n, and raises an alarm at M_n >= A. As long as the loss does not exceed the accepted one, M_n - n
-is a supermartingale, so that A batches pass on average before a false alarm. A is the number of batches in a month.
-`evidence` has the e-values; they assume symmetric noise around the baseline, not its size.
+M_n = (M_(n-1) + 1) x e_n, and raises an alarm at M_n >= A. As long as the loss does not exceed the accepted one,
+M_n - n is a supermartingale, so that A batches pass on average before a false alarm. A is the number of batches in a
+month. `evidence` has the e-values; they assume symmetric noise around the baseline, not its size.
 
 References:
-    Shin, Ramdas and Rinaldo, "E-detectors: a nonparametric framework for sequential change detection", arXiv 2203.03532.
+    Shin, Ramdas and Rinaldo, "E-detectors: a nonparametric framework for sequential change detection", 2022 (arXiv
+    2203.03532).
     Pollak, "Optimal detection of a change in distribution", Annals of Statistics 13, 1985.
 """
 
