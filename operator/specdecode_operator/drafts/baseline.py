@@ -1,0 +1,95 @@
+"""Normal cost of a task by half hour of the day.
+
+It is learnt over days and then frozen, until draft, target or image changes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+DAY_SECONDS = 86_400
+SLOTS = 48
+"""Half hours of a day."""
+LEARNING_DAYS = 7
+"""Whole days from which a baseline is learnt: one of each weekday."""
+NEIGHBOUR_WEIGHT = 8.0
+"""Weight, in batches, of the half hours around one, so that a quiet half hour is not judged by a few batches."""
+_EMPTY = (0.0,) * SLOTS
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Sums of log cost by half hour. ``began`` is the time of the first batch in seconds since the epoch."""
+
+    began: float | None = None
+    counts: tuple[float, ...] = _EMPTY
+    sums: tuple[float, ...] = _EMPTY
+    squares: tuple[float, ...] = _EMPTY
+    days: tuple[tuple[float, float], ...] = ()
+    """Count and sum of log cost of each day since ``began``."""
+
+    def add(self, at: float, log_cost: float) -> Baseline:
+        """Learn one batch that ended at ``at``."""
+        slot = slot_of(at)
+        began = at if self.began is None else self.began
+        days = list(self.days)
+        days += [(0.0, 0.0)] * (int((at - began) / DAY_SECONDS) + 1 - len(days))
+        count, total = days[-1]
+        days[-1] = count + 1, total + log_cost
+        return Baseline(
+            began,
+            _with(self.counts, slot, 1.0),
+            _with(self.sums, slot, log_cost),
+            _with(self.squares, slot, log_cost * log_cost),
+            tuple(days),
+        )
+
+    def is_learnt(self, now: float) -> bool:
+        """Return whether LEARNING_DAYS have passed since the first batch."""
+        return self.began is not None and now - self.began >= LEARNING_DAYS * DAY_SECONDS
+
+    @property
+    def batches_per_month(self) -> float:
+        """Batches of this task in 30 days, by the learning period."""
+        return sum(self.counts) * 30 / LEARNING_DAYS
+
+    def expected(self, at: float) -> float:
+        """Return the log cost that is normal at this time of the day."""
+        slot = slot_of(at)
+        near = [(slot + step) % SLOTS for step in (-2, -1, 1, 2)]
+        around_count = sum(self.counts[index] for index in near)
+        if around_count == 0:
+            near = list(range(SLOTS))
+            around_count = sum(self.counts)
+        around = sum(self.sums[index] for index in near) / around_count
+        return (self.sums[slot] + NEIGHBOUR_WEIGHT * around) / (self.counts[slot] + NEIGHBOUR_WEIGHT)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of a batch's log cost within its half hour, pooled over the day."""
+        within, freedom = 0.0, 0.0
+        for count, total, square in zip(self.counts, self.sums, self.squares, strict=True):
+            if count > 1:
+                within += max(0.0, square - total * total / count)
+                freedom += count - 1
+        return max(math.sqrt(within / freedom), 1e-3) if freedom else 0.1
+
+    @property
+    def day_deviation(self) -> float:
+        """Standard deviation of the daily means of log cost: how far a normal day lies from the others."""
+        means = [total / count for count, total in self.days if count]
+        if len(means) < 2:
+            return 0.0
+        centre = sum(means) / len(means)
+        return math.sqrt(sum((mean - centre) ** 2 for mean in means) / (len(means) - 1))
+
+
+def slot_of(at: float) -> int:
+    """Return the half hour of the day (UTC) of a time."""
+    return int(at % DAY_SECONDS * SLOTS / DAY_SECONDS)
+
+
+def _with(values: tuple[float, ...], slot: int, more: float) -> tuple[float, ...]:
+    """Return the values with ``more`` added at one slot."""
+    return (*values[:slot], values[slot] + more, *values[slot + 1 :])

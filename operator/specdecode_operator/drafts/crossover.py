@@ -1,0 +1,184 @@
+"""Canary test: incumbent and candidate run on one worker in pairs of request blocks in random order.
+
+The difference of a pair is symmetric around the candidate's gain, because the order is random and both blocks share
+worker, rows and time. No variance is estimated and no spread between pods enters. Two e-processes are watched: one
+against "gain <= minGain" (promote), one against "gain >= 0" (roll back); see `evidence` for their guarantee. A task can
+veto: a candidate is promoted only when each task is shown not to lose more than a bound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from specdecode_operator.drafts.evidence import TILTS, increments, log_mean
+
+
+class Verdict(StrEnum):
+    """Result of the canary test so far."""
+
+    CONTINUE = "Continue"
+    PROMOTE = "Promote"
+    ROLL_BACK = "RollBack"
+    UNDECIDED = "Undecided"
+    """All pairs ran without enough evidence for either; the incumbent stays."""
+
+
+class CellKey(NamedTuple):
+    """Cost cell of a step: task, and bucket indices of concurrency and context."""
+
+    task: str
+    concurrency: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Sums over the steps of one cell in one block, burn-in after the swap excluded, guard-held steps included."""
+
+    sequence_seconds: float
+    tokens: float
+
+
+Block = Mapping[CellKey, Cost]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossoverTuning:
+    """Limits of the canary test."""
+
+    min_gain: float = 0.02
+    """Gain in speed that a promotion must exceed (spec: minGainPercent)."""
+    max_pairs: int = 120
+    """Pairs after which the test ends undecided (spec: maxPairs)."""
+    evidence: float = 40.0
+    """e-value that decides: an error of at most 1 in 40 on each side."""
+    max_task_loss: float = 0.10
+    """Loss in speed that each task must be shown not to exceed."""
+    task_evidence: float = 20.0
+    """e-value that shows it: a task that loses more is promoted over in at most 1 of 20 cases."""
+    first_scale: float = 0.1
+    """Assumed size of a pair's log difference before the first pair. It affects power only, not validity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Two e-processes over log differences: logs of the products by tilt, and the sizes of past differences."""
+
+    above: tuple[float, ...] = (0.0,) * len(TILTS)
+    """Against "the gain is at most the margin"."""
+    below: tuple[float, ...] = (0.0,) * len(TILTS)
+    """Against "the gain is at least 0"."""
+    sizes: tuple[float, ...] = ()
+
+    def add(self, difference: float, margin: float, first_scale: float) -> Evidence:
+        """Add one pair. The scale comes from earlier pairs, so that the products stay supermartingales."""
+        scale = _scale(self.sizes, first_scale)
+        above, below = increments((difference - margin) / scale), increments(-difference / scale)
+        return Evidence(
+            tuple(a + b for a, b in zip(self.above, above, strict=True)),
+            tuple(a + b for a, b in zip(self.below, below, strict=True)),
+            (*self.sizes, abs(difference)),
+        )
+
+    @property
+    def log_above(self) -> float:
+        """Log e-value against a gain of at most the margin."""
+        return log_mean(self.above)
+
+    @property
+    def log_below(self) -> float:
+        """Log e-value against a gain of at least 0."""
+        return log_mean(self.below)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """State of one canary test. It is stored with the deployment, so that a restart continues it."""
+
+    pairs: int = 0
+    total: Evidence = field(default_factory=Evidence)
+    tasks: Mapping[str, Evidence] = field(default_factory=dict)
+
+    def add(self, difference: float, tasks: Mapping[str, float], tuning: CrossoverTuning) -> Crossover:
+        """Add one pair: the log difference of cost over all tasks, and by task where both blocks had it."""
+        gain, loss = math.log1p(tuning.min_gain), math.log1p(-tuning.max_task_loss)
+        known = dict(self.tasks)
+        for task, value in tasks.items():
+            known[task] = known.get(task, Evidence()).add(value, loss, tuning.first_scale)
+        return replace(
+            self, pairs=self.pairs + 1, total=self.total.add(difference, gain, tuning.first_scale), tasks=known
+        )
+
+    @property
+    def log_loss(self) -> float:
+        """Log e-value against "neither the whole nor any task loses": the mean of the whole's and of the tasks'."""
+        if len(self.tasks) < 2:
+            return self.total.log_below
+        return log_mean((self.total.log_below, log_mean([task.log_below for task in self.tasks.values()])))
+
+    def verdict(self, tuning: CrossoverTuning) -> Verdict:
+        """Return what the evidence says now. It may be read after every pair."""
+        needed = math.log(tuning.evidence)
+        if self.log_loss >= needed:
+            return Verdict.ROLL_BACK
+        if self.total.log_above >= needed and not self.vetoes(tuning):
+            return Verdict.PROMOTE
+        return Verdict.UNDECIDED if self.pairs >= tuning.max_pairs else Verdict.CONTINUE
+
+    def vetoes(self, tuning: CrossoverTuning) -> tuple[str, ...]:
+        """Return the tasks that are not yet shown to lose at most the bound. A single task is the whole."""
+        if len(self.tasks) < 2:
+            return ()
+        needed = math.log(tuning.task_evidence)
+        return tuple(sorted(task for task, evidence in self.tasks.items() if evidence.log_above < needed))
+
+
+def pair_difference(incumbent: Block, candidate: Block, task: str | None = None) -> float | None:
+    """Return the log of the incumbent's cost per token over the candidate's, over the cells that both blocks have.
+
+    Cells are weighted by a symmetric function of both token counts, so that the difference of two equal drafts is
+    symmetric around 0 whatever the mix of cells was. Return None if no cell is shared.
+
+    Args:
+        incumbent: Costs of the incumbent's block by cell.
+        candidate: Costs of the candidate's block by cell.
+        task: Restriction to one task; None for all.
+    """
+    weights = total = 0.0
+    for key in incumbent.keys() & candidate.keys():
+        one, other = incumbent[key], candidate[key]
+        if (task is not None and key.task != task) or not (_is_measured(one) and _is_measured(other)):
+            continue
+        weight = one.tokens * other.tokens / (one.tokens + other.tokens)
+        ratio = (one.sequence_seconds / one.tokens) / (other.sequence_seconds / other.tokens)
+        weights += weight
+        total += weight * math.log(ratio)
+    return total / weights if weights else None
+
+
+def task_differences(incumbent: Block, candidate: Block, tasks: Iterable[str]) -> dict[str, float]:
+    """Return the pair's difference by task, for the tasks that have a shared cell."""
+    differences = {task: pair_difference(incumbent, candidate, task) for task in tasks}
+    return {task: value for task, value in differences.items() if value is not None}
+
+
+def candidate_first(uid: str, candidate: str, pair: int) -> bool:
+    """Return whether the candidate runs the first block of a pair: a coin that a restart tosses the same way."""
+    return hashlib.blake2b(f"{uid}/{candidate}/{pair}".encode(), digest_size=1).digest()[0] % 2 == 1
+
+
+def _is_measured(cost: Cost) -> bool:
+    """Return whether the cell has a usable cost."""
+    return cost.tokens > 0 and cost.sequence_seconds > 0
+
+
+def _scale(sizes: tuple[float, ...], first_scale: float) -> float:
+    """Return the standard deviation that the sizes of earlier differences suggest, by their median."""
+    ordered = sorted((*sizes, 0.6745 * first_scale))
+    middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    return max(middle / 0.6745, 1e-4)

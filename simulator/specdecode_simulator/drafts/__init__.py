@@ -1,0 +1,1 @@
+"""Trials of the statistics of drafts in simulated traffic: the canary test and the drift detector."""

@@ -1,0 +1,157 @@
+"""State machine of drafts: complete, without a promotion that no verdict allows, and without a dead end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_operator.drafts.lifecycle import Event, Lifecycle, advance, required_actions
+from specdecode_operator.drafts.lifecycle_table import (
+    ALWAYS,
+    IGNORED,
+    PHASE_ACTIONS,
+    PHASES,
+    Action,
+    EventKind,
+    Mode,
+    Phase,
+)
+
+PAUSING = {EventKind.PAUSED, EventKind.RESUMED}
+EVENTS = st.builds(Event, kind=st.sampled_from(EventKind), draft=st.sampled_from(("", "a", "b", "c")))
+
+
+def in_phase(phase: Phase, **fields: object) -> Lifecycle:
+    """Return a state of a deployment with a candidate and a previous draft."""
+    state = Lifecycle(phase=phase, current="incumbent", candidate="new", previous="old")
+    return replace(state, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_every_event_is_defined_once_in_every_phase(phase: Phase) -> None:
+    sets = [set(PHASES[phase]), set(IGNORED[phase]), set(ALWAYS), PAUSING]
+    assert set().union(*sets) == set(EventKind)
+    assert sum(map(len, sets)) == len(EventKind)
+    assert PHASE_ACTIONS[phase]
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("kind", EventKind)
+def test_late_events_change_nothing(phase: Phase, kind: EventKind) -> None:
+    state = in_phase(phase)
+    if kind in IGNORED[phase]:
+        assert advance(state, Event(kind=kind, draft="x")).state == state
+        assert advance(state, Event(kind=kind, draft="x")).actions == ()
+
+
+@given(mode=st.sampled_from(Mode), events=st.lists(EVENTS, max_size=60))
+def test_no_path_promotes_without_a_verdict_for_that_candidate(mode: Mode, events: list[Event]) -> None:
+    state, confirmed = Lifecycle(mode=mode), False
+    for event in events:
+        after = advance(state, event).state
+        same_candidate = after.candidate == state.candidate
+        if event.kind in (EventKind.CANARY_BETTER, EventKind.CANARY_BETTER_MANUAL) and state.phase is Phase.CANARY:
+            confirmed = confirmed or not state.paused
+        elif not same_candidate:
+            confirmed = False
+        if after.phase is Phase.PROMOTING and state.phase is not Phase.PROMOTING:
+            by_job = event.kind in (EventKind.JOB_BETTER, EventKind.JOB_BETTER_DIRECT) and event.draft == after.current
+            assert confirmed or (mode is Mode.DIRECT and by_job)
+            assert after.current == after.candidate
+        elif after.current != state.current:
+            wanted = (state.previous or "", event.draft)
+            assert after.current in wanted, "otherwise only a user, a rollback or a lost artefact changes the draft"
+        state = after
+
+
+@given(mode=st.sampled_from(Mode), events=st.lists(EVENTS, max_size=60))
+def test_time_leads_back_to_serving_from_everywhere(mode: Mode, events: list[Event]) -> None:
+    state = Lifecycle(mode=mode)
+    for event in events:
+        state = advance(state, event).state
+    state = advance(state, Event(kind=EventKind.RESUMED)).state
+    for _ in range(4):
+        state = advance(state, Event(kind=EventKind.TIME_OVER)).state
+    assert state.phase is Phase.SERVING
+    assert not state.candidate
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("kind", [EventKind.DRAFT_CHANGED, EventKind.TARGET_CHANGED])
+def test_a_change_by_the_user_wins_in_every_phase(phase: Phase, kind: EventKind) -> None:
+    done = advance(in_phase(phase), Event(kind=kind, draft="of the user"))
+    assert done.state == Lifecycle(current="of the user")
+    assert {Action.ASSIGN_SPEC_DRAFT, Action.DELETE_JOB, Action.END_CANARY, Action.DELETE_CAPTURES} <= set(done.actions)
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("kind", sorted(set(EventKind) - PAUSING))
+def test_nothing_happens_while_paused(phase: Phase, kind: EventKind) -> None:
+    paused = advance(in_phase(phase), Event(kind=EventKind.PAUSED)).state
+    assert advance(paused, Event(kind=kind, draft="x")).state == paused
+    assert advance(paused, Event(kind=kind, draft="x")).actions == required_actions(paused) == ()
+    resumed = advance(paused, Event(kind=EventKind.RESUMED))
+    assert resumed.state == in_phase(phase)
+    assert resumed.actions == PHASE_ACTIONS[phase]
+
+
+def test_three_losses_of_the_canary_pod_roll_back() -> None:
+    state, phases = in_phase(Phase.CANARY), []
+    for _ in range(3):
+        done = advance(state, Event(kind=EventKind.CANARY_POD_LOST))
+        state = done.state
+        phases.append(state.phase)
+    assert phases == [Phase.CANARY, Phase.CANARY, Phase.ROLLING_BACK]
+    assert (state.current, state.candidate) == ("incumbent", "")
+    assert Action.END_CANARY in done.actions
+
+
+def test_a_refused_promotion_returns_to_the_previous_draft() -> None:
+    promoted = advance(in_phase(Phase.CANARY), Event(kind=EventKind.CANARY_BETTER)).state
+    assert (promoted.phase, promoted.current, promoted.previous) == (Phase.PROMOTING, "new", "incumbent")
+    done = advance(promoted, Event(kind=EventKind.LOAD_REFUSED))
+    assert (done.state.phase, done.state.current, done.state.candidate) == (Phase.ROLLING_BACK, "incumbent", "")
+    assert {Action.REKEY_ROWS, Action.ASSIGN_CURRENT} <= set(done.actions)
+
+
+def test_a_manual_rollout_needs_the_canary_and_the_user() -> None:
+    state = in_phase(Phase.CANARY, mode=Mode.MANUAL)
+    assert advance(state, Event(kind=EventKind.USER_PROMOTE)).state == state, "no verdict yet"
+    better = advance(state, Event(kind=EventKind.CANARY_BETTER)).state
+    assert better.phase is Phase.CANARY
+    assert advance(better, Event(kind=EventKind.USER_PROMOTE)).state.phase is Phase.PROMOTING
+
+
+def test_direct_mode_promotes_by_the_verdict_of_the_job() -> None:
+    state = in_phase(Phase.DISTILLING, mode=Mode.DIRECT, candidate="")
+    done = advance(state, Event(kind=EventKind.JOB_BETTER, draft="trained"))
+    assert (done.state.phase, done.state.current, done.state.previous) == (Phase.PROMOTING, "trained", "incumbent")
+    assert Action.DELETE_CAPTURES in done.actions, "captured text is deleted after the verdict"
+
+
+def test_a_lost_job_is_created_again_and_poisoned_captures_are_deleted() -> None:
+    lost = advance(in_phase(Phase.DISTILLING, candidate=""), Event(kind=EventKind.JOB_LOST))
+    assert (lost.state.phase, Action.CREATE_JOB in lost.actions) == (Phase.DISTILLING, True)
+    for phase in (Phase.COLLECTING, Phase.DISTILLING):
+        poisoned = advance(in_phase(phase, candidate=""), Event(kind=EventKind.CAPTURES_POISONED))
+        assert poisoned.state.phase is Phase.COOLDOWN
+        assert {Action.DELETE_CAPTURES, Action.DELETE_JOB} <= set(poisoned.actions)
+
+
+def test_a_lost_artefact_leaves_the_draft_of_the_spec() -> None:
+    done = advance(in_phase(Phase.SERVING), Event(kind=EventKind.ARTEFACT_LOST, draft="spec"))
+    assert (done.state.phase, done.state.current, done.state.previous) == (Phase.COOLDOWN, "spec", None)
+    assert Action.ASSIGN_SPEC_DRAFT in done.actions
+
+
+def test_one_run_from_drift_to_promotion() -> None:
+    kinds = ["RunRequested", "CapturesReady", "JobBetter", "CanaryBetter", "Converged", "TimeOver"]
+    state, phases = Lifecycle(current="old"), []
+    for kind in kinds:
+        state = advance(state, Event(kind=EventKind(kind), draft="new")).state
+        phases.append(state.phase.value)
+    assert phases == ["Collecting", "Distilling", "Canary", "Promoting", "Cooldown", "Serving"]
+    assert state == Lifecycle(current="new", previous="old")

@@ -1,0 +1,153 @@
+"""Drift detector, its baseline, causes of a loss, and the worth of a run."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from specdecode_operator.drafts.baseline import DAY_SECONDS, LEARNING_DAYS, Baseline
+from specdecode_operator.drafts.drift import (
+    Cause,
+    DriftDetector,
+    batches_between_alarms,
+    cause_of_loss,
+    excess_loss,
+)
+from specdecode_operator.drafts.worth import TaskLoss, worth_of_run
+
+
+def cost_at(at: float) -> float:
+    """Return a log cost with a daily cycle."""
+    return 0.3 * math.sin(2 * math.pi * at / DAY_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def learnt() -> Baseline:
+    coins, baseline = random.Random(0), Baseline()
+    for batch in range(LEARNING_DAYS * 96):
+        at = batch * DAY_SECONDS / 96
+        baseline = baseline.add(at, cost_at(at) + coins.gauss(0, 0.05))
+    return baseline
+
+
+def test_a_baseline_follows_the_half_hours_of_the_day(learnt: Baseline) -> None:
+    for hour in (3, 6, 12, 18, 23):
+        at = 20 * DAY_SECONDS + hour * 3600.0
+        assert learnt.expected(at) == pytest.approx(cost_at(at), abs=0.04)
+    assert learnt.deviation == pytest.approx(0.05, rel=0.2)
+    assert learnt.is_learnt(LEARNING_DAYS * DAY_SECONDS)
+    assert not learnt.is_learnt(LEARNING_DAYS * DAY_SECONDS - 1)
+    assert learnt.batches_per_month == pytest.approx(30 * 96)
+    assert batches_between_alarms(learnt, tasks=3) == pytest.approx(3 * 30 * 96)
+
+
+def test_a_half_hour_without_batches_takes_the_others() -> None:
+    baseline = Baseline().add(12 * 3600.0, 0.5)
+    assert baseline.expected(0.0) == pytest.approx(0.5)
+
+
+def test_days_that_differ_widen_the_accepted_loss() -> None:
+    baselines = []
+    for spread in (0.0, 0.1):
+        baseline = Baseline()
+        for batch in range(LEARNING_DAYS * 48):
+            at = batch * DAY_SECONDS / 48
+            baseline = baseline.add(at, spread * (-1) ** (batch // 48) + 0.01 * (-1) ** batch)
+        baselines.append(baseline)
+    same, different = baselines
+    assert same.day_deviation == pytest.approx(0.0, abs=1e-9)
+    assert different.day_deviation == pytest.approx(0.107, rel=0.01)
+    at = 9 * DAY_SECONDS
+    excess = [excess_loss(one, at, one.expected(at) + 0.15, 0.05) * one.deviation for one in baselines]
+    assert excess[0] - excess[1] == pytest.approx(1.5 * 0.107, rel=0.02)
+
+
+def test_the_detector_is_a_shiryaev_roberts_sum() -> None:
+    """Compare with the definition: the sum over starts of products of e-values."""
+    coins = random.Random(4)
+    values = [coins.gauss(0.2, 1) for _ in range(30)]
+    detector = DriftDetector()
+    for value in values:
+        detector = detector.add(value)
+    sums = []
+    for tilt in (0.25, 0.5, 1.0):
+        clipped = [min(max(value, -1.0), 1.0) for value in values]
+        factors = [math.exp(tilt * value - (tilt * value) ** 2 / 2) for value in clipped]
+        sums.append(sum(math.prod(factors[start:]) for start in range(len(factors))))
+    assert detector.log_evidence == pytest.approx(math.log(sum(sums) / 3))
+
+
+def test_a_fall_is_detected_and_ordinary_noise_is_not(learnt: Baseline) -> None:
+    coins, detector, batches = random.Random(5), DriftDetector(), 0
+    threshold = batches_between_alarms(learnt, tasks=1)
+    for batch in range(4000):
+        at = (LEARNING_DAYS + 1) * DAY_SECONDS + batch * DAY_SECONDS / 96
+        detector = detector.add(excess_loss(learnt, at, cost_at(at) + coins.gauss(0, 0.05), 0.05))
+        assert not detector.alarms(threshold), batch
+    while not detector.alarms(threshold):
+        batches += 1
+        at += DAY_SECONDS / 96
+        loss = -math.log(0.8)
+        detector = detector.add(excess_loss(learnt, at, cost_at(at) + loss + coins.gauss(0, 0.05), 0.05))
+    assert batches <= 30
+
+
+def test_false_alarms_are_no_more_frequent_than_promised() -> None:
+    """A loss of exactly the accepted size is the worst case of what must not raise alarms."""
+    coins, detector, alarms = random.Random(6), DriftDetector(), 0
+    for _ in range(60_000):
+        detector = detector.add(coins.choice((-1, 1)) * coins.expovariate(1.0))
+        if detector.alarms(1000):
+            alarms, detector = alarms + 1, DriftDetector()
+    assert 0 < alarms <= 60
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        ({"target_changed": True, "task_alarms": ("qa",)}, Cause.TARGET_CHANGED),
+        ({"image_changed": True, "task_alarms": ("qa",)}, Cause.IMAGE_CHANGED),
+        ({"whole_alarms": True, "task_alarms": ("qa",)}, Cause.DRAFT_STALE),
+        ({"whole_alarms": True}, Cause.MIX_CHANGED),
+        ({}, Cause.NONE),
+    ],
+)
+def test_causes_are_distinguished(facts: dict[str, object], cause: Cause) -> None:
+    quiet: dict[str, object] = {
+        "target_changed": False,
+        "image_changed": False,
+        "whole_alarms": False,
+        "task_alarms": (),
+    }
+    assert cause_of_loss(**{**quiet, **facts}) is cause  # type: ignore[arg-type]
+
+
+def test_a_run_must_save_twice_what_it_takes() -> None:
+    day = 20 * 3600.0
+
+    def worth(run_hours: float) -> bool:
+        losses = [TaskLoss("qa", share=0.6, loss=0.2)]
+        return worth_of_run(
+            losses, recovery=0.5, decode_seconds_per_day=day, payback_days=7, run_seconds=run_hours * 3600
+        ).is_worth_it
+
+    # 0.6 x 0.2 x 0.5 x 20 h x 7 days = 8.4 h.
+    assert worth(4.19)
+    assert not worth(4.21)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1.0])
+def test_senseless_shares_save_nothing(bad: float) -> None:
+    worth = worth_of_run(
+        [TaskLoss("qa", share=bad, loss=0.5)], recovery=1, decode_seconds_per_day=1e5, payback_days=7, run_seconds=1
+    )
+    assert not worth.is_worth_it
+    assert "twice the last run's device time (0.0 h)" in worth.sentence()
+
+
+def test_shares_do_not_add_up_to_more_than_everything() -> None:
+    losses = [TaskLoss(name, share=1.0, loss=1.0) for name in ("a", "b")]
+    worth = worth_of_run(losses, recovery=1, decode_seconds_per_day=100.0, payback_days=1, run_seconds=0)
+    assert worth.saved_seconds == 100.0

@@ -1,0 +1,61 @@
+"""Short forms of the trials of benchmarks/draft_statistics.py, with fixed seeds."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import pytest
+
+from specdecode_operator.drafts.crossover import Verdict
+from specdecode_simulator.drafts.canary_trials import run_trials
+from specdecode_simulator.drafts.drift_trials import count_false_alarms, requests_until_alarm
+from specdecode_simulator.drafts.request_costs import CostNoise, draw_requests
+
+TRIALS = 60
+
+
+def test_equal_drafts_are_rarely_promoted_or_rolled_back() -> None:
+    result = run_trials({"code": 0.0, "prose": 0.0}, TRIALS, seed=1)
+    assert result.share(Verdict.PROMOTE) + result.share(Verdict.ROLL_BACK) <= 0.05
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(-0.05, Verdict.ROLL_BACK), (0.10, Verdict.PROMOTE)])
+def test_unequal_drafts_get_their_verdict(gain: float, verdict: Verdict) -> None:
+    result = run_trials({"code": gain, "prose": gain}, TRIALS, seed=2)
+    assert result.share(verdict) >= 0.95
+    assert result.median_requests < 4000
+
+
+def test_a_candidate_that_loses_a_task_is_not_promoted() -> None:
+    result = run_trials({"code": 0.25, "prose": -0.15}, TRIALS, seed=3)
+    assert result.share(Verdict.PROMOTE) <= 0.05
+
+
+def test_a_wide_spread_between_nodes_changes_no_verdict() -> None:
+    """Both drafts of a pair run on one worker. The same trials on another node end after the same pairs."""
+    gains = {"code": 0.05, "prose": 0.05}
+    results = [run_trials(gains, 20, seed=4, noise=CostNoise(node=node)) for node in (0.0, 0.3)]
+    assert results[0] == results[1]
+
+
+def test_two_months_of_stationary_traffic_raise_at_most_two_alarms() -> None:
+    alarms, threshold = count_false_alarms(60, 2000, seed=5)
+    assert alarms <= 2
+    assert threshold == pytest.approx(30 * 2000 / 20, rel=0.1), "batches in a month"
+
+
+def test_a_fall_of_a_fifth_is_detected_within_600_requests() -> None:
+    waits = [requests_until_alarm(0.2, 1000, seed) for seed in range(15)]
+    assert statistics.median(wait or 10_000 for wait in waits) <= 600
+
+
+def test_noise_has_slow_parts_and_heavy_tails() -> None:
+    """The trials would prove little if requests were independent and normal."""
+    quiet = CostNoise(stall_chance=0.0)
+    drawn = draw_requests(np.random.default_rng(0), 20_000, quiet)
+    cost = np.log(drawn.seconds / drawn.tokens)
+    cost -= cost.mean()
+    smooth = cost.reshape(-1, 20).mean(axis=1)
+    assert np.corrcoef(smooth[:-1], smooth[1:])[0, 1] > 0.2
+    assert (cost**4).mean() / cost.var() ** 2 > 3.5
