@@ -24,6 +24,7 @@ SHAPES: Any = {
         "dimensions": {
             "type": "object",
             "properties": {name: {"type": "number"} for name in ("base", "height", "radius", "side")},
+            "additionalProperties": True,
         },
         "shape": {"type": "string"},
     },

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdecode_worker.contract import ToolFormat
+from specdecode_worker.guided.closed_objects import close_objects
 from specdecode_worker.guided.errors import GrammarRefused
 from specdecode_worker.guided.grammars import Schema, compile_options, lark_grammar
 
@@ -85,4 +86,5 @@ def _arguments_schema(function: CallableFunction) -> dict[str, Any]:
     schema = function.parameters if isinstance(function.parameters, dict) else ANY_ARGUMENTS
     if schema.get("type", "object") != "object":
         raise GrammarRefused("the parameters of a function must be of type object", ("type",))
-    return {"x-guidance": compile_options(exact=function.exact, white_space=True), **schema, "type": "object"}
+    closed = close_objects({**schema, "type": "object"})
+    return {"x-guidance": compile_options(exact=function.exact, white_space=True), **closed}
