@@ -8,15 +8,18 @@ the default of vLLM; OpenAI's ``strict`` demands it). What a closed schema allow
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from enum import IntEnum
 from typing import Any
 
-_IN_PLACE_LISTS = ("anyOf", "oneOf", "allOf")
-_IN_PLACE = ("not", "if", "then", "else")
+_REVERSED = ("not", "if", "contains")
+"""Keywords whose schema, if it allowed less, could make the whole schema allow more."""
+_IN_PLACE = ("then", "else")
 _BY_NAME = ("properties", "patternProperties")
-_SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties", "contains")
+_SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
 _COMBINED = frozenset(
-    (*_IN_PLACE_LISTS, *_IN_PLACE, "$ref", "$dynamicRef", "dependentSchemas", "dependencies", "$recursiveRef")
-)
+    ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef", "dependencies",
+     "dependentSchemas")
+)  # fmt: skip
 """Keywords that apply further schemas to the same value."""
 _SAID = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties"))
 """Keywords that say which other properties are allowed."""
@@ -26,48 +29,65 @@ _WITHOUT_RULES = frozenset(
 """Keywords that leave the rules for an object's properties to the schemas combined with them."""
 
 
+class _Use(IntEnum):
+    """How a schema applies to a value; the highest value of all its uses decides."""
+
+    ALONE = 0
+    """No other schema applies to the value: the object can be closed."""
+    COMBINED = 1
+    """Another schema applies to the same value, too: only objects within can be closed."""
+    REVERSED = 2
+    """Neither the object nor those within may be closed, as with ``oneOf``, which counts the branches that match."""
+
+
 def close_objects(schema: Any) -> Any:
     """Return ``schema`` with ``additionalProperties: false`` in the objects that can be closed.
 
     An object is closed if it names its properties, if nothing says that others are allowed or required, and if no
     other schema applies to the same value: closing one part of ``allOf`` would forbid the properties of the other.
     """
-    alone: set[int] = set()
-    shared: set[int] = set()
-    seen: set[tuple[int, bool]] = set()
-    stack = [(schema, True)]
+    uses: dict[int, _Use] = {}
+    stack = [(schema, _Use.ALONE)]
     while stack:
-        part, is_alone = stack.pop()
-        if not isinstance(part, Mapping) or (id(part), is_alone) in seen:
+        part, use = stack.pop()
+        if not isinstance(part, Mapping) or uses.get(id(part), -1) >= use:
             continue
-        seen.add((id(part), is_alone))
-        (alone if is_alone else shared).add(id(part))
-        stack += _parts(part, schema, is_alone=is_alone)
-    return _closed(schema, alone - shared)
+        uses[id(part)] = use
+        for child, below in _parts(part, schema, use):
+            stack.append((child, _Use.REVERSED if use is _Use.REVERSED else below))
+    return _closed(schema, {part for part, use in uses.items() if use is _Use.ALONE})
 
 
-def _parts(part: Mapping[str, Any], root: Any, *, is_alone: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield the schemas that ``part`` applies, each with whether it applies to its value alone."""
+def _parts(part: Mapping[str, Any], root: Any, use: _Use) -> Iterator[tuple[Any, _Use]]:
+    """Yield the schemas that ``part`` applies, each with how it applies."""
     for key in _BY_NAME:
         if isinstance(part.get(key), Mapping):
-            yield from ((child, True) for child in part[key].values())
+            yield from ((child, _Use.ALONE) for child in part[key].values())
     for key in _SINGLE:
-        yield part.get(key), True
+        yield part.get(key), _Use.ALONE
     for key in ("items", "prefixItems"):
         if isinstance(part.get(key), list):
-            yield from ((child, True) for child in part[key])
-    combined = _COMBINED & part.keys()
-    only = is_alone and len(combined) == 1 and part.keys() - combined <= _WITHOUT_RULES
-    for key in _IN_PLACE_LISTS:
+            yield from ((child, _Use.ALONE) for child in part[key])
+    yield from _combined(part, root, use)
+
+
+def _combined(part: Mapping[str, Any], root: Any, use: _Use) -> Iterator[tuple[Any, _Use]]:
+    """Yield the schemas that ``part`` applies to the same value."""
+    keywords = _COMBINED & part.keys()
+    is_only = use is _Use.ALONE and len(keywords) == 1 and part.keys() - keywords <= _WITHOUT_RULES
+    only = _Use.ALONE if is_only else _Use.COMBINED
+    for key, below in (("anyOf", only), ("allOf", only), ("oneOf", _Use.REVERSED)):
         branches = part.get(key)
         if isinstance(branches, list):
-            single = only and (key != "allOf" or len(branches) == 1)
+            single = below if key != "allOf" or len(branches) == 1 else _Use.COMBINED
             yield from ((child, single) for child in branches)
     for key in _IN_PLACE:
-        yield part.get(key), False
+        yield part.get(key), _Use.COMBINED
+    for key in _REVERSED:
+        yield part.get(key), _Use.REVERSED
     for key in ("dependentSchemas", "dependencies"):
         if isinstance(part.get(key), Mapping):
-            yield from ((child, False) for child in part[key].values())
+            yield from ((child, _Use.COMBINED) for child in part[key].values())
     yield _target(part.get("$ref"), root), only
 
 
