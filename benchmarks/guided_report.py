@@ -32,8 +32,8 @@ def _by_way(ways: dict[str, list[dict[str, Any]]]) -> str:
         masks, preemptions = (sum(row[key] for row in rows) for key in ("masks", "preemptions"))
         lines.append(
             f"| {name} | {total['answers']} | {_share(total['ended'], total['answers'])} | {total['valid']} "
-            f"| {total['errors']} | {total['other']} | {_ratio(total)} | {preemptions} | {100 * masked / seconds:.1f} % "
-            f"| {1e6 * masked / max(masks, 1):.0f} |"
+            f"| {total['errors']} | {total['other']} | {_ratio(total)} | {preemptions} "
+            f"| {100 * masked / seconds:.1f} % | {1e6 * masked / max(masks, 1):.0f} |"
         )
     return "\n".join(lines)
 

@@ -146,9 +146,9 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
         case "ngram-blind":
             return NgramDrafter(state, vocabulary, 1, 4, host_is_current=False)
         case "suffix":
-            return SuffixDrafter(state, state.tokens_SP.shape[1], SuffixStore(), host_is_current=True)
+            return SuffixDrafter(state, SuffixStore(), host_is_current=True)
         case "suffix-blind":
-            return SuffixDrafter(state, state.tokens_SP.shape[1], SuffixStore(), host_is_current=False)
+            return SuffixDrafter(state, SuffixStore(), host_is_current=False)
     raise ValueError(name)
 
 

@@ -52,7 +52,8 @@ class NamedDraftSpec(Api):
     )
     uri: ModelUri | None = Field(
         default=None,
-        description=f"Where the draft comes from: {URI_FORMS}. Absent for the methods ngram and suffix, and only for those.",
+        description=f"Where the draft comes from: {URI_FORMS}. Absent for the methods ngram and suffix, and only for "
+        "those.",
         examples=["pvc://heads/sql"],
     )
     quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)

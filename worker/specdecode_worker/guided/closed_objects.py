@@ -30,7 +30,7 @@ _WITHOUT_RULES = frozenset(
 
 
 class _Use(IntEnum):
-    """How a schema applies to a value; the highest value of all its uses decides."""
+    """Use of a schema within another one. Of several uses, the highest value decides."""
 
     ALONE = 0
     """No other schema applies to the value: the object can be closed."""

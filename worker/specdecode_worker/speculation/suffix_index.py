@@ -15,7 +15,7 @@ from dataclasses import dataclass
 SHORTEST = 2
 """Least length of a match, in tokens. One token alone says too little; two is also the default of prompt lookup."""
 LONGEST = 24
-"""Length from which longer matches are not told apart (depth of the suffix tree in vLLM)."""
+"""Largest length of a match that is counted, in tokens (depth of the suffix tree in vLLM)."""
 MOST_OCCURRENCES = 32
 """Most occurrences that are compared for one match, the latest first. It bounds the time of a look-up."""
 END = -1
@@ -66,7 +66,9 @@ class SuffixIndex:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
-        for token in tokens:
+        new, room = list(tokens), max(self._capacity - self._end, 0)
+        self._append_all(new[:room])
+        for token in new[room:]:
             self._append(token)
 
     def end_text(self) -> None:
@@ -75,19 +77,32 @@ class SuffixIndex:
 
     def matches(self, suffix: Sequence[int]) -> list[Occurrence]:
         """Return earlier occurrences of the end of ``suffix``, the latest first, at most MOST_OCCURRENCES."""
-        found: list[Occurrence] = []
+        occurrences: list[Occurrence] = []
         if len(suffix) < SHORTEST:
-            return found
+            return occurrences
         position, first = self._last.get(_key(suffix[-2], suffix[-1]), -1), self._end - len(self._tokens)
         for _ in range(MOST_OCCURRENCES):
             if position - 1 < first:
                 break
             if self.token(position + 1) != END:
-                found.append(Occurrence(self, position + 1, self._length(suffix, position + 1)))
+                occurrences.append(Occurrence(self, position + 1, self._length(suffix, position + 1)))
             position = self._earlier[position % self._capacity]
-        return found
+        return occurrences
+
+    def _append_all(self, tokens: list[int]) -> None:
+        """Append tokens for which there is room. Prompts can be long, so this loop is short."""
+        last, earlier, previous = self._last, self._earlier, self.token(self._end - 1)
+        for position, token in enumerate(tokens, self._end):
+            key = previous << 32 | token
+            earlier.append(last.get(key, -1) if previous != END else -1)
+            if previous != END:
+                last[key] = position
+            previous = token
+        self._tokens.extend(tokens)
+        self._end += len(tokens)
 
     def _append(self, token: int) -> None:
+        """Append a token or END, in the place of the oldest token if there is no room."""
         previous, place = self.token(self._end - 1), self._end % self._capacity
         if self._end < self._capacity:
             self._tokens.append(token)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from specdecode_worker.speculation.suffix_index import LONGEST, Occurrence, SuffixIndex
 
+MOST_TEXT_TOKENS = 8_192
+"""Most tokens of a running request that are searched."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixBounds:
@@ -47,26 +50,30 @@ class SuffixStore:
 
 
 class RequestText:
-    """Text of one running request, indexed as it grows, with the occurrences of its end."""
+    """Text of one running request, indexed as it grows, with the occurrences of its end.
 
-    def __init__(self, store: SuffixStore, salt: str, capacity: int) -> None:
-        """Start with an empty text of at most ``capacity`` tokens."""
+    Only the last MOST_TEXT_TOKENS tokens are searched. This bounds the time to index a long prompt, which takes half a
+    microsecond a token.
+    """
+
+    def __init__(self, store: SuffixStore, salt: str) -> None:
+        """Start with an empty text of a request with this salt."""
         self.length = 0
-        """Number of tokens indexed so far."""
-        self._store, self._salt, self._index = store, salt, SuffixIndex(capacity)
+        """Number of tokens read so far."""
+        self._store, self._salt, self._index = store, salt, SuffixIndex(MOST_TEXT_TOKENS)
         self._last: list[int] = []
-        self._found: list[Occurrence] | None = None
+        self._occurrences: list[Occurrence] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
         if tokens:
-            self._index.extend(tokens)
+            self._index.extend(tokens[-MOST_TEXT_TOKENS:])
             self.length += len(tokens)
             self._last = [*self._last, *tokens][-LONGEST:]
-            self._found = None
+            self._occurrences = None
 
     def matches(self) -> list[Occurrence]:
         """Return earlier occurrences of the end of the text: those in the text itself, then those in the store."""
-        if self._found is None:
-            self._found = [*self._index.matches(self._last), *self._store.matches(self._salt, self._last)]
-        return self._found
+        if self._occurrences is None:
+            self._occurrences = [*self._index.matches(self._last), *self._store.matches(self._salt, self._last)]
+        return self._occurrences

@@ -85,7 +85,7 @@ def test_a_closed_schema_allows_nothing_that_the_schema_forbids(name: str) -> No
     loose, closed = (jsonschema.Draft202012Validator(one) for one in (schema, close_objects(schema)))
     for value in VALUES:
         assert loose.is_valid(value) or not closed.is_valid(value)
-    assert {"not", "condition"} & {name} or any(map(closed.is_valid, VALUES))
+    assert name in OPEN or any(map(closed.is_valid, VALUES))
 
 
 @pytest.mark.parametrize("schema", [True, {"$ref": "#"}, {"properties": {"x": {"$ref": "#"}}}, {"$ref": "#/a/b"}])

@@ -179,7 +179,7 @@ def test_guides_of_one_grammar_are_independent_and_compiled_once(
         ('{ "a"', False),
         ('{"a" :', False),
         ('{"a":1 ', False),
-        ('{\n', False),
+        ("{\n", False),
         ("[", False),
     ],
 )

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from specdecode_worker.speculation import suffix_index
+from specdecode_worker.speculation import suffix_index, suffix_store
 from specdecode_worker.speculation.suffix_index import END, LONGEST, SHORTEST, SuffixIndex, following, rank
 from specdecode_worker.speculation.suffix_store import RequestText, SuffixBounds, SuffixStore
 
 
 def searched(text: list[int], suffix: list[int], capacity: int) -> list[tuple[int, int]]:
     """Return (position, length) of all matches in the last ``capacity`` tokens of a text, the latest first."""
-    first, found = max(0, len(text) - capacity), []
+    first, matches = max(0, len(text) - capacity), []
     for position in range(len(text) - 1, first, -1):
         length = 0
         while (
@@ -23,12 +23,13 @@ def searched(text: list[int], suffix: list[int], capacity: int) -> list[tuple[in
         ):
             length += 1
         if length >= SHORTEST and text[position] != END:
-            found.append((position, length))
-    return found
+            matches.append((position, length))
+    return matches
 
 
 @pytest.mark.parametrize("capacity", [3, 5, 8, 17, 100])
-def test_matches_equal_those_of_a_search(capacity: int) -> None:
+def test_matches_equal_those_of_a_search(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_index, "MOST_OCCURRENCES", 1000)
     chosen = random.Random(capacity)
     for _ in range(40):
         index, text = SuffixIndex(capacity), list[int]()
@@ -36,22 +37,34 @@ def test_matches_equal_those_of_a_search(capacity: int) -> None:
             token = chosen.choice((END, 0, 1, 1, 2, 2, 3))
             if token == END:
                 index.end_text()
+                text.append(END)
             else:
-                index.extend([token])
-            text.append(token)
+                new = [token] * chosen.choice((1, 1, 1, 2, 6))
+                index.extend(new)
+                text += new
             last = [chosen.randint(0, 3) for _ in range(4)] if chosen.random() < 0.5 else text[-6:]
             suffix = last[len(last) - last[::-1].index(END) :] if END in last else last
-            found = [(one.position, one.length) for one in index.matches(suffix)]
-            assert found == searched(text, suffix, capacity)[: suffix_index.MOST_OCCURRENCES]
+            matches = [(one.position, one.length) for one in index.matches(suffix)]
+            assert matches == searched(text, suffix, capacity)
         assert len(index) == min(capacity, len(text))
+
+
+def test_only_the_end_of_a_long_text_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_store, "MOST_TEXT_TOKENS", 10)
+    text = RequestText(SuffixStore(), "")
+    text.extend([1, 2, 3, *range(50, 60), 1, 2])
+    assert text.matches() == []
+    text.extend([3, 1, 2])
+    assert text.length == 18
+    assert rank(text.matches()) == [3]
 
 
 def test_long_matches_and_many_occurrences_are_bounded() -> None:
     index = SuffixIndex(10_000)
     index.extend([7] * 500)
-    found = index.matches([7] * 100)
-    assert len(found) <= suffix_index.MOST_OCCURRENCES
-    assert {one.length for one in found} == {LONGEST}
+    matches = index.matches([7] * 100)
+    assert len(matches) <= suffix_index.MOST_OCCURRENCES
+    assert {one.length for one in matches} == {LONGEST}
 
 
 def test_memory_of_dropped_tokens_is_freed() -> None:
@@ -88,13 +101,13 @@ def test_children_follow_the_path_to_their_node() -> None:
 def test_answers_of_one_tenant_are_not_drafted_for_another() -> None:
     store = SuffixStore()
     store.add("one", [1, 2, 3])
-    text, other = RequestText(store, "one", 100), RequestText(store, "two", 100)
+    text, other = RequestText(store, "one"), RequestText(store, "two")
     for request in (text, other):
         request.extend([5, 1, 2])
     assert rank(text.matches()) == [3]
     assert other.matches() == []
     store.add("two", [1, 2, 4])
-    assert rank(RequestText(store, "one", 100).matches()) == []
+    assert rank(RequestText(store, "one").matches()) == []
     assert rank(store.matches("two", [1, 2])) == [4]
 
 
@@ -122,7 +135,7 @@ def test_store_is_bounded_by_tenant_and_in_total() -> None:
 def test_text_of_a_request_is_searched_before_the_store() -> None:
     store = SuffixStore()
     store.add("", [1, 2, 9])
-    text = RequestText(store, "", 100)
+    text = RequestText(store, "")
     text.extend([1, 2, 8, 0, 1, 2])
     assert rank(text.matches()) == [8, 9]
     text.extend([])

@@ -103,9 +103,7 @@ class DraftLoader:
         return LoadedDraft(drafter, DraftState(name=name, method="ngram", hash=draft_hash(config, self.resolve)))
 
     def _suffix(self, config: DraftConfig, name: str) -> LoadedDraft:
-        drafter = SuffixDrafter(
-            self.state, self.max_model_len, SuffixStore(), host_is_current=self.host_is_current
-        )
+        drafter = SuffixDrafter(self.state, SuffixStore(), host_is_current=self.host_is_current)
         return LoadedDraft(drafter, DraftState(name=name, method="suffix", hash=draft_hash(config, self.resolve)))
 
     def _cache(self, config: CachedConfig) -> PagedCache:

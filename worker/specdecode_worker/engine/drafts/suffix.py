@@ -28,18 +28,17 @@ from specdecode_worker.speculation.trees import Forest, Level
 class SuffixDrafter:
     """Drafter of the method suffix. It has no weights, and its answers are stored in host memory, within bounds."""
 
-    def __init__(self, state: DeviceState, max_model_len: int, store: SuffixStore, *, host_is_current: bool) -> None:
+    def __init__(self, state: DeviceState, store: SuffixStore, *, host_is_current: bool) -> None:
         """Create a drafter.
 
         Args:
             state: Device state of the running requests.
-            max_model_len: Most tokens of one text.
             store: Earlier answers.
             host_is_current: True if the host knows every token before the next step, that is, no step is launched
                 ahead. A request without a match then decodes plainly.
         """
         self.reads, self.columns = TargetStates(), StateColumns()
-        self._state, self._max_model_len, self._store = state, max_model_len, store
+        self._state, self._store = state, store
         self._host_is_current = host_is_current
         self._texts: dict[str, RequestText] = {}
 
@@ -52,9 +51,11 @@ class SuffixDrafter:
         return bool(text.matches())
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """Reset the lag of the rows; there is nothing to compute."""
+        """Index the chunks, so that a long prompt is not indexed in one step."""
         for row in rows:
             row.request.draft.lag = 1
+            text = self._text(row.request)
+            text.extend(row.request.tokens[text.length : row.start + row.count])
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         """Draft the trees of the forest from earlier occurrences of the ends of the texts."""
@@ -62,18 +63,18 @@ class SuffixDrafter:
             return None
         drafting = [b for b, tree in enumerate(forest.trees) if tree.expanded]
         self._read_texts([rows[b].request for b in drafting])
-        found: dict[tuple[int, int], list[Occurrence]] = {
+        occurrences: dict[tuple[int, int], list[Occurrence]] = {
             (b, 0): self._text(rows[b].request).matches() for b in drafting
         }
 
         def expand(depth: int, level: Level) -> Tensor:
             nodes = list(zip(level.batch_R.tolist(), level.node_R.tolist(), strict=True))
-            ranked = [rank(found.get(node, ()))[:MAX_RANKS] for node in nodes]
+            ranked = [rank(occurrences.get(node, ()))[:MAX_RANKS] for node in nodes]
             children = zip(*(t.tolist() for t in (level.child_batch_C, level.child_node_C, level.child_source_C,
                                                   level.child_rank_C)), strict=True)  # fmt: skip
             for b, child, source, place in children:
                 if place < len(ranked[source]):
-                    found[b, child] = following(found[nodes[source]], ranked[source][place])
+                    occurrences[b, child] = following(occurrences[nodes[source]], ranked[source][place])
             padded = [tokens + [-1] * (MAX_RANKS - len(tokens)) for tokens in ranked]
             return to_device(padded, self._state.length_S.device)
 
@@ -89,7 +90,7 @@ class SuffixDrafter:
     def _text(self, request: Request) -> RequestText:
         text = self._texts.get(request.id)
         if text is None:
-            text = self._texts[request.id] = RequestText(self._store, request.submit.cache_salt, self._max_model_len)
+            text = self._texts[request.id] = RequestText(self._store, request.submit.cache_salt)
         return text
 
     def _read_texts(self, requests: Sequence[Request]) -> None:
@@ -101,5 +102,3 @@ class SuffixDrafter:
             text = self._text(request)
             if text.length <= length:
                 text.extend(self._state.tokens_SP[request.slot, text.length : length + 1].tolist())
-
-

@@ -65,7 +65,7 @@ class PythonicRules:
                 raise GrammarRefused(f"the pythonic format cannot name {argument}", ("properties", argument))
         if missing := sorted(required - arguments.keys()):
             raise GrammarRefused(f"required names {missing[0]}, which is no property", ("required",))
-        self._calls.append(self._rule(f"{json.dumps(name + '(')} {self._sequence(list(arguments.values()))} \")\""))
+        self._calls.append(self._rule(f'{json.dumps(name + "(")} {self._sequence(list(arguments.values()))} ")"'))
 
     @property
     def text(self) -> str:
@@ -130,12 +130,12 @@ class PythonicRules:
             self.lines.append("")
             place = len(self.lines) - 1
             steps = reference.split("/")
-            found: Any = self._root
+            definition: Any = self._root
             for step in steps[1:]:
-                found = found.get(step) if isinstance(found, Mapping) else None
-            if steps[0] != "#" or found is None:
+                definition = definition.get(step) if isinstance(definition, Mapping) else None
+            if steps[0] != "#" or definition is None:
                 raise GrammarRefused(f"{reference} refers to nothing in the schema", path)
-            self.lines[place] = f"{name}: {self._value(found, tuple(steps[1:]))}"
+            self.lines[place] = f"{name}: {self._value(definition, tuple(steps[1:]))}"
         return self._references[reference]
 
     def _check(self, schema: Mapping[str, Any], path: Path) -> None:
