@@ -23,6 +23,7 @@ from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
+from specdecode_worker.engine.drafts.suffix import SuffixDrafter
 from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
@@ -46,6 +47,7 @@ from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory
+from specdecode_worker.speculation.suffix_store import SuffixStore
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
@@ -143,6 +145,10 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
             return NgramDrafter(state, vocabulary, 1, 4, host_is_current=True)
         case "ngram-blind":
             return NgramDrafter(state, vocabulary, 1, 4, host_is_current=False)
+        case "suffix":
+            return SuffixDrafter(state, SuffixStore(), host_is_current=True)
+        case "suffix-blind":
+            return SuffixDrafter(state, SuffixStore(), host_is_current=False)
     raise ValueError(name)
 
 

@@ -30,8 +30,8 @@ class DraftSpec(Api):
     quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
 
 
-DRAFT_RULE = "(self.method in ['ngram', 'none']) != has(self.{field})"
-DRAFT_MESSAGE = "{field} is needed by every method but ngram and none, and only by those"
+DRAFT_RULE = "(self.method in ['ngram', 'suffix', 'none']) != has(self.{field})"
+DRAFT_MESSAGE = "{field} is needed by every method but ngram, suffix and none, and only by those"
 _MLP = "self.method in ['eagle3', 'eagle', 'draft-model']"
 _MLP_MESSAGE = f"quantization is for drafts of methods {', '.join(WITH_MLP)}; the others have no MLP"
 
@@ -47,12 +47,13 @@ class NamedDraftSpec(Api):
     )
 
     name: TaskName = Field(description="Name by which tasks choose the draft.", examples=["sql-head"])
-    method: Literal["eagle3", "eagle", "draft-model", "medusa", "ngram"] = Field(
+    method: Literal["eagle3", "eagle", "draft-model", "medusa", "ngram", "suffix"] = Field(
         default="eagle3", description="Kind of the draft, as in speculation.method."
     )
     uri: ModelUri | None = Field(
         default=None,
-        description=f"Where the draft comes from: {URI_FORMS}. Absent for method ngram, and only for that.",
+        description=f"Where the draft comes from: {URI_FORMS}. Absent for the methods ngram and suffix, and only for "
+        "those.",
         examples=["pvc://heads/sql"],
     )
     quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
@@ -218,12 +219,13 @@ class SpeculationSpec(Api):
     method: Method = Field(
         default="eagle3",
         description="Kind of the draft. eagle3, eagle: a head; medusa: several heads; draft-model: a smaller model "
-        "with the same tokenizer; ngram: lookup in the prompt, without a draft; none: plain decoding.",
+        "with the same tokenizer; ngram: lookup in the prompt, without a draft; suffix: lookup in the prompt and in "
+        "earlier answers; none: plain decoding.",
     )
     draft: DraftSpec | None = Field(
         default=None,
-        description="Draft that all tasks use unless they name another one. Absent for the methods ngram and none, and "
-        "only for those.",
+        description="Draft that all tasks use unless they name another one. Absent for the methods ngram, suffix and "
+        "none, and only for those.",
         examples=[{"uri": "hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}],
     )
     drafts: Annotated[tuple[NamedDraftSpec, ...], Field(max_length=4)] = Field(

@@ -419,6 +419,7 @@ class Engine:
         else:
             self._scheduler.release(request)
         self._recorder.record_end(request, now)
+        self._drafts.record_end(request)
 
     def _measure(self, step: LaunchedStep, seconds: float, emitted: int) -> None:
         """Record the step time; steps without prefill also inform the guard and exploration."""

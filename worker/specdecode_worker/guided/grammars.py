@@ -13,12 +13,13 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from specdecode_worker.guided.closed_objects import close_objects
 from specdecode_worker.guided.errors import GrammarRefused
 
-WHITE_SPACE = r"[ ]{1,2}|\n[ ]{0,40}|\n\t{1,10}"
-"""White space between JSON tokens: at most two spaces, or one line break with indentation.
+ITEM_SEPARATOR, KEY_SEPARATOR = ", ?", ": ?"
+"""White space between JSON tokens, as regular expressions: at most one space, behind a comma or a colon.
 
-Small models otherwise fill an answer with white space up to ``max_tokens``.
+With more white space, models can fill an answer with it up to ``max_tokens``.
 """
 
 Schema = Mapping[str, Any] | bool
@@ -30,25 +31,27 @@ def compile_options(*, exact: bool, white_space: bool) -> dict[str, Any]:
     Args:
         exact: Refuse keywords that a grammar cannot express. Otherwise they are ignored, and ``oneOf`` becomes
             ``anyOf``.
-        white_space: Allow white space between JSON tokens.
+        white_space: Allow a space behind commas and colons.
     """
     return {
         "lenient": not exact,
         "coerce_one_of": not exact,
-        "whitespace_flexible": white_space,
-        **({"whitespace_pattern": WHITE_SPACE} if white_space else {}),
+        "whitespace_flexible": False,
+        **({"item_separator": ITEM_SEPARATOR, "key_separator": KEY_SEPARATOR} if white_space else {}),
     }
 
 
 def json_grammar(schema: Schema, *, exact: bool = True, white_space: bool = True) -> str:
-    """Return the grammar of the JSON texts that a schema allows; the arguments are those of ``compile_options``.
+    """Return the grammar of the JSON texts that a schema allows, without properties that it does not name.
+
+    The arguments are those of ``compile_options``; see ``close_objects`` for the properties.
 
     Raises:
         GrammarRefused: The schema is nested too deeply to be read.
     """
     options: Any = compile_options(exact=exact, white_space=white_space)
     try:
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(close_objects(schema)), overrides=options))
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(f"the schema cannot be read: {error}") from None
 

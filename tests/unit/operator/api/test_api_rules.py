@@ -42,9 +42,10 @@ GOOD: list[dict[str, Any]] = [
     {"speculation": {"tasks": [{"name": "code", "mode": "Off"}, {"name": "sql", "depth": {"min": 2, "max": 8}}]}},
     {"workers": {"recycle": "OnCollapse"}},
     {"speculation": {"method": "ngram", "draft": None}},
+    {"speculation": {"method": "suffix", "draft": None}},
     {
         "speculation": {
-            "drafts": [{"name": "lookup", "method": "ngram"}, {"name": "sql", "method": "medusa", "uri": "file:///m"}],
+            "drafts": [{"name": "lookup", "method": "suffix"}, {"name": "sql", "method": "medusa", "uri": "file:///m"}],
             "tasks": [{"name": "edits", "draft": "lookup"}, {"name": "chat"}],
         }
     },
@@ -88,8 +89,8 @@ GOOD: list[dict[str, Any]] = [
     },
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"speculation": {"draft": None}}, "draft.uri is needed by every method but ngram and none"),
-    ({"speculation": {"method": "none"}}, "draft.uri is needed by every method but ngram and none"),
+    ({"speculation": {"draft": None}}, "draft.uri is needed by every method but ngram, suffix and none"),
+    ({"speculation": {"method": "none"}}, "draft.uri is needed by every method but ngram, suffix and none"),
     ({"speculation": {"depth": {"min": 4, "initial": 3, "max": 5}}}, "min <= initial <= max"),
     ({"speculation": {"depth": {"initial": 6}}}, "min <= initial <= max"),
     ({"scaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not exceed maxReplicas"),
@@ -132,7 +133,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"objective": {"minSpeedup": 0.5}}}, "[mM]in_?[sS]peedup"),
     ({"speculation": {"hysteresis": {"maxChangesPerHour": 0}}}, "[mM]ax_?[cC]hanges"),
     ({"workers": {"recycle": "Always"}}, "recycle"),
-    ({"speculation": {"method": "ngram"}}, "draft.uri is needed by every method but ngram and none"),
+    ({"speculation": {"method": "suffix"}}, "draft.uri is needed by every method but ngram, suffix and none"),
+    ({"speculation": {"method": "ngram"}}, "draft.uri is needed by every method but ngram, suffix and none"),
     ({"speculation": {"drafts": [{"name": "a", "method": "medusa"}]}}, "uri is needed by every method but ngram"),
     (
         {"speculation": {"drafts": [{"name": "a", "method": "ngram"}, {"name": "a", "method": "ngram"}]}},
@@ -183,7 +185,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "quantization is for drafts of methods",
     ),
     (
-        {"speculation": {"drafts": [{"name": "a", "method": "ngram", "quantization": "int4"}]}},
+        {"speculation": {"drafts": [{"name": "a", "method": "suffix", "quantization": "int4"}]}},
         "quantization is for drafts of methods",
     ),
 ]

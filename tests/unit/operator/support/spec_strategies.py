@@ -235,7 +235,7 @@ def _repair_speculation(speculation: Json) -> None:
     for draft in drafts.values():
         draft.pop("quantization", None)
         draft.pop("uri", None)
-        if draft.get("method") != "ngram":
+        if draft.get("method") not in ("ngram", "suffix"):
             draft["uri"] = "file:///draft"
     tasks = {task["name"]: task for task in speculation.get("tasks", ())}
     for task in tasks.values():
@@ -255,7 +255,7 @@ def _repair_speculation(speculation: Json) -> None:
 
 
 def _repair_draft(speculation: Json) -> None:
-    if speculation.get("method", "eagle3") in ("ngram", "none"):
+    if speculation.get("method", "eagle3") in ("ngram", "suffix", "none"):
         speculation.pop("draft", None)
         return
     speculation.setdefault("draft", {"uri": "embedded://draft"})

@@ -24,6 +24,7 @@ SHAPES: Any = {
         "dimensions": {
             "type": "object",
             "properties": {name: {"type": "number"} for name in ("base", "height", "radius", "side")},
+            "additionalProperties": True,
         },
         "shape": {"type": "string"},
     },
@@ -68,3 +69,28 @@ def test_masks_behind_paths_equal_those_of_a_fresh_guide(text: str) -> None:
         assert np.array_equal(before, after)
         guide.advance([token])
         assert not guide.error
+
+
+WRONG_PATH = (" [", '">', " Inclusion", "atteries")
+"""Tokens behind a colon that the text does not continue with. The path ends inside a string."""
+
+
+def test_rejected_paths_leave_the_position_unchanged() -> None:
+    """After llguidance 1.9.1 has left such a path by its rollback, masks behind the next tokens are wrong."""
+    tokenizer = Tokenizer.from_folder(resolve(EMBEDDED_TARGET, default_cache_dir()))
+    compiler = GrammarCompiler(lambda: tokenizer.json, tokenizer.vocab_size, (END,))
+    wrong = [token for piece in WRONG_PATH for token in tokenizer.encode(piece)]
+    assert len(wrong) == len(WRONG_PATH), "each piece is one token"
+    grammar, tokens = json_grammar({"type": "object"}), tokenizer.encode(TEXTS[0])
+    guide = compiler.guide(grammar)
+    looked = 0
+    for place, token in enumerate(tokens):
+        looked += guide.mask(wrong) is not None
+        guide.advance([token])
+        fresh = compiler.guide(grammar)
+        fresh.advance(tokens[: place + 1])
+        mask, wanted = guide.mask(), fresh.mask()
+        assert mask is not None
+        assert wanted is not None
+        assert np.array_equal(mask, wanted), tokenizer.decode(tokens[: place + 1])
+    assert looked > 1, "the path must be allowed at some places"

@@ -24,6 +24,8 @@ def draft_hash(config: DraftConfig, resolve: Callable[[str], Path]) -> str:
         ModelError: The URI names no model.
         OSError: A file cannot be read.
     """
+    if config.method == "suffix":
+        return "suffix"
     if config.uri is None:
         return f"ngram-{config.prompt_lookup_min}-{config.prompt_lookup_max}"
     return model_hash(resolve(config.uri))

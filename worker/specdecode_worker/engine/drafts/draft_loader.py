@@ -17,6 +17,7 @@ from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
+from specdecode_worker.engine.drafts.suffix import SuffixDrafter
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.models.checkpoints.draft_weights import Draft, load_draft
@@ -28,6 +29,7 @@ from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.models.transforms.fusion import fuse
 from specdecode_worker.models.transforms.quantization import quantise_draft
+from specdecode_worker.speculation.suffix_store import SuffixStore
 
 Resolve = Callable[[str], Path]
 """Callable that returns the local folder of a model URI."""
@@ -47,12 +49,14 @@ class DraftLoader:
     blocks: int
     resolve: Resolve
     host_is_current: bool
-    """True if no step is launched before the previous one is collected; see NgramDrafter."""
+    """True if no step is launched before the previous one is collected; see NgramDrafter and SuffixDrafter."""
 
     def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
         """Load the draft of ``config``. Raise ModelError if it cannot be loaded or does not fit the target."""
         if config.method == "ngram":
             return self._ngram(config, name)
+        if config.method == "suffix":
+            return self._suffix(config, name)
         assert config.method != "none", "nothing is loaded for it"
         assert config.uri is not None, "the contract asks for it"
         folder = self.resolve(config.uri)
@@ -97,6 +101,10 @@ class DraftLoader:
             self.state, self.target.config.vocab_size, shortest, longest, host_is_current=self.host_is_current
         )
         return LoadedDraft(drafter, DraftState(name=name, method="ngram", hash=draft_hash(config, self.resolve)))
+
+    def _suffix(self, config: DraftConfig, name: str) -> LoadedDraft:
+        drafter = SuffixDrafter(self.state, SuffixStore(), host_is_current=self.host_is_current)
+        return LoadedDraft(drafter, DraftState(name=name, method="suffix", hash=draft_hash(config, self.resolve)))
 
     def _cache(self, config: CachedConfig) -> PagedCache:
         return paged_cache(config, config.num_hidden_layers, self.blocks, self._dtype, self._device)

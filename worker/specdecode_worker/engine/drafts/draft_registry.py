@@ -18,7 +18,7 @@ from specdecode_worker.contract import DraftConfig, DraftState, TaskMatch
 from specdecode_worker.engine.drafts.aux_hidden_states import columns_of, union_reads
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
-from specdecode_worker.engine.drafts.drafter import Drafter, PagedDrafter
+from specdecode_worker.engine.drafts.drafter import AnswerReader, Drafter, PagedDrafter
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import AuxStates, DeviceState
@@ -150,6 +150,12 @@ class DraftRegistry:
             ranked_BNK = self._drafts[name].drafter.propose(rows, mine, sampler)
             merged_BNK = _merged(merged_BNK, ranked_BNK)
         return merged_BNK
+
+    def record_end(self, request: Request) -> None:
+        """Show a request that ends to the drafts that learn from answers."""
+        for loaded in self._drafts.values():
+            if isinstance(loaded.drafter, AnswerReader):
+                loaded.drafter.record_end(request)
 
     def new_states(self, name: str, loaded: LoadedDraft) -> AuxStates | None:
         """Allocate storage for the target states that all drafts read once ``loaded`` has replaced the draft ``name``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -51,6 +51,15 @@ class Drafter(Protocol):
             The best target ids behind every expanded node, [B, N, K], best first, -1 elsewhere. N counts verified and
             shadow nodes. None if no tree has a node.
         """
+        ...
+
+
+@runtime_checkable
+class AnswerReader(Protocol):
+    """Drafter that learns from the answers of requests."""
+
+    def record_end(self, request: Request) -> None:
+        """Read the answer of a request that ends for any reason, and drop what is stored for the request itself."""
         ...
 
 

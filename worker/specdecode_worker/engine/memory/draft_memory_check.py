@@ -34,7 +34,7 @@ class CheckedDraftLoader:
             ModelError: The draft does not fit the target, or not into memory together with the running draft.
         """
         method = config.method
-        if method == "ngram" or method == "none" or config.uri is None:
+        if method == "ngram" or method == "suffix" or method == "none" or config.uri is None:
             return self.loader(config, name)
         expect_own_logits(config, self.ranks)
         needed, free = self._needed_bytes(method, config.uri), self.free_bytes()

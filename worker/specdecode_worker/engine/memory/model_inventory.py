@@ -94,7 +94,7 @@ def _drafts(
     """Return (name, network or misfit, quantization) of every configured draft that has weights."""
     drafts: list[tuple[str, Draft | DraftMismatch, DraftQuantization | None]] = []
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
-        if draft.uri is None or draft.method == "ngram" or draft.method == "none":
+        if draft.uri is None or draft.method == "ngram" or draft.method == "suffix" or draft.method == "none":
             continue
         where, length = draft.uri, config.model.max_model_len
         try:

@@ -111,6 +111,8 @@ class AnswerGrammars:
                 path = _text_of(locate(part.schema, compiles))
                 return BadRequest(error.message, param=part.field + path, code="invalid_value")
         if parts[0].field == "tools":
+            if error.path:
+                return BadRequest(error.message, param="tools", code="invalid_value")
             return unsupported(error.message, "tool_choice")
         return BadRequest(error.message, param=parts[0].field, code="invalid_value")
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdecode_worker.contract import ToolFormat
+from specdecode_worker.guided.closed_objects import close_objects
 from specdecode_worker.guided.errors import GrammarRefused
 from specdecode_worker.guided.grammars import Schema, compile_options, lark_grammar
+from specdecode_worker.server.grammars.pythonic_grammars import PythonicRules
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
@@ -28,7 +30,7 @@ def forced_calls(tool_format: ToolFormat, functions: Sequence[CallableFunction],
     """Return the grammar of answers that are calls and nothing else: several only if ``parallel``.
 
     Raises:
-        GrammarRefused: Calls of this format cannot be expressed by a grammar.
+        GrammarRefused: Calls of a function cannot be expressed by a grammar.
     """
     match tool_format:
         case "hermes":
@@ -39,8 +41,9 @@ def forced_calls(tool_format: ToolFormat, functions: Sequence[CallableFunction],
             more = ' ("; " call)*' if parallel else ""
             lines = [f"start: call{more}"]
             begin, key, end = "", "parameters", ""
-        case _:
-            raise GrammarRefused(f"calls of the format {tool_format} are no JSON, so no grammar forces them")
+        case "pythonic":
+            more = " (SEPARATOR call)*" if parallel else ""
+            return lark_grammar(f'start: "[" call{more} "]"\n{_pythonic_rules(functions)}')
     return lark_grammar("\n".join([*lines, *_call_rules(functions, begin, key, end)]))
 
 
@@ -48,7 +51,7 @@ def calls_within_text(tool_format: ToolFormat, functions: Sequence[CallableFunct
     """Return the grammar of answers that are text or calls, in which calls follow the functions' parameters.
 
     Raises:
-        GrammarRefused: Calls of this format cannot be expressed by a grammar.
+        GrammarRefused: Calls of a function cannot be expressed by a grammar.
     """
     match tool_format:
         case "hermes":
@@ -65,9 +68,24 @@ def calls_within_text(tool_format: ToolFormat, functions: Sequence[CallableFunct
             # The format has no mark for a call: an answer is one if it begins with a brace.
             lines = [f"start: TEXT | call{more}", r"TEXT: /[^{\s<](.|\n)*|<([^|](.|\n)*)?/"]
             begin, key, end = "", "parameters", ""
-        case _:
-            raise GrammarRefused(f"calls of the format {tool_format} are no JSON, so no grammar restricts them")
+        case "pythonic":
+            more = " (SEPARATOR call)*" if parallel else ""
+            start = f'start: TEXT | "[" call{more} "]"\nTEXT: /[^\\[\\s<](.|\\n)*|<([^|](.|\\n)*)?/'
+            return lark_grammar(f"{start}\n{_pythonic_rules(functions)}")
     return lark_grammar("\n".join([*lines, *_call_rules(functions, begin, key, end)]))
+
+
+def _pythonic_rules(functions: Sequence[CallableFunction]) -> str:
+    """Return the Lark rules of a call of one of the functions in the pythonic format."""
+    rules = PythonicRules()
+    for function in functions:
+        try:
+            rules.add(function.name, _object_schema(function), exact=function.exact)
+        except GrammarRefused as error:
+            place = ".".join(map(str, error.path))
+            message = f"function {function.name}: {error.message}" + (f" ({place})" if place else "")
+            raise GrammarRefused(message, error.path) from None
+    return rules.text
 
 
 def _call_rules(functions: Sequence[CallableFunction], begin: str, key: str, end: str) -> list[str]:
@@ -81,8 +99,14 @@ def _call_rules(functions: Sequence[CallableFunction], begin: str, key: str, end
 
 
 def _arguments_schema(function: CallableFunction) -> dict[str, Any]:
-    """Return the schema of the arguments, which are always an object, with llguidance's options in it."""
+    """Return the schema of the arguments with llguidance's options in it."""
+    closed = close_objects(_object_schema(function))
+    return {"x-guidance": compile_options(exact=function.exact, white_space=True), **closed}
+
+
+def _object_schema(function: CallableFunction) -> dict[str, Any]:
+    """Return the schema of the arguments, which are always an object."""
     schema = function.parameters if isinstance(function.parameters, dict) else ANY_ARGUMENTS
     if schema.get("type", "object") != "object":
         raise GrammarRefused("the parameters of a function must be of type object", ("type",))
-    return {"x-guidance": compile_options(exact=function.exact, white_space=True), **schema, "type": "object"}
+    return {**schema, "type": "object"}

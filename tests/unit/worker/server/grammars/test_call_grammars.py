@@ -97,10 +97,14 @@ def test_the_parser_reads_what_a_grammar_allows(compiler: GrammarCompiler, tool_
     assert json.loads(arguments) == {"city": "Oslo"}
 
 
-def test_formats_without_json_are_refused() -> None:
-    for build in (forced_calls, calls_within_text):
-        with pytest.raises(GrammarRefused, match="pythonic"):
-            build("pythonic", FUNCTIONS, parallel=True)
+@pytest.mark.parametrize("tool_format", FORMATS)
+def test_arguments_that_the_schema_does_not_name_are_not_allowed(
+    compiler: GrammarCompiler, tool_format: ToolFormat
+) -> None:
+    functions = [CallableFunction("now", {"properties": {"zone": {"type": "string"}}}, exact=False)]
+    grammar = forced_calls(tool_format, functions, parallel=False)
+    assert allows(compiler, grammar, call(tool_format, "now", {"zone": "UTC"}))
+    assert not allows(compiler, grammar, call(tool_format, "now", {"zone": "UTC", "other": 1}))
 
 
 def test_parameters_must_be_an_object() -> None:

@@ -1,0 +1,73 @@
+"""Suffix decoding learns from ended answers of the same tenant, and the text stays that of plain decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from specdecode_worker.contract import TreeShape
+
+TOKENS = 40
+
+
+@pytest.fixture
+def engine_of(make_engine: Any, lossless: Any) -> Any:
+    plan_of, *_ = lossless
+
+    def make(**fields: Any) -> Any:
+        engine = make_engine("suffix", **fields)
+        engine.set_plan(plan_of([TreeShape.chain(6)]))
+        return engine
+
+    return make
+
+
+def requests(lossless: Any, prefix: str, *, salt: str = "", sampled: bool = False) -> Any:
+    _, submit, _ = lossless
+    one = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(4)]
+    return [structs.replace(r, request_id=f"{prefix}{r.request_id}", cache_salt=salt) for r in one]
+
+
+def answers(lossless: Any, engine: Any, submits: Any) -> tuple[list[list[int]], int]:
+    """Return the answers, and the number of tokens that were accepted for them."""
+    *_, texts = lossless
+    before = engine.report().accepted_tokens
+    return list(texts(engine, submits).values()), engine.report().accepted_tokens - before
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_answers_of_a_tenant_are_drafted_again(make_engine: Any, lossless: Any, engine_of: Any, sampled: bool) -> None:
+    engine = engine_of()
+    wanted, _ = answers(lossless, make_engine(None), requests(lossless, "", sampled=sampled))
+    first, accepted = answers(lossless, engine, requests(lossless, "a", sampled=sampled))
+    again, accepted_again = answers(lossless, engine, requests(lossless, "b", sampled=sampled))
+    assert first == again == wanted
+    # Every token but the first ones of an answer, and one a step that needs no draft, is accepted.
+    assert accepted_again > accepted + 2 * TOKENS
+    other, accepted_other = answers(lossless, engine, requests(lossless, "c", salt="other", sampled=sampled))
+    assert (other, accepted_other) == (wanted, accepted), "another tenant's answers are not drafted"
+
+
+def test_texts_of_ended_and_cancelled_requests_are_dropped(lossless: Any, engine_of: Any) -> None:
+    engine = engine_of()
+    submits = requests(lossless, "a")
+    for submit in submits:
+        engine.add(submit)
+    for _ in range(6):
+        engine.step()
+    drafter = engine._drafts._drafts[""].drafter
+    assert set(drafter._texts) == {r.request_id for r in submits}
+    engine.abort(submits[0].request_id)
+    while not engine.idle:
+        engine.step()
+    assert drafter._texts == {}
+
+
+def test_preempted_requests_continue(make_engine: Any, lossless: Any, engine_of: Any) -> None:
+    wanted, _ = answers(lossless, make_engine(None), requests(lossless, ""))
+    engine = engine_of(blocks=9, max_num_seqs=4)
+    assert answers(lossless, engine, requests(lossless, "a"))[0] == wanted
+    assert answers(lossless, engine, requests(lossless, "b"))[0] == wanted
+    assert engine.preemptions > 0, "the test must make the blocks run out"

@@ -1,0 +1,138 @@
+"""Grammars of pythonic calls: what they allow, that the parser reads it as calls, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import small_model
+
+from specdecode_worker.guided.errors import GrammarRefused
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.server.grammars.call_grammars import CallableFunction, calls_within_text, forced_calls
+from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart
+from specdecode_worker.server.tools.pythonic import PythonicParser
+
+TOKENIZER = small_model.byte_tokenizer()
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": ["integer", "null"]},
+        "unit": {"enum": ["C", 'F"\\', None, 1.5, True]},
+        "tags": {"type": "array", "items": {"type": "boolean"}},
+        "at": {"$ref": "#/$defs/place"},
+        "x": {"anyOf": [{"type": "number"}, {"const": {"a": [False]}}]},
+    },
+    "required": ["city"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "inner": {"$ref": "#/$defs/place"}},
+            "required": ["name"],
+        }
+    },
+}
+FUNCTIONS = [CallableFunction("get.weather", SCHEMA, exact=True), CallableFunction("now", {}, exact=False)]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER.to_str, small_model.VOCAB_SIZE, (small_model.END_ID,))
+
+
+def allows(compiler: GrammarCompiler, grammar: str, text: str) -> bool:
+    """Return whether an answer may be exactly this text."""
+    mask = compiler.guide(grammar).mask(TOKENIZER.encode(text).ids)
+    end = small_model.END_ID
+    return mask is not None and bool(mask[end // 32] >> np.uint32(end % 32) & 1)
+
+
+def read(text: str) -> list[tuple[str, Any]]:
+    """Return the calls that the parser finds."""
+    parser, calls = PythonicParser(lambda name: name in ("get.weather", "now")), []
+    for delta in [*parser.push(text), *parser.end()]:
+        if isinstance(delta, CallStart):
+            calls.append([delta.name, ""])
+        else:
+            assert isinstance(delta, ArgumentsDelta), delta
+            calls[-1][1] += delta.text
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+CALLS = (
+    ('[get.weather(city="Oslo")]', [("get.weather", {"city": "Oslo"})]),
+    ('[get.weather(city="a\\"\\\\\\n", days=None)]', [("get.weather", {"city": 'a"\\\n', "days": None})]),
+    ('[get.weather(city="", days=-3, unit="F\\"\\\\")]', [("get.weather", {"city": "", "days": -3, "unit": 'F"\\'})]),
+    ('[get.weather(city="é", unit=True, tags=[True, False])]',
+     [("get.weather", {"city": "é", "unit": True, "tags": [True, False]})]),
+    ('[get.weather(city="a", at={"name": "b", "inner": {"name": "c"}}, x={"a": [False]})]',
+     [("get.weather", {"city": "a", "at": {"name": "b", "inner": {"name": "c"}}, "x": {"a": [False]}})]),
+    ('[get.weather(city="a", tags=[], x=0.25), now()]',
+     [("get.weather", {"city": "a", "tags": [], "x": 0.25}), ("now", {})]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "calls"), CALLS)
+def test_allowed_calls_are_read_by_the_parser(compiler: GrammarCompiler, text: str, calls: Any) -> None:
+    assert allows(compiler, forced_calls("pythonic", FUNCTIONS, parallel=True), text)
+    assert allows(compiler, calls_within_text("pythonic", FUNCTIONS, parallel=True), text)
+    assert allows(compiler, forced_calls("pythonic", FUNCTIONS, parallel=False), text) == (len(calls) == 1)
+    assert read(text) == calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "[get.weather()]",
+        "[get.weather(days=1)]",
+        '[get.weather(days=1, city="a")]',
+        '[get.weather(city="a", days=1.5)]',
+        '[get.weather(city="a", days="1")]',
+        '[get.weather(city="a", unit="K")]',
+        '[get.weather(city="a", unit=true)]',
+        '[get.weather(city="a", tags=[1])]',
+        '[get.weather(city="a", at={"inner": {"name": "c"}})]',
+        '[get.weather(city="a", other=1)]',
+        '[get.weather(city="\\u0041")]',
+        '[get.weather(city="\\/")]',
+        '[other(city="a")]',
+        'Hello [now()]',
+        'now()',
+    ],
+)  # fmt: skip
+def test_other_calls_are_not_allowed(compiler: GrammarCompiler, text: str) -> None:
+    assert not allows(compiler, forced_calls("pythonic", FUNCTIONS, parallel=True), text)
+
+
+def test_text_is_allowed_where_calls_are_not_forced(compiler: GrammarCompiler) -> None:
+    grammar = calls_within_text("pythonic", FUNCTIONS, parallel=True)
+    assert allows(compiler, grammar, "Hello [now(1)]")
+    assert not allows(compiler, grammar, "[now(1)]")
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "part", "path"),
+    [
+        ("get-weather", {}, "get-weather", ()),
+        ("class", {}, "class", ()),
+        ("f", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern", ("properties", "a", "pattern")),
+        ("f", {"properties": {"b-c": {}}}, "b-c", ("properties", "b-c")),
+        ("f", {"properties": {"from": {}}}, "from", ("properties", "from")),
+        ("f", {"required": ["z"]}, "z", ("required",)),
+        ("f", {"properties": {"a": {"$ref": "#/x"}}}, "#/x", ("properties", "a", "$ref")),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_by_name(name: str, schema: Any, part: str, path: Any) -> None:
+    with pytest.raises(GrammarRefused, match=part) as refused:
+        forced_calls("pythonic", [CallableFunction(name, schema, exact=True)], parallel=True)
+    assert refused.value.path == path
+
+
+def test_without_strict_constraints_are_ignored(compiler: GrammarCompiler) -> None:
+    schema = {"properties": {"a": {"type": "string", "pattern": "x"}, "b-c": {}}}
+    grammar = forced_calls("pythonic", [CallableFunction("f", schema, exact=False)], parallel=True)
+    assert allows(compiler, grammar, '[f(a="y")]')
