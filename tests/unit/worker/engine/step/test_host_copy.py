@@ -94,10 +94,8 @@ def _is_tensor(target: ast.expr) -> bool:
 def _is_number(value: ast.expr) -> bool:
     """Return whether the value is a constant or has a name that is not a tensor's."""
     named = isinstance(value, (ast.Name, ast.Attribute)) and not TENSOR_NAME.match(ast.unparse(value))
-    return (
-        named
-        or isinstance(value, (ast.Constant, ast.BinOp, ast.UnaryOp))
-        and not TENSOR_NAME.search(ast.unparse(value))
+    return named or (
+        isinstance(value, (ast.Constant, ast.BinOp, ast.UnaryOp)) and not TENSOR_NAME.search(ast.unparse(value))
     )
 
 
