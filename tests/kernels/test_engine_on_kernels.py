@@ -11,12 +11,14 @@ from char_tokenizer import END, tokenizer_json
 from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_kernels import dispatch
+from specdecode_kernels.small_linear import op as small_linear
 from specdecode_kernels.tree_attention import plan
 from specdecode_kernels.verify import kernel as verify
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.grammars import regex_grammar
 
+KERNELS = ("small_linear", "rms_norm", "rope_cache", "silu_mul", "top_k", "tree_attention", "verify", "kv_keep")
 CASES = {
     "greedy chain": ("chain:2", False, {}),
     "sampled tree": ("tree:2,1", True, {}),
@@ -25,10 +27,19 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("case", "rows"), [("greedy chain", ()), ("processed tree", ()), ("sampled tree", (3,))], ids=str
+    ("case", "rows", "fused"),
+    [
+        ("greedy chain", (), False),
+        ("greedy chain", (3,), True),
+        ("processed tree", (), True),
+        ("sampled tree", (3,), False),
+    ],
+    ids=str,
 )
-def test_text_and_acceptance(case: str, rows: tuple[int, ...], poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``rows``, steps run as in graphs, where most rows are padding."""
+def test_text_and_acceptance(
+    case: str, rows: tuple[int, ...], fused: bool, poisoned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``rows``, steps run as in graphs, where most rows are padding. ``fused`` is for products of few rows."""
     shape, sampled, processors = CASES[case]
     requests = [submit(i, sampled=sampled, tokens=6, **processors) for i in (0, 1)]
     on_reference = engine_of(networks(torch.float32))
@@ -39,7 +50,18 @@ def test_text_and_acceptance(case: str, rows: tuple[int, ...], poisoned: None, m
     monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)
     monkeypatch.setattr(plan, "processors", lambda _: 4)
     monkeypatch.setattr(verify, "processors", lambda _: 2)
-    for module in ("rms_norm", "rope_cache", "silu_mul", "top_k", "tree_attention", "verify", "kv_keep"):
+    if fused:
+        monkeypatch.setattr(small_linear, "LEAST_OUTPUTS", 1)
+    for module in (
+        "small_linear",
+        "rms_norm",
+        "rope_cache",
+        "silu_mul",
+        "top_k",
+        "tree_attention",
+        "verify",
+        "kv_keep",
+    ):
         _count(module, calls, monkeypatch)
     on_kernels = engine_of(networks(torch.float32), backend=EagerBackend() if rows else None, rows=rows)
     on_kernels.set_plan(plan_of(shape))
@@ -50,7 +72,8 @@ def test_text_and_acceptance(case: str, rows: tuple[int, ...], poisoned: None, m
     if on_kernels._graphs is not None:
         assert on_kernels._graphs.replayed > sum(on_kernels._graphs.eager.values())
     keeps = {"kv_keep"} if "tree" in shape or rows else set()
-    assert set(calls) == {"rms_norm", "rope_cache", "silu_mul", "top_k", "attend", "choose", *keeps}
+    assert set(calls) - {"silu_mul", "small_linear"} == {"rms_norm", "rope_cache", "top_k", "attend", "choose", *keeps}
+    assert ("small_linear" if fused else "silu_mul") in calls
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

@@ -1,4 +1,4 @@
-"""Tree attention on a GPU: one launch over the pieces of a plan (plan.py) and one that merges cut tiles.
+"""Tree attention on a GPU: one launch over the pieces of a plan (plan.py); the last piece of a cut tile merges it.
 
 Keys and values, including those of the tree, are read from the paged cache; see README.md. Tensor suffixes as in
 reference.py; W pieces of a plan, G query heads per key-value head, M rows of a tile, N keys of a block.
@@ -15,10 +15,8 @@ from specdecode_kernels.tree_attention.plan import BLOCK_N, FIELDS, Plan
 
 _STAGES = 5
 """Pipeline stages: block addresses come from the block table and take two stages, so five keep two blocks in flight."""
-_CHUNKS_AT_ONCE = 16
+_CHUNKS_AT_ONCE = 4
 """Number of chunks that a merging program loads at a time."""
-_MANY_TOKENS = 1024
-"""From this many tokens on, a merging program takes all heads of a group, since there are enough programs."""
 
 
 @triton.jit
@@ -61,6 +59,44 @@ def _visible(key_N, prefix, start, ancestors_M, own_row_M, real_M):
 
 
 @triton.jit
+def _merged(
+    part_WKMD,
+    lse_WKM,
+    first_M,
+    chunks,
+    stride,
+    real_M,
+    d,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Return the values [M, D] of a tile, each chunk weighted by its log-sum-exp.
+
+    Other programs wrote the chunks, so they are read around the L1 cache.
+    """
+    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for chunk in range(chunks):
+        lse_M = tl.load(lse_WKM + first_M + chunk * stride, mask=real_M, other=float("-inf"), cache_modifier=".cg")
+        top_M = tl.maximum(top_M, lse_M)
+    finite_M = tl.where(top_M == float("-inf"), 0.0, top_M)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, chunks, CHUNKS):
+        for i in tl.static_range(CHUNKS):
+            mine_M = real_M & (start + i + tl.zeros([BLOCK_M], tl.int32) < chunks)
+            part_M = first_M + (start + i) * stride
+            lse_M = tl.load(lse_WKM + part_M, mask=mine_M, other=float("-inf"), cache_modifier=".cg")
+            weight_M = tl.exp(lse_M - finite_M)
+            inside = (mine_M & (weight_M > 0))[:, None] & (d < D)[None, :]
+            place = part_WKMD + part_M[:, None] * D + d[None, :]
+            acc_MD += weight_M[:, None] * tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+            total_M += weight_M
+    return acc_MD / tl.where(total_M == 0, 1.0, total_M)[:, None]
+
+
+@triton.jit
 def _attend_kernel(
     q_THD,
     k_NPKD,
@@ -73,6 +109,7 @@ def _attend_kernel(
     out_THD,
     part_WKMD,
     lse_WKM,
+    arrived_WK,
     scale_log2,
     q_token_stride,
     q_head_stride,
@@ -87,8 +124,9 @@ def _attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """Attend one piece of the plan for one key-value head."""
+    """Attend one piece of the plan for one key-value head, and merge its tile if it is the tile's last piece to end."""
     head, w = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     piece = pieces_W8 + w * 8
@@ -158,53 +196,18 @@ def _attend_kernel(
         part_M = (w.to(tl.int64) * kv_heads + head) * BLOCK_M + m
         tl.store(part_WKMD + part_M[:, None] * D + d[None, :], values_MD, mask=whole_MD)
         tl.store(lse_WKM + part_M, lse_M, mask=real_M)
-
-
-@triton.jit
-def _merge_kernel(
-    part_WKMD,
-    lse_WKM,
-    merges_T4,
-    out_THD,
-    kv_heads,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Merge the chunks of HEADS heads of one packed query, each chunk weighted by its log-sum-exp."""
-    token = tl.program_id(0).to(tl.int64)
-    chunks = tl.load(merges_T4 + token * 4 + 1)
-    if chunks < 2:
-        return
-    first = tl.load(merges_T4 + token * 4).to(tl.int64)
-    row = tl.load(merges_T4 + token * 4 + 2)
-    c = tl.arange(0, BLOCK_C)
-    d = tl.arange(0, BLOCK_D)
-    for i in tl.static_range(HEADS):
-        head = tl.program_id(1) * HEADS + i
-        place = (first * kv_heads + head // G) * BLOCK_M + row * G + head % G
-        top = tl.full([1], float("-inf"), tl.float32)
-        total = tl.zeros([1], tl.float32)
-        acc_D = tl.zeros([BLOCK_D], tl.float32)
-        for chunk in range(0, chunks, BLOCK_C):
-            mine_C = chunk + c < chunks
-            part_C = place + (chunk + c).to(tl.int64) * kv_heads * BLOCK_M
-            lse_C = tl.load(lse_WKM + part_C, mask=mine_C, other=float("-inf"))
-            new = tl.maximum(top, tl.max(lse_C, 0))
-            finite = tl.where(new == float("-inf"), 0.0, new)
-            weights_C = tl.exp(lse_C - finite)
-            inside = (mine_C & (weights_C > 0))[:, None] & (d < D)[None, :]
-            values_CD = tl.load(part_WKMD + part_C[:, None] * D + d[None, :], mask=inside, other=0.0)
-            shrink = tl.exp(top - finite)
-            acc_D = acc_D * shrink + tl.sum(values_CD * weights_C[:, None], 0)
-            total = total * shrink + tl.sum(weights_C, 0)
-            top = new
-        values_D = acc_D / tl.where(total == 0, 1.0, total)
-        out_D = out_THD + (token * kv_heads * G + head) * D + d
-        tl.store(out_D, values_D.to(out_THD.dtype.element_ty), mask=d < D)
+        # All threads must have written before the count says so, and the count must be read before their results.
+        tl.debug_barrier()
+        first = w - tl.load(piece + 6)
+        arrived = arrived_WK + first * kv_heads + head
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == chunks - 1:
+            tl.store(arrived, 0)  # for the next layer
+            first_M = (first.to(tl.int64) * kv_heads + head) * BLOCK_M + m
+            merged_MD = _merged(
+                part_WKMD, lse_WKM, first_M, chunks, kv_heads * BLOCK_M, real_M, d, D, BLOCK_M, BLOCK_D, CHUNKS
+            )
+            place_MD = out_THD + place_M[:, None] * D + d[None, :]
+            tl.store(place_MD, merged_MD.to(out_THD.dtype.element_ty), mask=whole_MD)
 
 
 def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
@@ -238,6 +241,7 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
         out_THD,
         part_WKMD,
         lse_WKM,
+        plan.arrived_WK,
         size**-0.5 * 1.4426950408889634,
         *q_THD.stride()[:2],
         *cache_2NPKD.stride()[1:4],
@@ -249,22 +253,8 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         PRECISION="tf32x3" if wide else "tf32",
+        CHUNKS=_CHUNKS_AT_ONCE,
         num_warps=4,
         num_stages=3 if wide else _STAGES,
-    )
-    merged_heads = plan.groups if tokens > _MANY_TOKENS else 1
-    _merge_kernel[(tokens, heads // merged_heads)](
-        part_WKMD,
-        lse_WKM,
-        plan.merges_T4,
-        out_THD,
-        kv_heads,
-        D=size,
-        G=plan.groups,
-        HEADS=merged_heads,
-        BLOCK_D=block_d,
-        BLOCK_M=block_m,
-        BLOCK_C=_CHUNKS_AT_ONCE,
-        num_warps=4,
     )
     return out_THD

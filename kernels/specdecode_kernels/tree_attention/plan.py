@@ -31,17 +31,18 @@ _PIECES_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Pieces of one attention pass, the merge table, and the tensors that `kernel.attend` reads with them.
+    """Pieces of one attention pass and the tensors that `kernel.attend` reads with them.
 
     ``pieces_W8`` (int32) holds per piece: sequence, first packed query, number of queries, row of the first query after
     the prefix, first key block, end key block, chunk number, and number of chunks of the tile (0 for padding queries).
+    The pieces of a tile follow each other.
 
-    ``merges_T4`` (int32) holds per packed query: first piece of its tile, number of chunks of its tile, and its row in
-    the tile.
+    ``arrived_WK`` (int32) counts, at the first piece of each tile, the chunks that a key-value head has attended. It is
+    zero before and after each layer.
     """
 
     pieces_W8: Tensor
-    merges_T4: Tensor
+    arrived_WK: Tensor
     block_table_BM: Tensor
     prefix_len_B: Tensor
     key_start_B: Tensor
@@ -59,19 +60,21 @@ def _plan_kernel(
     key_start_B,
     ancestors_T,
     pieces_W8,
-    merges_T4,
+    arrived_WK,
     batch,
     tokens,
     capacity,
     most_chunks,
+    kv_heads,
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     LEAST: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_W pieces of the plan and the merge entries of their queries."""
+    """Compute BLOCK_W pieces of the plan and clear their counters."""
     b = tl.arange(0, BLOCK_B)
     real = b < batch
     first_B = tl.load(query_start + b, mask=real, other=0).to(tl.int32)
@@ -117,12 +120,8 @@ def _plan_kernel(
     tl.store(piece + 5, tl.minimum(from_W + run, end_W))
     tl.store(piece + 6, chunk_W)
     tl.store(piece + 7, tl.where(used, chunks_W, 0))
-    row = tl.arange(0, TILE)[None, :]
-    merge = merges_T4 + (query_W[:, None] + row) * 4
-    merge_mask = (chunk_W == 0)[:, None] & (row < rows_W[:, None])
-    tl.store(merge, w[:, None] + 0 * row, mask=merge_mask)
-    tl.store(merge + 1, tl.where(used, chunks_W, 0)[:, None] + 0 * row, mask=merge_mask)
-    tl.store(merge + 2, 0 * w[:, None] + row, mask=merge_mask)
+    k = tl.arange(0, BLOCK_K)
+    tl.store(arrived_WK + w[:, None] * kv_heads + k[None, :], 0, mask=(k < kv_heads)[None, :] & (w[:, None] >= 0))
 
 
 def plan(
@@ -147,28 +146,30 @@ def plan(
     most_chunks = triton.cdiv(WAVES * processors(ancestors_T), kv_heads)
     pieces = triton.cdiv(tokens // tile + batch + 1 + most_chunks, _PIECES_AT_ONCE) * _PIECES_AT_ONCE
     pieces_W8 = torch.empty(pieces, FIELDS, dtype=torch.int32, device=ancestors_T.device)
-    merges_T4 = torch.empty(tokens, 4, dtype=torch.int32, device=ancestors_T.device)
+    arrived_WK = torch.empty(pieces, kv_heads, dtype=torch.int32, device=ancestors_T.device)
     _plan_kernel[(pieces // _PIECES_AT_ONCE,)](
         query_start,
         prefix_len_B,
         key_start_B,
         ancestors_T,
         pieces_W8,
-        merges_T4,
+        arrived_WK,
         batch,
         tokens,
         columns * block_size,
         most_chunks,
+        kv_heads,
         TILE=tile,
         KEYS=BLOCK_N,
         ROWS=TREE_ROWS,
         LEAST=LEAST_BLOCKS,
         BLOCK_B=triton.next_power_of_2(batch),
         BLOCK_W=_PIECES_AT_ONCE,
+        BLOCK_K=triton.next_power_of_2(kv_heads),
     )
     return Plan(
         pieces_W8,
-        merges_T4,
+        arrived_WK,
         block_table_BM,
         prefix_len_B,
         key_start_B,

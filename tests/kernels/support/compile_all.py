@@ -28,6 +28,8 @@ from specdecode_kernels.rms_norm import kernel as rms_norm
 from specdecode_kernels.rope_cache import kernel as rope_cache
 from specdecode_kernels.sample import kernel as sample
 from specdecode_kernels.silu_mul import kernel as silu_mul
+from specdecode_kernels.small_linear import kernel as small_linear
+from specdecode_kernels.small_linear.reference import InputNorm
 from specdecode_kernels.top_k import kernel as top_k
 from specdecode_kernels.tree_attention import kernel as tree_attention
 from specdecode_kernels.tree_attention.plan import plan
@@ -127,6 +129,25 @@ def quantised(kind: Kind, outputs: int, inputs: int, *, dtype: torch.dtype = tor
         quantised_linear.linear(zeros(rows, inputs, dtype=dtype), weight, zeros(outputs, dtype=dtype))
 
 
+def few_rows(
+    outputs: int,
+    size: int,
+    *,
+    normed: bool = False,
+    gated: bool = False,
+    added: bool = False,
+    biased: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Launch the fused product of few rows."""
+    norm = InputNorm(zeros(size, dtype=dtype), 1e-5) if normed else None
+    residual = zeros(6, outputs // (1 + gated), dtype=dtype) if added else None
+    bias = zeros(outputs, dtype=dtype) if biased else None
+    small_linear.small_linear(
+        zeros(6, size, dtype=dtype), zeros(outputs, size, dtype=dtype), bias, norm, residual, gated=gated
+    )
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
     "attention, a token": lambda: attention(1, 1, 4, 8, 128, torch.bfloat16),
     "attention, 64 chains": lambda: attention(384, 64, 4, 8, 128, torch.bfloat16),
@@ -143,6 +164,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "rounds of the best": lambda: multi_round(4, drawn=False),
     "rms_norm": lambda: rms_norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-5, zeros(3, 4096)),
     "rms_norm without residual": lambda: rms_norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-5),
+    "small_linear": lambda: few_rows(6144, 4096, normed=True),
+    "small_linear, gated": lambda: few_rows(2 * 14336, 4096, normed=True, gated=True),
+    "small_linear, onto a residual": lambda: few_rows(4096, 14336, added=True),
+    "small_linear, all at once": lambda: few_rows(2 * 3072, 8200, normed=True, gated=True, added=True, biased=True),
+    "small_linear, fp32": lambda: few_rows(2 * 4096, 4096, normed=True, gated=True, dtype=torch.float32),
     "int4, an eighth of an FFN": lambda: quantised("int4", 3584, 4096),
     "int4, many outputs": lambda: quantised("int4", 16384, 576),
     "int4, fp32": lambda: quantised("int4", 32, 4096, dtype=torch.float32),

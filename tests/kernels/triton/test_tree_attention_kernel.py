@@ -154,6 +154,14 @@ def test_the_op_runs_the_kernel() -> None:
     assert close(op.attend(case.q_THD, case.cache_2NPKD, prepared), by_definition(case))
 
 
+def test_all_layers_share_a_plan() -> None:
+    case = make_case(MIXED)
+    made = planned(case)
+    for _ in range(3):
+        assert close(kernel.attend(case.q_THD, case.cache_2NPKD, made), by_definition(case))
+        assert (made.arrived_WK == 0).all(), "the last piece of a tile clears its counter"
+
+
 def test_queries_may_be_part_of_a_wider_tensor() -> None:
     """Queries may be part of a wider tensor, as after a joined projection of queries, keys and values."""
     case = make_case(MIXED)
@@ -202,11 +210,12 @@ BUGS: dict[str, tuple[str, str]] = {
         "tl.maximum(clear, prefix // BLOCK_N + 1)",
     ),
     "what is unseen is read": ("(d < D)[None, :] & seen_N[:, None]", "(d < D)[None, :] & (seen_N | True)[:, None]"),
-    "a chunk is merged without its weight": ("values_CD * weights_C[:, None]", "values_CD"),
-    "a chunk's sum is not rescaled": ("total = total * shrink +", "total = total +"),
+    "a chunk is merged without its weight": ("acc_MD += weight_M[:, None] * ", "acc_MD += "),
+    "the weights of the chunks are not summed": ("total_M += weight_M", "total_M = weight_M"),
+    "the first piece to end merges": ("== chunks - 1:", "== 0:"),
     "the logarithm is base 2": (" * 0.6931471805599453)", ")"),
     "a sum is not rescaled": ("return acc_MD, sum_M * shrink_M + ", "return acc_MD, sum_M + "),
-    "the first chunk is not merged": ("mine_C = chunk + c < chunks", "mine_C = (chunk + c < chunks) & (chunk + c > 0)"),
+    "the first chunk is not merged": ("tl.int32) < chunks)", "tl.int32) < chunks) & (start + i + tl.zeros([BLOCK_M], tl.int32) > 0)"),
     "values are another head's": ("v_NPKD + head.to(tl.int64)", "v_NPKD + 0 * head.to(tl.int64)"),
 }
 PLAN_BUGS: dict[str, tuple[str, str]] = {
@@ -216,6 +225,7 @@ PLAN_BUGS: dict[str, tuple[str, str]] = {
         "// tl.maximum(chunks_W, 1), 0) * (TILE + 1)",
     ),
     "a sequence takes its neighbour's pieces": ("(ends_B[None, :] <= w[:, None])", "(ends_B[None, :] < w[:, None])"),
+    "counters are not cleared": ("tl.store(arrived_WK + w[:, None]", "tl.load(arrived_WK + w[:, None]"),
     "the suffix is left out": ("prefix_B + tl.where(causal_B, count_B, ROWS)", "prefix_B"),
 }
 
@@ -231,14 +241,14 @@ def differs_from_reference(run: Callable[[Case], Tensor]) -> bool:
 
 def test_unmodified_kernel_passes_the_bug_check(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     mutant = plant(kernel, "kernel", "kernel")
-    mutant.BLOCK_N, mutant._CHUNKS_AT_ONCE = 16, 1
+    mutant.BLOCK_N, mutant._CHUNKS_AT_ONCE = 16, 2
     assert not differs_from_reference(lambda case: attended(case, of=mutant))
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     mutant = plant(kernel, *BUGS[bug])
-    mutant.BLOCK_N, mutant._CHUNKS_AT_ONCE = 16, 1
+    mutant.BLOCK_N, mutant._CHUNKS_AT_ONCE = 16, 2
     assert differs_from_reference(lambda case: attended(case, of=mutant))
 
 

@@ -49,7 +49,7 @@ def commit_chunks(state: DeviceState, rows: Sequence[Row], step: TargetPass, aux
     for begin, row in zip(step.packed.query_start, rows, strict=False):
         if row.is_chunk:
             end = row.start + row.count
-            state.length_S[row.request.slot] = end
+            state.set_length(row.request.slot, end)
             if aux_TA is not None:
                 aux = aux_TA[begin : begin + row.count]
                 state.store_last_aux(row.request.slot, row.request.blocks, end, aux)

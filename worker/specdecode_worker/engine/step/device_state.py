@@ -79,9 +79,13 @@ class DeviceState:
         """Write the tokens of a request that starts in ``slot``; ``prefix`` are its blocks found in the cache."""
         length = len(prefix) * BLOCK_SIZE
         self.tokens_SP[slot, : len(tokens)] = to_device(tokens, self.tokens_SP.device)
-        self.length_S[slot] = length
+        self.set_length(slot, length)
         if prefix and self.ring_SRA is not None and self.block_aux_NA is not None:
             self.ring_SRA[slot, (length - 1) % STATE_RING_POSITIONS] = self.block_aux_NA[prefix[-1]]
+
+    def set_length(self, slot: int, length: int) -> None:
+        """Write the number of keys of ``slot`` without waiting. An assignment would copy the number on torch 2.11."""
+        self.length_S[slot].fill_(length)
 
     def set_blocks(self, slot: int, blocks: list[int]) -> None:
         """Write the block table of ``slot``."""
@@ -138,8 +142,8 @@ class DeviceState:
         if self.block_aux_NA is not None:
             start = end - len(aux_TA)
             whole = blocks[start // BLOCK_SIZE : end // BLOCK_SIZE]
-            last_rows = aux_TA[BLOCK_SIZE - 1 - start % BLOCK_SIZE :: BLOCK_SIZE]
-            self.block_aux_NA[to_device(whole, aux_TA.device, dtype=torch.int64)] = last_rows
+            last_RA = aux_TA[BLOCK_SIZE - 1 - start % BLOCK_SIZE :: BLOCK_SIZE]
+            self.block_aux_NA[to_device(whole, aux_TA.device, dtype=torch.int64)] = last_RA
 
     def aux(self, slots_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return the stored auxiliary states [T, A]; valid for the last STATE_RING_POSITIONS positions of each slot."""

@@ -17,7 +17,7 @@ from specdecode_kernels import dispatch
 from specdecode_kernels.draft_input.op import draft_input
 from specdecode_worker.models.configs.draft_config import Eagle3Config
 from specdecode_worker.models.configs.target_states import TargetStates
-from specdecode_worker.models.networks.layers import MLP, Attend, Attention, Block, RMSNorm
+from specdecode_worker.models.networks.layers import MLP, Attend, Attention, Block, RMSNorm, normed_linear
 from specdecode_worker.models.networks.rope import PassRotations, Rope
 
 
@@ -122,8 +122,7 @@ class Eagle3Head(nn.Module):
         if self.fc_norm is not None:
             parts = aux_TA.chunk(len(self.fc_norm), dim=-1)
             aux_TA = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        result: Tensor = self.fc(aux_TA) if self.config.aux_layers else aux_TA
-        return result
+        return normed_linear(None, self.fc, aux_TA) if self.config.aux_layers else aux_TA
 
     def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Return the hidden states [T, E] for the next slot, before the final norm (after it with ``norm_output``).
@@ -139,8 +138,7 @@ class Eagle3Head(nn.Module):
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Return the logits [T, draft vocabulary]; ``target_ids`` maps its columns to the target's vocabulary."""
-        result: Tensor = self.lm_head(hidden_TE if self.config.norm_output else self.norm(hidden_TE))
-        return result
+        return normed_linear(None if self.config.norm_output else self.norm, self.lm_head, hidden_TE)
 
     @property
     def target_ids(self) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specdecode_worker.models.configs.model_config import LlamaConfig
 from specdecode_worker.models.configs.target_states import NO_STATES, TargetStates
-from specdecode_worker.models.networks.layers import Attend, Block, RMSNorm
+from specdecode_worker.models.networks.layers import Attend, Block, RMSNorm, normed_linear
 from specdecode_worker.models.networks.rope import Rope
 
 
@@ -72,5 +72,4 @@ class Llama(nn.Module):
 
         Callers select the rows first, so that no unused row is multiplied.
         """
-        result: Tensor = self.lm_head(hidden_RE)
-        return result
+        return normed_linear(None, self.lm_head, hidden_RE)

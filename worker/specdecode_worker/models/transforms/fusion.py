@@ -1,9 +1,9 @@
 """Fusion of loaded networks for inference. It changes the cost of a network, not the function that it computes.
 
 In bf16 on a CPU with bf16 support, whole blocks are replaced by compiled ones (networks/compiled_cpu.py). Elsewhere,
-projections that read the same input become one matrix. On such a CPU the remaining matrices are packed once: into the
-panels of the compiled kernels, or, if those cannot be compiled, into oneDNN's layout. Otherwise oneDNN would reorder a
-matrix in every call with several rows.
+projections that read the same input become one matrix. On a GPU, layers are replaced too (gpu_blocks.py). On such a CPU
+the remaining matrices are packed once: into the panels of the compiled kernels, or, if those cannot be compiled, into
+oneDNN's layout. Otherwise oneDNN would reorder a matrix in every call with several rows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from specdecode_worker.models.networks.compiled_cpu import (
 )
 from specdecode_worker.models.networks.layers import MLP, Attend, Attention, RMSNorm, RotatingAttend
 from specdecode_worker.models.networks.rope import PassRotations
+from specdecode_worker.models.transforms.gpu_blocks import use_gpu_blocks
 from specdecode_worker.models.transforms.quantization import QuantisedLinear
 
 
@@ -44,7 +45,12 @@ class FusedAttention(nn.Module):
         self.eps = origin.q_norm.eps if origin.q_norm is not None else 0.0
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
-        heads_THD = self.qkv_proj(x_TE).unflatten(-1, (-1, self.head_dim))
+        result: Tensor = self.o_proj(self.attended(layer, self.qkv_proj(x_TE), rope, attend))
+        return result
+
+    def attended(self, layer: int, projected: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
+        """Return the attended values [T, H * D] of the output of ``qkv_proj``."""
+        heads_THD = projected.unflatten(-1, (-1, self.head_dim))
         v_TKD = heads_THD[:, self.queries + self.keys :]
         turning_THD = heads_THD[:, : self.queries + self.keys]
         if self.norm_HD is not None:
@@ -55,8 +61,7 @@ class FusedAttention(nn.Module):
         else:
             turned_THD = rope.rotate(turning_THD)
             out_THD = attend(layer, turned_THD[:, : self.queries], turned_THD[:, self.queries :], v_TKD)
-        result: Tensor = self.o_proj(out_THD.flatten(-2))
-        return result
+        return out_THD.flatten(-2)
 
 
 class FusedMLP(nn.Module):
@@ -92,6 +97,7 @@ def fuse(model: nn.Module) -> None:
     """
     run_blocks_natively(model)
     _join(model)
+    use_gpu_blocks(model)
     if _should_pack(model):
         _pack(model)
 

@@ -6,6 +6,7 @@ The first token of a prompt is copied before the draft processes the prompt.
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,39 @@ def waiting_copies(source: str) -> list[int]:
     ]
 
 
+TENSOR_NAME = re.compile(r".*_[A-Z0-9]+$")
+"""Names of tensors end in the letters of their dimensions."""
+
+
+def assigned_numbers(source: str) -> list[int]:
+    """Return the lines that assign a number of the host to elements of a tensor.
+
+    Before torch 2.15 such an assignment to one element copies from pageable memory; ``fill_`` never does.
+    """
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign) and _is_tensor(node.targets[0]) and _is_number(node.value)
+    ]
+
+
+def _is_tensor(target: ast.expr) -> bool:
+    return isinstance(target, ast.Subscript) and TENSOR_NAME.match(ast.unparse(target.value)) is not None
+
+
+def _is_number(value: ast.expr) -> bool:
+    """Return whether the value is a constant or has a name that is not a tensor's."""
+    named = isinstance(value, (ast.Name, ast.Attribute)) and not TENSOR_NAME.match(ast.unparse(value))
+    return named or (
+        isinstance(value, (ast.Constant, ast.BinOp, ast.UnaryOp)) and not TENSOR_NAME.search(ast.unparse(value))
+    )
+
+
 def test_steps_copy_only_from_pinned_memory() -> None:
     assert waiting_copies("def f(d):\n  return torch.tensor([1], device=d)") == [2], "the search finds what it is for"
+    assert assigned_numbers("a_S[1] = end\na_S[1] = 3\na_S[0] = b_S\nself.a_S[s] = -1\na[1] = 1") == [1, 2, 4]
     package = Path(specdecode_worker.__file__).parent
     sources = [path for name in STEPS for path in (package / name).rglob("*.py")]
     assert len(sources) > 40
     assert {str(path): lines for path in sources if (lines := waiting_copies(path.read_text()))} == {}
+    assert {str(path): lines for path in sources if (lines := assigned_numbers(path.read_text()))} == {}

@@ -1,0 +1,105 @@
+"""Fused product of few rows: the interpreted kernel against its reference, and rows against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode_kernels.small_linear import kernel, op, reference
+from specdecode_kernels.small_linear.reference import InputNorm
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+Plant = Callable[[ModuleType, str, str], ModuleType]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def matches(
+    module: ModuleType,
+    sizes: tuple[int, int, int],
+    *,
+    normed: bool = False,
+    biased: bool = False,
+    gated: bool = False,
+    added: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> bool:
+    """Return whether the kernel equals the reference, for rows inside of wider tensors."""
+    rows, size, outputs = sizes
+    x = random(rows, size + 3, seed=0, dtype=dtype)[:, :size]
+    weight = random(2 * outputs if gated else outputs, size, seed=1, dtype=dtype) / size**0.5
+    bias = random(len(weight), seed=2, dtype=dtype) if biased else None
+    norm = InputNorm(1 + 0.3 * random(size, seed=3, dtype=dtype), 1e-2) if normed else None
+    residual = random(rows, outputs + 5, seed=4, dtype=dtype)[:, 5:] if added else None
+    actual = module.small_linear(x, weight, bias, norm, residual, gated=gated)
+    wanted = reference.small_linear(x, weight, bias, norm=norm, residual_TN=residual, gated=gated)
+    tolerance = TOLERANCE[dtype]
+    return actual.shape == wanted.shape and torch.allclose(actual, wanted, atol=tolerance, rtol=tolerance)
+
+
+SIZES = [(1, 1, 1), (1, 64, 32), (5, 100, 33), (16, 130, 70), (7, 17, 64)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_product(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    assert matches(kernel, sizes, dtype=dtype)
+    assert matches(kernel, sizes, normed=True, biased=True, dtype=dtype)
+    assert matches(kernel, sizes, added=True, biased=True, dtype=dtype)
+    assert matches(kernel, sizes, normed=True, gated=True, dtype=dtype)
+    assert matches(kernel, sizes, normed=True, gated=True, biased=True, added=True, dtype=dtype)
+
+
+def test_the_result_of_a_row_does_not_depend_on_other_rows() -> None:
+    x, weight = random(9, 96, seed=0), random(40, 96, seed=1)
+    norm = InputNorm(random(96, seed=2), 1e-5)
+    together = kernel.small_linear(x, weight, None, norm, None, gated=True)
+    for row in range(len(x)):
+        alone = kernel.small_linear(x[row : row + 1], weight, None, norm, None, gated=True)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_no_rows() -> None:
+    assert kernel.small_linear(random(0, 8, seed=0), random(6, 8, seed=1), None, None, None, gated=True).shape == (0, 3)
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_products_that_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "LEAST_OUTPUTS", 4)
+    x, weight = random(3, 8, seed=0), random(4, 8, seed=1)
+    assert op.fits(x, weight)
+    assert not op.fits(random(17, 8, seed=0), weight)
+    assert not op.fits(x, weight[:3])
+    assert not op.fits(x.half(), weight.half())
+    assert not op.fits(x.double(), weight.double())
+    assert not op.fits(x, weight.bfloat16())
+    assert torch.allclose(op.small_linear(x, weight), reference.small_linear(x, weight), atol=1e-5)
+
+
+ALL = {"normed": True, "biased": True, "gated": True, "added": True}
+BUGS = {
+    "the mean of the tile's rows": ("squares_T / size", "squares_T / BLOCK_K"),
+    "the bias is normed": ("if NORM:\n        scale_T", "if False:\n        scale_T"),
+    "no factor of the norm": ("(wide * factor[None, :])", "wide"),
+    "the gate is the second half": ("weight_NK + outputs.to(tl.int64) * size", "weight_NK"),
+    "the bias of the gate twice": ("bias_N + outputs + n", "bias_N + n"),
+    "no residual": ("acc_TN += tl.load(place", "acc_TN += 0 * tl.load(place"),
+    "inputs after the last are read": ("inside = inside & (column < size)[None, :]\n        x", "x"),
+    "the last output is lost": ("(n < outputs)[None, :]", "(n < outputs - 1)[None, :]"),
+    "no sigmoid": ("(1.0 + tl.exp(-acc_TN))", "1.0"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_detected(bug: str, plant: Plant) -> None:
+    sizes = (5, 70, 33)
+    assert matches(kernel, sizes, **ALL)
+    assert not matches(plant(kernel, *BUGS[bug]), sizes, **ALL)

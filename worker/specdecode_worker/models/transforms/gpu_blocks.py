@@ -1,0 +1,95 @@
+"""Decoder layers for GPUs: norms, gates and residual sums run inside of matrix products where these have few rows.
+
+With more rows, or matrices that the fused product does not serve, a layer runs the library's products. The residual sum
+after attention is then part of the next norm, and the one after the MLP part of the last product.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor, nn
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.silu_mul.op import silu_mul
+from specdecode_kernels.small_linear.op import fits, small_linear
+from specdecode_worker.models.networks.eagle3 import Midlayer
+from specdecode_worker.models.networks.layers import Attend, Block, RMSNorm, normed_linear
+from specdecode_worker.models.networks.rope import PassRotations
+
+if TYPE_CHECKING:
+    from specdecode_worker.models.transforms.fusion import FusedAttention, FusedMLP
+
+
+class GpuBlock(nn.Module):
+    """Block of a target or a draft."""
+
+    def __init__(self, origin: Block) -> None:
+        super().__init__()
+        norm = origin.input_layernorm
+        self.input_layernorm = norm if isinstance(norm, RMSNorm) else None
+        self.self_attn = cast("FusedAttention", origin.self_attn)
+        self.post_attention_layernorm = origin.post_attention_layernorm
+        self.mlp = cast("FusedMLP", origin.mlp)
+
+    def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
+        projected = normed_linear(self.input_layernorm, self.self_attn.qkv_proj, x_TE)
+        attended = self.self_attn.attended(layer, projected, rope, attend)
+        return _tail(self, attended, x_TE)
+
+
+class GpuMidlayer(nn.Module):
+    """First layer of an EAGLE-3 head."""
+
+    def __init__(self, origin: Midlayer) -> None:
+        super().__init__()
+        # A tuple keeps the origin from being registered as a submodule, which would list its parameters twice.
+        self._origin = (origin,)
+        self.input_layernorm, self.hidden_norm = origin.input_layernorm, origin.hidden_norm
+        self.self_attn = cast("FusedAttention", origin.self_attn)
+        self.post_attention_layernorm = origin.post_attention_layernorm
+        self.mlp = cast("FusedMLP", origin.mlp)
+
+    def forward(
+        self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: PassRotations, attend: Attend
+    ) -> Tensor:
+        pair, residual_TE = self._origin[0].pair(embed_tokens, tokens_T, hidden_TE)
+        projected = normed_linear(None, self.self_attn.qkv_proj, pair)
+        return _tail(self, self.self_attn.attended(0, projected, rope, attend), residual_TE)
+
+
+def use_gpu_blocks(model: nn.Module) -> None:
+    """Replace every decoder layer on a GPU, in place. Projections must have been joined before."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, Block) and dispatch.on_gpu(child.post_attention_layernorm.weight):
+            setattr(model, name, GpuBlock(child))
+        elif isinstance(child, Midlayer) and dispatch.on_gpu(child.post_attention_layernorm.weight):
+            setattr(model, name, GpuMidlayer(child))
+        else:
+            use_gpu_blocks(child)
+
+
+def _tail(layer: GpuBlock | GpuMidlayer, attended: Tensor, residual_TE: Tensor) -> Tensor:
+    """Return the layer's output [T, E]: the output projection of its attention, and its MLP."""
+    norm, mlp = layer.post_attention_layernorm, layer.mlp
+    output, joined, down = layer.self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj
+    if not (_few(attended, output) and _few(residual_TE, joined) and type(down) is nn.Linear):
+        normed_TE, x_TE = norm.of_sum(output(attended), residual_TE)
+        return _add_linear(x_TE, down, silu_mul(joined(normed_TE)))
+    x_TE = small_linear(attended, output.weight, output.bias, residual_TN=residual_TE)
+    inner = small_linear(x_TE, joined.weight, joined.bias, norm=norm.as_input_norm(), gated=True)
+    if not fits(inner, down.weight):
+        return _add_linear(x_TE, down, inner)
+    return small_linear(inner, down.weight, down.bias, residual_TN=x_TE)
+
+
+def _few(x_TK: Tensor, linear: nn.Module) -> bool:
+    return type(linear) is nn.Linear and fits(x_TK, linear.weight)
+
+
+def _add_linear(x_TE: Tensor, linear: nn.Module, inner: Tensor) -> Tensor:
+    """Return ``x + linear(inner)``. ``x_TE``, which no caller reads again, is overwritten by plain matrices."""
+    if type(linear) is nn.Linear and linear.bias is None:
+        return x_TE.addmm_(inner, linear.weight.t())
+    result: Tensor = x_TE + linear(inner)
+    return result
