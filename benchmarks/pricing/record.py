@@ -27,9 +27,9 @@ from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt, 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.drafts.calibration_file import read_sharpness
 from specdecode_worker.engine.ipc.messages import Sampling
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.distillation.record_replay import Replayed, replay
 from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft

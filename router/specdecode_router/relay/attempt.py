@@ -54,8 +54,8 @@ Taker = Callable[["Attempt", Open | Step], Awaitable[None]]
 class Attempt:
     """Internal stream of one worker for one request."""
 
-    __slots__ = ("_body", "_clock", "_context", "_headers", "_resume_index", "_take", "answered", "delivered", "endpoint",
-                 "is_paused", "is_suspected", "resumed", "signs", "started")  # fmt: skip
+    __slots__ = ("_body", "_clock", "_context", "_headers", "_resume_index", "_take", "answered", "delivered",
+                 "endpoint", "is_paused", "is_suspected", "resumed", "signs", "started")  # fmt: skip
 
     def __init__(
         self,
