@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from extra_node import TAINT, TOLERATIONS, bring_back, extra_node, node_command
+from cluster_faults.extra_node import TAINT, TOLERATIONS, bring_back, extra_node, node_command
 from kube import Cluster, KubectlError, Manifest, wait_for
 from localcluster.settings import ExtraNode, Layout
 

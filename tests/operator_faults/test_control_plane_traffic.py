@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
-from control_plane_faults import dead_api_server, hanging_api_server, slow_etcd, time_calls
+from cluster_faults.control_plane_faults import dead_api_server, hanging_api_server, slow_etcd, time_calls
 from fault_harness.client_traffic import DRAIN, assert_status_true, unnoticed
 from fault_harness.figures import Figures, percentile
 from fault_harness.installation import Installation

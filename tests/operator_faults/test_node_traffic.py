@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from extra_node import bring_back, drain, extra_node, node_command, prefer, spread
+from cluster_faults.extra_node import bring_back, drain, extra_node, node_command, prefer, spread
 from fault_harness.client_traffic import DRAIN, assert_status_true, constant_clients, unnoticed
 from fault_harness.figures import Figures
 from fault_harness.revision import Revision

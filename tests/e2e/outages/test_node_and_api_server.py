@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
-from control_plane_faults import dead_api_server, hanging_api_server
-from extra_node import bring_back, drain, extra_node, node_command, prefer, spread
+from cluster_faults.control_plane_faults import dead_api_server, hanging_api_server
+from cluster_faults.extra_node import bring_back, drain, extra_node, node_command, prefer, spread
 from harness.endpoint import Endpoint
 from harness.kube import Namespace
 from harness.release import Release
