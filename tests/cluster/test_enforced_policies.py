@@ -1,4 +1,4 @@
-"""The chart's NetworkPolicies on a network that enforces them: who reaches which port of which pod."""
+"""The chart's NetworkPolicies on a network that enforces them: the ports of each pod that another pod reaches."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_a_clean_packet_filter_needs_no_script() -> None:
 
 
 def test_chains_of_network_policies_go_alone() -> None:
-    """Those of kube-proxy, whose names begin alike, stay."""
+    """Those of kube-proxy, whose names begin with the same word, stay."""
     saved = "*filter\n:FORWARD ACCEPT [0:0]\n:KUBE-FORWARD - [0:0]\n:KUBE-ROUTER-FORWARD - [0:0]\n"
     rules = "-A FORWARD -j KUBE-ROUTER-FORWARD\n-A FORWARD -j KUBE-FORWARD\n-A KUBE-ROUTER-FORWARD -j DROP\nCOMMIT\n"
     assert firewall.removal_script(saved + rules, network_policies.CHAINS).splitlines() == [

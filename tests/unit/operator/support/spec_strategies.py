@@ -202,9 +202,9 @@ def merged(spec: Json, change: Json) -> Json:
     """Return the spec with a change merged into its objects."""
     if not isinstance(spec, dict) or not isinstance(change, dict):
         return copy.deepcopy(change)
-    kept = {key: value for key, value in spec.items() if key not in change}
+    unchanged = {key: value for key, value in spec.items() if key not in change}
     changed = {key: merged(spec.get(key, {}), value) for key, value in change.items() if value is not None}
-    return {**kept, **changed}
+    return {**unchanged, **changed}
 
 
 def repaired(spec: Json) -> Json:
