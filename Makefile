@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test faults extra-node operator-faults crds images bench gpu gpu-carry gpu-report simulate loop router outages lossless soak fuzz crd-fuzz requirements
+.PHONY: help venv demo demo-down check lint test faults extra-node network-policies operator-faults crds images bench gpu gpu-carry gpu-report simulate loop router outages lossless soak fuzz crd-fuzz requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,7 +67,10 @@ faults: venv ## hung engines, hostile clients and full disks against a real work
 extra-node: venv ## a second node on this machine: its pods, its loss and its removal, on the cluster that is up (3 minutes)
 	EXTRA_NODE=1 $(BIN)/pytest tests/cluster/test_extra_node.py
 
-operator-faults: venv ## the installed operator under the faults of docs/operator-faults.md, on the cluster that is up (35 minutes)
+network-policies: venv ## the chart's NetworkPolicies, enforced by a firewall on the cluster that is up (3 minutes)
+	NETWORK_POLICIES=1 $(BIN)/pytest tests/cluster/test_enforced_policies.py
+
+operator-faults: venv ## the installed operator under the faults of docs/operator-faults.md, on the cluster that is up (45 minutes)
 	OPERATOR_FAULTS=1 $(BIN)/pytest -s tests/operator_faults
 
 crds: venv ## write crds/, the chart's copy and docs/api.md from the pydantic models

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
-from localcluster import daemons, firewall, lifecycle, snapshot, templates
+from localcluster import daemons, firewall, lifecycle, network_policies, snapshot, templates
 from localcluster.errors import ClusterError, DaemonDied
 from localcluster.settings import HERE, Layout
 
@@ -65,6 +65,19 @@ def test_only_our_rules_are_removed_from_a_shared_table() -> None:
 
 def test_a_clean_packet_filter_needs_no_script() -> None:
     assert firewall.removal_script("*filter\n:INPUT ACCEPT [0:0]\nCOMMIT\n") == ""
+
+
+def test_chains_of_network_policies_go_alone() -> None:
+    """Those of kube-proxy, whose names begin with the same word, stay."""
+    saved = "*filter\n:FORWARD ACCEPT [0:0]\n:KUBE-FORWARD - [0:0]\n:KUBE-ROUTER-FORWARD - [0:0]\n"
+    rules = "-A FORWARD -j KUBE-ROUTER-FORWARD\n-A FORWARD -j KUBE-FORWARD\n-A KUBE-ROUTER-FORWARD -j DROP\nCOMMIT\n"
+    assert firewall.removal_script(saved + rules, network_policies.CHAINS).splitlines() == [
+        "*filter",
+        "-D FORWARD -j KUBE-ROUTER-FORWARD",
+        "-F KUBE-ROUTER-FORWARD",
+        "-X KUBE-ROUTER-FORWARD",
+        "COMMIT",
+    ]
 
 
 def test_a_daemon_starts_once_and_ends(layout: Layout) -> None:

@@ -5,6 +5,7 @@ The tests take the API server of the whole local cluster away; OPERATOR_FAULTS_D
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,8 +23,14 @@ FAULT_SECONDS = 60
 
 
 @pytest.fixture
-def served(tenant: Tenant, installation: Installation) -> Iterator[ServedDeployment]:
-    with tenant.deployment("outage", replicas=2, drain=DRAIN) as served:
+def served(tenant: Tenant, installation: Installation, request: pytest.FixtureRequest) -> Iterator[ServedDeployment]:
+    """Yield a deployment with a name of its own.
+
+    A controller manager that has just started removes the EndpointSlices of a deleted Service late. A new Service of
+    the same name would send requests to their dead addresses.
+    """
+    name = "outage-" + re.sub("[^a-z]+", "-", request.node.name.removeprefix("test_")).strip("-")
+    with tenant.deployment(name, replicas=2, drain=DRAIN) as served:
         yield served
     wait_for("the operator runs", installation.is_running, timeout_s=120)
 

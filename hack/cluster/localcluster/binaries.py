@@ -22,6 +22,7 @@ from localcluster.settings import (
     BUILDKIT_VERSION,
     COREDNS_VERSION,
     HERE,
+    KUBE_ROUTER_VERSION,
     KUBERNETES_GO,
     KUBERNETES_VERSION,
     METRICS_SERVER_VERSION,
@@ -56,6 +57,11 @@ def build_for_images(layout: Layout) -> None:
 def build_for_metrics(layout: Layout) -> None:
     """Everything that `metrics-server` needs."""
     _once(layout, layout.metrics_server, _build_metrics_server)
+
+
+def build_for_network_policies(layout: Layout) -> None:
+    """Everything that `network-policies` needs."""
+    _once(layout, layout.kube_router, _build_kube_router)
 
 
 def _once(layout: Layout, folder: Path, build: Callable[[Path], None]) -> None:
@@ -161,6 +167,11 @@ def _build_coredns(scratch: Path) -> None:
 def _build_metrics_server(scratch: Path) -> None:
     module = "sigs.k8s.io/metrics-server"
     _build_module(scratch, "metrics-server", module, METRICS_SERVER_VERSION, ["cmd/metrics-server"])
+
+
+def _build_kube_router(scratch: Path) -> None:
+    module = "github.com/cloudnativelabs/kube-router/v2"
+    _build_module(scratch, "kube-router", module, KUBE_ROUTER_VERSION, ["cmd/kube-router"])
 
 
 def _build_module(scratch: Path, title: str, module: str, version: str, commands: list[str]) -> None:

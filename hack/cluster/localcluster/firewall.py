@@ -13,8 +13,7 @@ import shutil
 
 from localcluster.shell import run
 
-_OUR_CHAIN = re.compile(r"^(KUBE-|CNI-)")
-_JUMP = re.compile(r" (?:-j|-g) (?:KUBE-|CNI-)")
+_OUR_CHAINS = "KUBE-|CNI-"
 
 
 def tables() -> list[str]:
@@ -58,19 +57,21 @@ def network_removal_script(saved: str, network: str) -> str:
     return "\n".join(["*nat", *steps, *(f"-X {name}" for name in chains), "COMMIT"]) + "\n"
 
 
-def removal_script(saved: str) -> str:
+def removal_script(saved: str, ours: str = _OUR_CHAINS) -> str:
     """Input for iptables-restore --noflush that deletes what is ours in the output of iptables-save.
 
-    Rules in foreign chains first, then our chains emptied, then dropped: no moment has a jump to nowhere.
+    Rules in foreign chains first, then our chains emptied, then dropped: no moment has a jump to nowhere. `ours` is a
+    pattern of the beginnings of our chains' names.
     """
     script: list[str] = []
+    our_chain = re.compile(rf"(?:{ours})")
     table, chains, rules = "", [""], [""]
     for line in saved.splitlines():
         if line.startswith("*"):
             table, chains, rules = line, [], []
-        elif line.startswith(":") and _OUR_CHAIN.match(line[1:]):
+        elif line.startswith(":") and our_chain.match(line[1:]):
             chains.append(line[1:].split()[0])
-        elif line.startswith("-A ") and _is_our_rule(line):
+        elif line.startswith("-A ") and _is_our_rule(line, ours):
             rules.append("-D" + line.removeprefix("-A"))
         elif line == "COMMIT" and chains + rules:
             empty = [f"-F {chain}" for chain in chains]
@@ -79,9 +80,9 @@ def removal_script(saved: str) -> str:
     return "".join(line + "\n" for line in script)
 
 
-def _is_our_rule(line: str) -> bool:
+def _is_our_rule(line: str, ours: str) -> bool:
     """A rule of a foreign chain that leads into one of ours; rules inside ours go with their chain."""
-    return not _OUR_CHAIN.match(line.removeprefix("-A ")) and _JUMP.search(line) is not None
+    return not re.match(ours, line.removeprefix("-A ")) and re.search(f" (?:-j|-g) (?:{ours})", line) is not None
 
 
 def _has_rules(table: str) -> bool:

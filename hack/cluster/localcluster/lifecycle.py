@@ -6,7 +6,17 @@ import fcntl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from localcluster import binaries, control_plane, daemons, extra_nodes, host, leftovers, node, packages
+from localcluster import (
+    binaries,
+    control_plane,
+    daemons,
+    extra_nodes,
+    host,
+    leftovers,
+    network_policies,
+    node,
+    packages,
+)
 from localcluster.console import say, step, wait_for
 from localcluster.errors import ClusterError, DaemonDied, TimedOut
 from localcluster.settings import API_URL, LOCK, Layout
@@ -46,6 +56,7 @@ def down(layout: Layout) -> None:
     host.check_root()
     with _only_one(layout), step("Taking the cluster down"):
         daemons.stop(layout, "buildkitd")
+        network_policies.stop(layout)
         extra_nodes.end_all(layout)
         node.stop(layout)
         control_plane.stop(layout)
@@ -97,6 +108,18 @@ def kill_node(layout: Layout, name: str) -> None:
     host.check_root()
     with _only_one(layout):
         extra_nodes.kill(layout, name)
+
+
+def enforce_network_policies(layout: Layout, *, enabled: bool) -> None:
+    """Enforce NetworkPolicies on the first node of the cluster that is up, or stop that."""
+    host.check_root()
+    with _only_one(layout):
+        if not enabled:
+            network_policies.stop(layout)
+            return
+        if not is_up(layout):
+            raise ClusterError("the cluster is not up: run hack/cluster/up first.")
+        network_policies.start(layout)
 
 
 def is_up(layout: Layout) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,9 +32,9 @@ _SEARCH = "/usr/local/sbin:/usr/sbin:/sbin:" + os.environ.get("PATH", "")
 _POLICY = Path("/usr/sbin/policy-rc.d")
 
 
-def install_missing() -> None:
+def install_missing(packages: Mapping[str, str] = _PACKAGES) -> None:
     """apt-get what the node lacks; nothing to do is the usual case."""
-    missing = [name for name, program in _PACKAGES.items() if not _present(program)]
+    missing = [name for name, program in packages.items() if not _present(program)]
     if not missing:
         return
     if shutil.which("apt-get") is None:

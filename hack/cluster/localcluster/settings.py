@@ -11,6 +11,7 @@ KUBERNETES_GO = "go1.26"  # the minor version that the release is built with; ne
 BUILDKIT_VERSION = "0.30.0"
 COREDNS_VERSION = "1.15.0"
 METRICS_SERVER_VERSION = "0.9.0"
+KUBE_ROUTER_VERSION = "2.1.0"
 PAUSE_VERSION = "1"
 DEBIAN_SUITE = "bookworm"
 
@@ -75,6 +76,10 @@ class Layout:
     @property
     def metrics_server(self) -> Path:
         return self.cache / f"metrics-server-{METRICS_SERVER_VERSION}"
+
+    @property
+    def kube_router(self) -> Path:
+        return self.cache / f"kube-router-{KUBE_ROUTER_VERSION}"
 
     @property
     def pause(self) -> Path:
