@@ -46,8 +46,12 @@ def _are_routers_serving(deployment: Deployment, observed: Observation) -> bool:
     """Return whether the public Service selects the routers.
 
     Not before one of them is ready, and no more before they are taken away: they serve until no endpoint lists them.
+    Not while a ready worker is of a version without internal streams: an upgrade of the operator replaces no workers.
     """
-    return deployment.spec.router.replicas > 0 and observed.routers is not None and observed.routers.ready > 0
+    are_ready = observed.routers is not None and observed.routers.ready > 0
+    reports = [worker.report for worker in observed.workers if worker.ready and not worker.leaving]
+    have_streams = all(report.compatibility_key for report in reports if report is not None)
+    return deployment.spec.router.replicas > 0 and are_ready and have_streams
 
 
 def _router_children(deployment: Deployment, observed: Observation, defaults: Defaults) -> tuple[Manifest, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from specdecode_operator import manifests
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.kube.kinds import APPLIED
 from specdecode_operator.state.session import Session
-from specdecode_operator.types import Manifest, Observation, Workload
+from specdecode_operator.types import Manifest, Observation, Worker, Workload
 from specdecode_router.__main__ import _parser as router_parser
 from specdecode_router.settings import RouterSettings
+from specdecode_worker.contract import Report
 
 TWO = {"router": {"replicas": 2}}
 
@@ -97,6 +99,19 @@ def test_workers_and_routers_are_selected_apart() -> None:
 )
 def test_the_service_selects_routers_once_one_is_ready(routers: Workload | None, role: str) -> None:
     assert selected_role(routers, **TWO) == role
+
+
+@pytest.mark.parametrize(("keys", "role"), [(("k", "k"), "router"), (("k", ""), "worker"), ((), "router")])
+def test_the_service_selects_workers_while_one_of_them_is_too_old_for_routers(keys: Sequence[str], role: str) -> None:
+    workers = tuple(
+        Worker(name=f"w{number}", uid=f"u{number}", address=None, ready=True,
+               report=Report(boot_id="b", worker="w", clock_seconds=1, compatibility_key=key))
+        for number, key in enumerate(keys)
+    )  # fmt: skip
+    observed = Observation(workload=workload_with(2), workers=workers, session=Session(), routers=workload_with(2))
+    decision, _ = decide(deployment_with(**TWO), observed, DEFAULTS, now=1000)
+    (service,) = [child for child in decision.children if child["metadata"]["name"] == "demo"]
+    assert service["spec"]["selector"]["specdecode.io/role"] == role
 
 
 def test_routers_leave_after_the_service_selects_workers_again() -> None:

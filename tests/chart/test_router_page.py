@@ -1,0 +1,52 @@
+"""Check that the manifests in docs/router.md are valid, and that they name what the operator and the routers make."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.metrics import MetricWrapperBase
+
+from specdecode_operator.api.v1alpha1 import Spec
+from specdecode_operator.manifests import router_name
+from specdecode_router.telemetry.metrics import RouterMetrics
+
+
+@pytest.fixture
+def blocks(root: Path) -> list[dict[str, Any]]:
+    """Return the YAML blocks of the page."""
+    text = (root / "docs" / "router.md").read_text()
+    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+
+
+def test_fields_of_the_page_are_valid(blocks: list[dict[str, Any]], root: Path) -> None:
+    example = yaml.safe_load((root / "examples" / "llama-3.1-8b.yaml").read_text())["spec"]
+    specs = [block["spec"] for block in blocks if block.keys() == {"spec"}]
+    assert len(specs) >= 3
+    for spec in specs:
+        Spec.model_validate({**example, **spec})
+
+
+def test_the_autoscaler_of_the_page_follows_an_exported_gauge(blocks: list[dict[str, Any]]) -> None:
+    (scaler,) = [block for block in blocks if block.get("kind") == "HorizontalPodAutoscaler"]
+    assert scaler["apiVersion"] == "autoscaling/v2"
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["apiVersion"], target["kind"], target["name"]) == ("apps/v1", "Deployment", router_name("llama"))
+    (metric,) = scaler["spec"]["metrics"]
+    gauges = {one._name for one in vars(RouterMetrics()).values()
+              if isinstance(one, MetricWrapperBase) and one._type == "gauge"}  # fmt: skip
+    assert metric["pods"]["metric"]["name"] in gauges
+    assert metric["pods"]["target"]["type"] == "AverageValue"
+
+
+def test_patches_of_the_page_are_valid(root: Path) -> None:
+    example = yaml.safe_load((root / "examples" / "router.yaml").read_text())["spec"]
+    text = (root / "docs" / "router.md").read_text()
+    patches = [yaml.safe_load(patch) for patch in re.findall(r"-p (?:\\\n\s*)?'(\{.*?\})'", text)]
+    assert len(patches) >= 2
+    for patch in patches:
+        router = {**example["router"], **patch["spec"]["router"]}
+        Spec.model_validate({**example, "router": router, "scaling": {"minReplicas": 1}})
