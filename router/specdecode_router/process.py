@@ -11,7 +11,6 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import time
@@ -19,18 +18,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from specdecode_router.discovery.demand import DemandWriter
 from specdecode_router.discovery.endpoint_slices import Discovery
 from specdecode_router.discovery.sources import open_sources
 from specdecode_router.errors import CannotStart
-from specdecode_router.frontend.application import build_application
-from specdecode_router.frontend.bodies import BodyBudget
-from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.frontend.state import RouterState
-from specdecode_router.frontend.tls import ServerCertificate
+from specdecode_router.listening import bind, end_process_on_error, listening, raise_file_limit, read_certificate
 from specdecode_router.placement.choose import Policy, place
 from specdecode_router.placement.placement_state import PlacementState
 from specdecode_router.placement.traffic_split import TrafficSplit
@@ -47,13 +41,11 @@ from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.report_poller import ReportPoller
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract import Env
+from specdecode_worker.http_edge.body_budget import BodyBudget
+from specdecode_worker.http_edge.tls import TlsCertificate
 
 log = logging.getLogger(__name__)
 
-_SEND_BUFFER_BYTES = 128 * 1024
-"""Bytes of unread output that the kernel holds for each connection; without it its buffer grows to megabytes."""
-_BACKLOG = 2048
-_OTHER_FILES = 256
 _FILE_CHECK_SECONDS = 5.0
 
 
@@ -65,8 +57,8 @@ async def serve(settings: RouterSettings) -> int:
     """
     stop, stop_now = _signals()
     token = _token(settings)
-    listener = _bind(settings)
-    _raise_file_limit(settings.max_connections)
+    listener = bind(settings)
+    raise_file_limit(settings.max_connections)
     # Modules and classes stay for ever; without this every full collection walks them and delays all streams.
     gc.collect()
     gc.freeze()
@@ -107,9 +99,7 @@ async def running_router(
     }
     tokens = BackendTokens(token, backend_tokens)
     client = WorkerClient(tokens, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
-    certificate = None
-    if settings.tls_cert_file is not None and settings.tls_key_file is not None:
-        certificate = ServerCertificate(settings.tls_cert_file, settings.tls_key_file)
+    certificate = read_certificate(settings)
     state = _state(settings, registry, client, policy)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     registry.on_leave = state.placement.prefixes.remove_worker
@@ -123,7 +113,7 @@ async def running_router(
         loops += [demand.run(), _report_held(state.admission, registry, demand)]
     try:
         with state.tenants.watching():
-            async with _running(loops), _listening(state, listener, certificate):
+            async with _running(loops), listening(state, listener, certificate):
                 yield state
     finally:
         await client.close()
@@ -185,48 +175,13 @@ async def _running(loops: list[Coroutine[Any, Any, None]]) -> AsyncIterator[None
     """Run loops during the block. If one fails, the process ends: it would serve, but decide by old data."""
     tasks = [asyncio.create_task(one) for one in loops]
     for task in tasks:
-        task.add_done_callback(_end_process_on_error)
+        task.add_done_callback(end_process_on_error)
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _end_process_on_error(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("a part of the router has failed", exc_info=error)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-@contextlib.asynccontextmanager
-async def _listening(
-    state: RouterState, listener: socket.socket, certificate: ServerCertificate | None
-) -> AsyncIterator[None]:
-    settings = state.settings
-    sweeper = ConnectionSweeper(settings.header_timeout_seconds, settings.max_connections)
-    runner = web.AppRunner(
-        build_application(state, sweeper),
-        handle_signals=False,
-        access_log=None,
-        handler_cancellation=True,
-        auto_decompress=False,
-        keepalive_timeout=75,
-        shutdown_timeout=2,
-    )
-    await runner.setup()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted sockets inherit it
-    context = None if certificate is None else certificate.context
-    await web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=context).start()
-    assert runner.server is not None
-    sweeps = asyncio.create_task(sweeper.run(runner.server))
-    sweeps.add_done_callback(_end_process_on_error)
-    try:
-        yield
-    finally:
-        sweeps.cancel()
-        await runner.cleanup()
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
@@ -252,7 +207,7 @@ def _token(settings: RouterSettings) -> Callable[[], str]:
 
 async def _refresh(sources: Iterable[object]) -> None:
     """Read changed files again, in a thread: a file system that hangs must not stop the event loop."""
-    files = [one for one in sources if isinstance(one, TokenFile | ServerCertificate)]
+    files = [one for one in sources if isinstance(one, TokenFile | TlsCertificate)]
     while files:
         await asyncio.sleep(_FILE_CHECK_SECONDS)
         for one in files:
@@ -273,26 +228,3 @@ async def _report_held(admission: Admission, registry: WorkerRegistry, demand: D
     while True:
         report()
         await asyncio.sleep(1)
-
-
-def _raise_file_limit(max_connections: int) -> None:
-    """Allow as many open files as clients and as many streams to workers need."""
-    needed = 2 * max_connections + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft < needed:
-        log.warning("%d connections need %d open files, and the limit is %d (ulimit -n)", max_connections, needed, soft)
-
-
-def _bind(settings: RouterSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise CannotStart(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
-    scheme = "http" if settings.tls_cert_file is None else "https"
-    log.info("router port: %s://%s:%d", scheme, *listener.getsockname()[:2])
-    return listener

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -46,6 +47,24 @@ def half_headers(url: str) -> socket.socket:
     connection = connect(url)
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-")
     return connection
+
+
+def send(url: str, data: bytes) -> bytes:
+    """Send bytes, end the sending side, and return what the server answers before it closes the connection."""
+    with connect(url) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+        return received(connection)
+
+
+def received(connection: socket.socket) -> bytes:
+    """Return what the server sends before it closes the connection."""
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while data := connection.recv(65536):
+            answer += data
+    return answer
 
 
 def seconds_until_closed(opened: Mapping[socket.socket, float], limit_seconds: float) -> list[float]:
