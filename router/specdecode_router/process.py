@@ -46,7 +46,7 @@ from specdecode_worker.http_edge.tls import TlsCertificate
 
 log = logging.getLogger(__name__)
 
-_FILE_CHECK_SECONDS = 5.0
+_FILE_CHECK_SECONDS = 2.0
 
 
 async def serve(settings: RouterSettings) -> int:

@@ -7,7 +7,7 @@ import json
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -47,6 +47,14 @@ def half_headers(url: str) -> socket.socket:
     connection = connect(url)
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-")
     return connection
+
+
+def half_open_requests(url: str) -> Iterator[tuple[socket.socket, float]]:
+    """Open requests that never become whole, and yield each with the time at which it was opened."""
+    for _ in range(300):
+        yield half_open_post(url, "/v1/completions"), time.monotonic()
+    for _ in range(10):
+        yield half_headers(url), time.monotonic()
 
 
 def send(url: str, data: bytes) -> bytes:
