@@ -49,7 +49,10 @@ class LearningBaseline:
     """Count and sum of log cost of each day since ``began``."""
 
     def add(self, at: float, log_cost: float) -> LearningBaseline:
-        """Learn one batch that ended at ``at``. Later batches than LEARNING_DAYS are ignored: their day is not whole."""
+        """Learn one batch that ended at ``at``.
+
+        Batches after LEARNING_DAYS are ignored, because their day would count as a whole one.
+        """
         if self.is_complete(at):
             return self
         slot = slot_of(at)
