@@ -15,11 +15,30 @@ LEARNING_DAYS = 7
 """Whole days from which a baseline is learnt: one of each weekday."""
 NEIGHBOUR_WEIGHT = 8.0
 """Weight, in batches, of the half hours around one, so that a quiet half hour is not judged by a few batches."""
+FIRST_DEVIATION = 0.1
+"""Standard deviation of a batch's log cost where no half hour has two batches."""
 _EMPTY = (0.0,) * SLOTS
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
+    """Frozen baseline of a task: log cost by half hour, and how far batches and days lie from it."""
+
+    costs: tuple[float, ...]
+    """Log cost per token of each half hour of the day."""
+    deviation: float
+    """Standard deviation of a batch's log cost within its half hour."""
+    day_deviation: float
+    """Standard deviation of the daily means of log cost."""
+    batches_per_month: float
+
+    def expected(self, at: float) -> float:
+        """Return the log cost that is normal at this time of the day."""
+        return self.costs[slot_of(at)]
+
+
+@dataclass(frozen=True, slots=True)
+class LearningBaseline:
     """Sums of log cost by half hour. ``began`` is the time of the first batch in seconds since the epoch."""
 
     began: float | None = None
@@ -29,15 +48,20 @@ class Baseline:
     days: tuple[tuple[float, float], ...] = ()
     """Count and sum of log cost of each day since ``began``."""
 
-    def add(self, at: float, log_cost: float) -> Baseline:
-        """Learn one batch that ended at ``at``."""
+    def add(self, at: float, log_cost: float) -> LearningBaseline:
+        """Learn one batch that ended at ``at``.
+
+        Batches after LEARNING_DAYS are ignored, because their day would count as a whole one.
+        """
+        if self.is_complete(at):
+            return self
         slot = slot_of(at)
         began = at if self.began is None else self.began
         days = list(self.days)
         days += [(0.0, 0.0)] * (int((at - began) / DAY_SECONDS) + 1 - len(days))
         count, total = days[-1]
         days[-1] = count + 1, total + log_cost
-        return Baseline(
+        return LearningBaseline(
             began,
             _with(self.counts, slot, 1.0),
             _with(self.sums, slot, log_cost),
@@ -45,18 +69,21 @@ class Baseline:
             tuple(days),
         )
 
-    def is_learnt(self, now: float) -> bool:
+    def is_complete(self, now: float) -> bool:
         """Return whether LEARNING_DAYS have passed since the first batch."""
         return self.began is not None and now - self.began >= LEARNING_DAYS * DAY_SECONDS
 
-    @property
-    def batches_per_month(self) -> float:
-        """Batches of this task in 30 days, by the learning period."""
-        return sum(self.counts) * 30 / LEARNING_DAYS
+    def freeze(self) -> Baseline:
+        """Return the baseline. At least one batch must have been learnt."""
+        return Baseline(
+            costs=tuple(self._cost(slot) for slot in range(SLOTS)),
+            deviation=self._deviation(),
+            day_deviation=self._day_deviation(),
+            batches_per_month=sum(self.counts) * 30 / LEARNING_DAYS,
+        )
 
-    def expected(self, at: float) -> float:
-        """Return the log cost that is normal at this time of the day."""
-        slot = slot_of(at)
+    def _cost(self, slot: int) -> float:
+        """Return the mean log cost of a half hour, drawn towards that of the half hours around it."""
         near = [(slot + step) % SLOTS for step in (-2, -1, 1, 2)]
         around_count = sum(self.counts[index] for index in near)
         if around_count == 0:
@@ -65,19 +92,17 @@ class Baseline:
         around = sum(self.sums[index] for index in near) / around_count
         return (self.sums[slot] + NEIGHBOUR_WEIGHT * around) / (self.counts[slot] + NEIGHBOUR_WEIGHT)
 
-    @property
-    def deviation(self) -> float:
-        """Standard deviation of a batch's log cost within its half hour, pooled over the day."""
+    def _deviation(self) -> float:
+        """Return the standard deviation within half hours, pooled over the day."""
         within, freedom = 0.0, 0.0
         for count, total, square in zip(self.counts, self.sums, self.squares, strict=True):
             if count > 1:
                 within += max(0.0, square - total * total / count)
                 freedom += count - 1
-        return max(math.sqrt(within / freedom), 1e-3) if freedom else 0.1
+        return max(math.sqrt(within / freedom), 1e-3) if freedom else FIRST_DEVIATION
 
-    @property
-    def day_deviation(self) -> float:
-        """Standard deviation of the daily means of log cost: how far a normal day lies from the others."""
+    def _day_deviation(self) -> float:
+        """Return the standard deviation of the daily means."""
         means = [total / count for count, total in self.days if count]
         if len(means) < 2:
             return 0.0

@@ -109,7 +109,7 @@ def _apply(state: Lifecycle, row: Row, event: Event) -> Transition:
     """Return the transition of a row: its own actions, then those of a newly entered phase."""
     after = replace(state, phase=row.phase)
     if row.takes_candidate:
-        after = replace(after, candidate=event.draft, canary_losses=0, is_confirmed=False)
+        after = replace(after, candidate=event.draft)
     if row.confirms:
         after = replace(after, is_confirmed=True)
     if row.counts_loss:

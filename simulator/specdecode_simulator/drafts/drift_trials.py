@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specdecode_operator.drafts.baseline import DAY_SECONDS, LEARNING_DAYS, Baseline
+from specdecode_operator.drafts.baseline import DAY_SECONDS, LEARNING_DAYS, Baseline, LearningBaseline
 from specdecode_operator.drafts.drift import BATCH_REQUESTS, DriftDetector, batches_between_alarms, excess_loss
 from specdecode_simulator.drafts.request_costs import DEFAULT_NOISE, CostNoise, draw_requests
 
@@ -54,12 +54,11 @@ class Traffic:
 def count_false_alarms(days: int, requests_per_day: int, seed: int) -> tuple[int, float]:
     """Return the alarms in ``days`` stationary days after learning, and the promised batches between alarms."""
     generator = np.random.default_rng([seed, 1])
-    baseline, detector, alarms, threshold = Baseline(), DriftDetector(), 0, 0.0
-    for at, log_cost in Traffic(requests_per_day).batches(generator, days + LEARNING_DAYS):
-        if not baseline.is_learnt(at):
-            baseline = baseline.add(at, log_cost)
-            continue
-        threshold = threshold or batches_between_alarms(baseline, tasks=1)
+    batches = Traffic(requests_per_day).batches(generator, days + LEARNING_DAYS)
+    baseline = _learn(batches)
+    threshold = batches_between_alarms(baseline, tasks=1)
+    detector, alarms = DriftDetector(), 0
+    for at, log_cost in batches:
         detector = detector.add(excess_loss(baseline, at, log_cost, MIN_LOSS))
         if detector.alarms(threshold):
             alarms, detector = alarms + 1, DriftDetector()
@@ -70,18 +69,26 @@ def requests_until_alarm(fall: float, requests_per_day: int, seed: int) -> int |
     """Return the requests from a fall of speed to the alarm, None for an alarm before it or none in five days."""
     generator = np.random.default_rng([seed, 2])
     fall_at = (LEARNING_DAYS + 1 + generator.random()) * DAY_SECONDS
-    traffic = Traffic(requests_per_day, fall, fall_at)
-    baseline, detector, threshold, requests = Baseline(), DriftDetector(), 0.0, 0
-    for at, log_cost in traffic.batches(generator, LEARNING_DAYS + 7):
-        if not baseline.is_learnt(at):
-            baseline = baseline.add(at, log_cost)
-            continue
-        threshold = threshold or batches_between_alarms(baseline, tasks=1)
+    batches = Traffic(requests_per_day, fall, fall_at).batches(generator, LEARNING_DAYS + 7)
+    baseline = _learn(batches)
+    threshold = batches_between_alarms(baseline, tasks=1)
+    detector, requests = DriftDetector(), 0
+    for at, log_cost in batches:
         requests += BATCH_REQUESTS if at >= fall_at else 0
         detector = detector.add(excess_loss(baseline, at, log_cost, MIN_LOSS))
         if detector.alarms(threshold):
-            return requests if at >= fall_at else None
+            return requests or None
     return None
+
+
+def _learn(batches: Iterator[Batch]) -> Baseline:
+    """Take batches until a baseline is learnt."""
+    learning = LearningBaseline()
+    for at, log_cost in batches:
+        learning = learning.add(at, log_cost)
+        if learning.is_complete(at):
+            break
+    return learning.freeze()
 
 
 def _thinned(generator: Any, count: int) -> Any:

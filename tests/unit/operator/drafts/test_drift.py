@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from specdecode_operator.drafts.baseline import DAY_SECONDS, LEARNING_DAYS, Baseline
+from specdecode_operator.drafts.baseline import DAY_SECONDS, LEARNING_DAYS, Baseline, LearningBaseline
 from specdecode_operator.drafts.drift import (
     Cause,
     DriftDetector,
@@ -25,11 +25,15 @@ def cost_at(at: float) -> float:
 
 @pytest.fixture(scope="module")
 def learnt() -> Baseline:
-    coins, baseline = random.Random(0), Baseline()
+    coins, learning = random.Random(0), LearningBaseline()
     for batch in range(LEARNING_DAYS * 96):
         at = batch * DAY_SECONDS / 96
-        baseline = baseline.add(at, cost_at(at) + coins.gauss(0, 0.05))
-    return baseline
+        assert not learning.is_complete(at)
+        learning = learning.add(at, cost_at(at) + coins.gauss(0, 0.05))
+    assert learning.is_complete(LEARNING_DAYS * DAY_SECONDS)
+    late = learning.add(LEARNING_DAYS * DAY_SECONDS, 9.9)
+    assert late == learning, "a batch of an eighth day would count as a whole day"
+    return learning.freeze()
 
 
 def test_a_baseline_follows_the_half_hours_of_the_day(learnt: Baseline) -> None:
@@ -37,25 +41,23 @@ def test_a_baseline_follows_the_half_hours_of_the_day(learnt: Baseline) -> None:
         at = 20 * DAY_SECONDS + hour * 3600.0
         assert learnt.expected(at) == pytest.approx(cost_at(at), abs=0.04)
     assert learnt.deviation == pytest.approx(0.05, rel=0.2)
-    assert learnt.is_learnt(LEARNING_DAYS * DAY_SECONDS)
-    assert not learnt.is_learnt(LEARNING_DAYS * DAY_SECONDS - 1)
     assert learnt.batches_per_month == pytest.approx(30 * 96)
     assert batches_between_alarms(learnt, tasks=3) == pytest.approx(3 * 30 * 96)
 
 
 def test_a_half_hour_without_batches_takes_the_others() -> None:
-    baseline = Baseline().add(12 * 3600.0, 0.5)
+    baseline = LearningBaseline().add(12 * 3600.0, 0.5).freeze()
     assert baseline.expected(0.0) == pytest.approx(0.5)
 
 
 def test_days_that_differ_widen_the_accepted_loss() -> None:
     baselines = []
     for spread in (0.0, 0.1):
-        baseline = Baseline()
+        learning = LearningBaseline()
         for batch in range(LEARNING_DAYS * 48):
             at = batch * DAY_SECONDS / 48
-            baseline = baseline.add(at, spread * (-1) ** (batch // 48) + 0.01 * (-1) ** batch)
-        baselines.append(baseline)
+            learning = learning.add(at, spread * (-1) ** (batch // 48) + 0.01 * (-1) ** batch)
+        baselines.append(learning.freeze())
     same, different = baselines
     assert same.day_deviation == pytest.approx(0.0, abs=1e-9)
     assert different.day_deviation == pytest.approx(0.107, rel=0.01)
