@@ -49,11 +49,11 @@ class SingleRound(MultiRound):
         return super().accept(replace(forest, parents_BN=torch.where(first_BN, parents_BN, -1)), *args)
 
 
-def cells(shapes: Sequence[str]) -> Iterator[tuple[str, str, float]]:
+def cells(shapes: Sequence[str], temperatures: Sequence[float]) -> Iterator[tuple[str, str, float]]:
     """Yield sampler, shape and temperature of every cell. Greedy cells are the same for all samplers."""
     for sampler in ("coupled", "multi-round", "single-round"):
         for shape in ("none", *shapes) if sampler == "coupled" else shapes:
-            for temperature in TEMPERATURES:
+            for temperature in temperatures:
                 same = sampler != "coupled" and (temperature == 0 or (sampler == "single-round" and "chain" in shape))
                 if not same:
                     yield sampler, shape, temperature
@@ -104,7 +104,7 @@ def measure(flags: argparse.Namespace) -> None:
     have = {(cell["sampler"], cell["shape"], cell["temperature"]) for cell in done}
     plain = {cell["temperature"]: cell["answers"] for cell in done if cell["shape"] == "none"}
     local, loaded = None, ""
-    for sampler, shape, temperature in cells(flags.shapes.split(";")):
+    for sampler, shape, temperature in cells(flags.shapes.split(";"), flags.temperatures):
         if (sampler, shape, temperature) in have:
             continue
         if local is None or loaded != sampler:
@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=Path("benchmarks/prompts/heldout.jsonl"))
     parser.add_argument("--every", type=int, default=3, help="use every n-th prompt")
     parser.add_argument("--shapes", default=";".join(SHAPES))
+    parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("out/samplers.jsonl"))
     parser.add_argument("--report", type=Path, help="print the table of an output file, and measure nothing")

@@ -88,6 +88,7 @@ def test_allowed_calls_are_read_by_the_parser(compiler: GrammarCompiler, text: s
     [
         "[]",
         "[get.weather()]",
+        '[get.weather(city="a",  days=1)]',
         "[get.weather(days=1)]",
         '[get.weather(days=1, city="a")]',
         '[get.weather(city="a", days=1.5)]',
