@@ -89,12 +89,10 @@ def _write_children_kernel(
     node_R,
     parent_BN,
     rank_BN,
-    depth_BN,
     ranked_BNK,
     batch,
     nodes,
     reach,
-    depth,
     K: tl.constexpr,
     MOST_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -110,9 +108,7 @@ def _write_children_kernel(
     tl.store(ranked_BNK + (sequence * nodes + node) * MOST_K + k, ranked_K, mask=k < K)
     n = tl.arange(0, BLOCK_N)
     tree = sequence * nodes + n
-    child = (tl.load(parent_BN + tree, mask=n < nodes, other=-1) == node) & (
-        tl.load(depth_BN + tree, mask=n < nodes, other=-1) == depth + 1
-    )
+    child = tl.load(parent_BN + tree, mask=n < nodes, other=-1) == node
     rank = tl.load(rank_BN + tree, mask=child, other=0)
     token = tl.maximum(tl.load(ranked_RK + row * K + rank, mask=child & (rank < K), other=0), 0)
     root = tl.load(roots_B1 + sequence)
@@ -225,7 +221,8 @@ def _store_states_kernel(
     tl.store(ring_SRA + column * width + a, state, mask=a < width)
     if BLOCKS:
         block = tl.load(blocks_B1M + row * columns + position // PAGE)
-        tl.store(block_aux_NA + block * width + a, state, mask=(a < width) & (position % PAGE == PAGE - 1))
+        ends = position % PAGE + tl.zeros([BLOCK], tl.int64) == PAGE - 1
+        tl.store(block_aux_NA + block * width + a, state, mask=(a < width) & ends)
 
 
 def begin(state: SlotState, slots_B1: Tensor, live_B1: Tensor) -> StepRows:
@@ -249,6 +246,9 @@ def pack(
 ) -> PackedRows:
     """Return packed rows as `reference.pack` does."""
     count, cuts = len(sequence_T), sampling.truncation
+    assert sequence_T.is_contiguous(), "rows lie behind each other"
+    assert offset_T.is_contiguous(), "rows lie behind each other"
+    assert depth_T is None or depth_T.is_contiguous(), "rows lie behind each other"
     ints = torch.empty(8, count, dtype=torch.int64, device=sequence_T.device)
     floats = torch.empty(3, count, dtype=torch.float32, device=sequence_T.device)
     top_k_B1, top_p_B1, min_p_B1 = cuts or (sampling.seed_B1, sampling.temperature_B1, sampling.temperature_B1)
@@ -296,6 +296,7 @@ def write_children(
 ) -> None:
     """Write proposals and the tokens of children as `reference.write_children` does."""
     batch, nodes, most = ranked_BNK.shape
+    assert all(x.is_contiguous() for x in (sequence_R, node_R, ranked_RK)), "rows lie behind each other"
     _write_children_kernel[(len(ranked_RK),)](
         state.tokens_SP,
         rows.slots_B1,
@@ -303,12 +304,11 @@ def write_children(
         ranked_RK,
         sequence_R,
         node_R,
-        *trees,
+        *trees[:2],
         ranked_BNK,
         batch,
         nodes,
         state.tokens_SP.shape[1],
-        depth,
         K=ranked_RK.shape[1],
         MOST_K=most,
         BLOCK_N=triton.next_power_of_2(nodes),
