@@ -62,17 +62,22 @@ def main() -> int:
     document = Document(args.out / f"{stem}.json", machine, args.dry_run)
     document.write()
     until = time.monotonic() + args.seconds
-    if "tests" not in args.skip:
+    if _wanted("tests", args):
         found = run_tests(args.out / f"{stem}-tests.log", min(TESTS_SECONDS, args.seconds), dry=args.dry_run)
         document.stages.append(found)
         document.write()
     for stage in STAGES:
-        if stage.name in args.skip:
+        if not _wanted(stage.name, args):
             continue
         _run(stage, document, min(stage.budget_seconds, until - time.monotonic()))
         document.write()
     print(document.out)
     return 0 if all(stage["status"] == "done" for stage in document.stages) else 1
+
+
+def _wanted(name: str, args: argparse.Namespace) -> bool:
+    """Whether a stage runs. The copy rate is the reference of all figures, so it is measured for every choice."""
+    return name not in args.skip and (not args.stage or name in args.stage or name == "copy")
 
 
 def _run(stage: Stage, document: Document, seconds: float) -> None:
@@ -116,6 +121,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=520, help="for all of it (default: %(default)s)")
     parser.add_argument("--skip", action="append", default=[], metavar="STAGE", help="tests, or a stage's name")
+    names = ["tests", *(stage.name for stage in STAGES)]
+    parser.add_argument(
+        "--stage", action="append", default=[], choices=names, help="only this stage, and the copy rate"
+    )
     return parser.parse_args()
 
 

@@ -56,6 +56,16 @@ def quantised(run: Run) -> Iterator[Row]:
             yield {"kind": "quantised", **row}
 
 
+def products(run: Run) -> Iterator[Row]:
+    """Fused products of few rows against the library's: they say for which shapes the fused one is worth it."""
+    import products as bench
+
+    tiny = {"gate and up": (40, 96), "down": (20, 96), "qkv": (20, 96)}
+    matrices, rows = (tiny, (1, 3)) if run.dry else (bench.MATRICES, bench.ROWS)
+    for row in bench.measure_all(run.rate, torch.float32 if run.dry else torch.bfloat16, matrices, rows):
+        yield {"kind": "product", **row}
+
+
 def engine_8b(run: Run) -> Iterator[Row]:
     from engine_rows import Wanted, rows
 
@@ -107,6 +117,7 @@ TESTS_SECONDS = 120.0
 STAGES = (
     Stage("copy", copy, 20),
     Stage("engine-8b", engine_8b, 150),
+    Stage("products", products, 40, interpreted=True),
     Stage("attention", attention, 55, interpreted=True),
     Stage("sampling", sampling, 20),
     Stage("quantised", quantised, 30, interpreted=True),

@@ -1,18 +1,24 @@
-"""Command that compiles every kernel for an H100, without a GPU, with the arguments of its launcher in bf16.
+"""Command that compiles every kernel, without a GPU, with the arguments of its launcher in bf16.
+
+    compile_all.py [COMPUTE_CAPABILITY]     90 (an H100) if none is given
 
 It runs in a process of its own because Triton either compiles or interprets. The launchers run on CPU tensors; the
-launch itself is replaced by compilation to machine code. Prints JSON: {name of the launch: {"kernels": [...],
-"shared_bytes": maximum}}.
+launch itself is replaced by compilation to machine code. Prints JSON: {name of the launch: {"kernels": [...], and the
+maxima of "registers" and "stack_bytes" of a thread and of "shared_bytes" of a program}}.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
@@ -30,15 +36,18 @@ from specdecode_kernels.sample import kernel as sample
 from specdecode_kernels.silu_mul import kernel as silu_mul
 from specdecode_kernels.small_linear import kernel as small_linear
 from specdecode_kernels.small_linear.reference import InputNorm
+from specdecode_kernels.step_tables import kernel as step_tables
+from specdecode_kernels.step_tables.tables import SamplingTables, SlotState, Verified
 from specdecode_kernels.top_k import kernel as top_k
 from specdecode_kernels.tree_attention import kernel as tree_attention
 from specdecode_kernels.tree_attention.plan import plan
 from specdecode_kernels.verify import kernel as verify
 from specdecode_kernels.verify import rounds
 
-H100 = GPUTarget("cuda", 90, 32)
+TARGET = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)
 VOCABULARY = 128_256
-compiled: list[tuple[str, int]] = []
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+compiled: list[dict[str, Any]] = []
 
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
@@ -60,9 +69,28 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool = False, **kw
         elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             alignment[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=alignment)
-    binary = compile_kernel(source, target=H100, options=options)
-    assert binary.asm["cubin"]
-    compiled.append((self.__name__, binary.metadata.shared))
+    binary = compile_kernel(source, target=TARGET, options=options)
+    registers, stack_bytes = resources(binary.asm["cubin"])
+    compiled.append(
+        {
+            "kernel": self.__name__,
+            "registers": registers,
+            "stack_bytes": stack_bytes,
+            "shared_bytes": binary.metadata.shared,
+        }
+    )
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Return the registers of a thread, and the bytes of its stack, which holds what was spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = USAGE.search(said)
+    assert usage is not None, said
+    return int(usage[1]), int(usage[2])
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -148,6 +176,23 @@ def few_rows(
     )
 
 
+def bookkeeping(*, cuts: bool, depth: int) -> None:
+    """Launch the bookkeeping of a step of four rows."""
+    state = SlotState(ints(9, 8256), ints(9), ints(9, 516), 16)
+    row = floats(5)
+    sampling = SamplingTables(row, ints(5), (ints(5), row, row) if cuts else None)
+    rows = step_tables.begin(state, ints(5), ints(5))
+    for depths in (None, ints(24)):
+        packed = step_tables.pack(state, rows, sampling, ints(24), ints(24), depths, 8191)
+    trees, ranked = (ints(4, 65), ints(4, 65), ints(4, 65)), ints(4, 65, 8) if depth else None
+    if ranked is not None:
+        step_tables.write_children(state, rows, ints(4, 8), ints(4), ints(4), 0, trees, ranked)
+    verified = Verified(ints(5), ints(4, 65), packed.tokens_T, ints(24))
+    done = step_tables.commit(state, rows, verified, ranked, ints(4), depth)
+    for blocks in (None, zeros(33, 12288)):
+        step_tables.store_states(rows, ints(5), done.out, depth, zeros(24, 12288), zeros(9, 65, 12288), blocks, 16)
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
     "attention, a token": lambda: attention(1, 1, 4, 8, 128, torch.bfloat16),
     "attention, 64 chains": lambda: attention(384, 64, 4, 8, 128, torch.bfloat16),
@@ -169,6 +214,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "small_linear, onto a residual": lambda: few_rows(4096, 14336, added=True),
     "small_linear, all at once": lambda: few_rows(2 * 3072, 8200, normed=True, gated=True, added=True, biased=True),
     "small_linear, fp32": lambda: few_rows(2 * 4096, 4096, normed=True, gated=True, dtype=torch.float32),
+    "bookkeeping of a chain of 5": lambda: bookkeeping(cuts=True, depth=5),
+    "bookkeeping of a plain step": lambda: bookkeeping(cuts=False, depth=0),
     "int4, an eighth of an FFN": lambda: quantised("int4", 3584, 4096),
     "int4, many outputs": lambda: quantised("int4", 16384, 576),
     "int4, fp32": lambda: quantised("int4", 32, 4096, dtype=torch.float32),
@@ -194,8 +241,10 @@ def main() -> None:
     for name, launch in LAUNCHES.items():
         compiled.clear()
         launch()
-        kernels = sorted({kernel for kernel, _ in compiled})
-        launches[name] = {"kernels": kernels, "shared_bytes": max(shared for _, shared in compiled)}
+        launches[name] = {
+            "kernels": sorted({one["kernel"] for one in compiled}),
+            **{what: max(one[what] for one in compiled) for what in ("registers", "stack_bytes", "shared_bytes")},
+        }
         print(name, launches[name], file=sys.stderr, flush=True)
     json.dump(launches, sys.stdout)
 

@@ -212,10 +212,13 @@ BUGS: dict[str, tuple[str, str]] = {
     "what is unseen is read": ("(d < D)[None, :] & seen_N[:, None]", "(d < D)[None, :] & (seen_N | True)[:, None]"),
     "a chunk is merged without its weight": ("acc_MD += weight_M[:, None] * ", "acc_MD += "),
     "the weights of the chunks are not summed": ("total_M += weight_M", "total_M = weight_M"),
-    "the first piece to end merges": ("== chunks - 1:", "== 0:"),
+    "no piece merges": ("== chunks - 1:", "== chunks:"),
     "the logarithm is base 2": (" * 0.6931471805599453)", ")"),
     "a sum is not rescaled": ("return acc_MD, sum_M * shrink_M + ", "return acc_MD, sum_M + "),
-    "the first chunk is not merged": ("tl.int32) < chunks)", "tl.int32) < chunks) & (start + i + tl.zeros([BLOCK_M], tl.int32) > 0)"),
+    "the first chunk is not merged": (
+        "tl.int32) < chunks)",
+        "tl.int32) < chunks) & (start + i + tl.zeros([BLOCK_M], tl.int32) > 0)",
+    ),
     "values are another head's": ("v_NPKD + head.to(tl.int64)", "v_NPKD + 0 * head.to(tl.int64)"),
 }
 PLAN_BUGS: dict[str, tuple[str, str]] = {
@@ -225,7 +228,7 @@ PLAN_BUGS: dict[str, tuple[str, str]] = {
         "// tl.maximum(chunks_W, 1), 0) * (TILE + 1)",
     ),
     "a sequence takes its neighbour's pieces": ("(ends_B[None, :] <= w[:, None])", "(ends_B[None, :] < w[:, None])"),
-    "counters are not cleared": ("tl.store(arrived_WK + w[:, None]", "tl.load(arrived_WK + w[:, None]"),
+    "counters are not cleared": ("mask=(k < kv_heads)", "mask=(k < 0)"),
     "the suffix is left out": ("prefix_B + tl.where(causal_B, count_B, ROWS)", "prefix_B"),
 }
 

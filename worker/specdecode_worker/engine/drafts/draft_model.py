@@ -23,7 +23,7 @@ from specdecode_worker.engine.step.packed_batch import PackedBatch, PackedTensor
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.speculation.sampling.row_selection import Nodes
-from specdecode_worker.speculation.sampling.sampler import Sampler
+from specdecode_worker.speculation.sampling.sampler import Proposer, Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 LONGEST_CATCH_UP = 1024
@@ -99,7 +99,7 @@ class ModelDrafter(PagedDrafter):
         """Return the draft's hidden states [R, E] at tree nodes. ``hidden_RE`` is not used; the model reads tokens."""
         return self._forward(packed)
 
-    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
         """Return the best target token ids behind these states, [R, K], best first."""
         return self._ranking.of(self._model.logits(hidden_RE)[:, : self._vocab_size], at, depth, sampler)
 

@@ -18,7 +18,7 @@ from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.packed_batch import PackedBatch, PackedTensors
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.speculation.sampling.row_selection import Nodes
-from specdecode_worker.speculation.sampling.sampler import Sampler
+from specdecode_worker.speculation.sampling.sampler import Proposer, Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 Expand = Callable[[int, Level], Tensor]
@@ -102,7 +102,7 @@ class PagedDrafter(ABC):
         """Return the draft's hidden states [R, E] at tree nodes, from the states ``hidden_RE`` of their parents."""
 
     @abstractmethod
-    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
         """Return the best target token ids behind these hidden states, [R, K], best first."""
 
 
@@ -119,7 +119,7 @@ class Ranking:
         """
         self._target_ids, self._sharpness = target_ids, tuple(sharpness) or (1.0,)
 
-    def of(self, logits_RV: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
+    def of(self, logits_RV: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
         """Return the best target token ids behind nodes of this depth, [R, K], best first."""
         sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
         k = min(MAX_RANKS, logits_RV.shape[-1])

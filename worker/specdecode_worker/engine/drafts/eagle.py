@@ -27,7 +27,7 @@ from specdecode_worker.engine.step.packed_batch import PackedBatch, PackedTensor
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.speculation.sampling.row_selection import Nodes
-from specdecode_worker.speculation.sampling.sampler import Sampler
+from specdecode_worker.speculation.sampling.sampler import Proposer, Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 
@@ -161,7 +161,7 @@ class EagleDrafter(PagedDrafter):
         """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
         return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
 
-    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
         """Return the best target token ids behind these states, [R, K], best first."""
         return self._ranking.of(self._head.logits(hidden_RE), at, depth, sampler)
 

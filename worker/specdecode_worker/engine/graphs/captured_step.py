@@ -12,20 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdecode_kernels.step_tables.op import begin, commit, pack, store_states, write_children
+from specdecode_kernels.step_tables.tables import PackedRows, SamplingTables, SlotState, StepRows, Verified
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs import row_tables, tree_tables
 from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey
-from specdecode_worker.engine.graphs.graph_sampling import TableSampler
+from specdecode_worker.engine.graphs.graph_sampling import PackedSampler
 from specdecode_worker.engine.graphs.static_inputs import Layout, StagedTensor
-from specdecode_worker.engine.kv_cache.kv_commit import Roots, commit_paths
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.packed_batch import PackedTensors, slots_of
+from specdecode_worker.engine.step.packed_batch import PackedTensors
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.models.configs.target_states import TargetStates
-from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.sampling.row_selection import Nodes
-from specdecode_worker.speculation.trees import Forest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,6 @@ class StepParts:
     drafter: PagedDrafter | None
     state: DeviceState
     reads: TargetStates
-
-
-@dataclass(frozen=True, slots=True)
-class RowState:
-    """Slot, root index and block table of every row, [B + 1]. Row B is padding; the root index of padding is 0."""
-
-    slots_B1: Tensor
-    roots_B1: Tensor
-    blocks_B1M: Tensor
 
 
 class CapturedStep:
@@ -74,125 +65,115 @@ class CapturedStep:
         self.out = torch.zeros(key.rows, 3 * key.passes + 3, dtype=torch.int64, device=device)
         shape = (key.rows, NODES, MAX_RANKS)
         self.ranked_BNK = torch.full(shape, -1, device=device) if key.passes else None
+        # Constants of the key: no pass starts after the first key, root rows have node and depth 0.
+        most = max(key.tokens, key.level_rows, key.rows)
+        self._zeros = torch.zeros(most, dtype=torch.int64, device=device)
+        self._depths = torch.arange(key.passes + 1, device=device)[:, None].expand(-1, most).contiguous()
+        self._slots = SlotState(parts.state.tokens_SP, parts.state.length_S, parts.state.block_table_SM, BLOCK_SIZE)
+        cuts = (self._at["top_k"], self._at["top_p"], self._at["min_p"]) if key.cuts else None
+        self._sampling = SamplingTables(self._at["temperature"], self._at["seed"], cuts)
 
     def run(self) -> None:
         """Queue the step that the static tables describe, and write its results to ``out`` and ``ranked_BNK``."""
-        at, state = self._at, self._parts.state
-        slots_B1 = at["slot"]
+        at = self._at
         # Every step overwrites the length of the padding slot, so the root index of padding rows is forced to 0.
-        row_state = RowState(slots_B1, state.length_S[slots_B1] * at["live"], state.block_table_SM[slots_B1])
-        sampler = TableSampler(
-            at["temperature"],
-            at["seed"],
-            row_state.roots_B1,
-            (at["top_k"], at["top_p"], at["min_p"]) if self.key.cuts else None,
-            self._parts.target.vocab_size,
+        rows = begin(self._slots, at["slot"], at["live"])
+        if self.key.passes:
+            self._draft(rows)
+        packed = self._verified(rows)
+        tables = self._tables(
+            rows, packed, at["query_start"], rows.roots_B1[:-1], at["token_ancestors"], self._zeros[: self.key.rows]
         )
-        ranked_BNK = self._draft(row_state, sampler) if self.key.passes else None
-        packed = self._verified(row_state)
-        logits_TV, aux_TA = self._parts.target.forward_tables(packed, self._parts.reads)
-        outcome = self._accepted(sampler, packed, logits_TV, ranked_BNK)
-        self._commit(row_state, packed, outcome, aux_TA)
-        results = (outcome.emitted_BD, outcome.path_BD, outcome.rank_BD, outcome.count_B[:, None])
-        self.out.copy_(torch.cat(results, dim=1))
+        logits_TV, aux_TA = self._parts.target.forward_tables(tables, self._parts.reads)
+        self._commit(rows, packed, self._sampler(packed).choose(logits_TV), aux_TA)
 
-    def _draft(self, row_state: RowState, sampler: TableSampler) -> Tensor:
+    def _draft(self, rows: StepRows) -> None:
+        """Run the draft passes. They write proposals to ``ranked_BNK`` and the tokens of nodes behind the roots."""
         at, drafter, ranked_BNK = self._at, self._parts.drafter, self.ranked_BNK
         assert drafter is not None, "a key with passes has a draft"
         assert ranked_BNK is not None, "a key with passes has ranks"
-        hidden_RE = self._root_states(drafter, row_state)[at["catch_last"]]
-        ranked_B1NK = torch.full((self.key.rows + 1, *ranked_BNK.shape[1:]), -1, device=ranked_BNK.device)
-        nodes = Nodes(at["first_sequence"], torch.zeros_like(at["first_sequence"]), torch.zeros_like(at["root_row"]))
+        ranked_BNK.fill_(-1)
+        trees = at["node_parent"], at["node_rank"], at["node_depth"]
+        hidden_RE = self._root_states(drafter, rows)[at["catch_last"]]
+        zeros_B = self._zeros[: self.key.rows]
+        nodes = Nodes(at["first_sequence"], zeros_B, zeros_B)
+        packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
         for depth in range(self.key.passes):
             if depth:
-                hidden_RE, nodes = self._level(drafter, row_state, depth, hidden_RE)
-            ranked_RK = drafter.rank(hidden_RE, nodes, depth, sampler)
-            ranked_B1NK[nodes.batch_R, nodes.node_R, : ranked_RK.shape[1]] = ranked_RK
-            self._write_children(row_state, depth, ranked_B1NK)
-        return ranked_BNK.copy_(ranked_B1NK[: self.key.rows])
+                nodes = self._nodes(depth)
+                packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
+                hidden_RE = self._level(drafter, rows, packed, depth, hidden_RE)
+            ranked_RK = drafter.rank(hidden_RE, nodes, depth, self._sampler(packed))
+            write_children(self._slots, rows, ranked_RK, nodes.batch_R, nodes.node_R, depth, trees, ranked_BNK)
 
-    def _root_states(self, drafter: PagedDrafter, row_state: RowState) -> Tensor:
+    def _root_states(self, drafter: PagedDrafter, rows: StepRows) -> Tensor:
         """Run the draft over the slots that earlier steps committed, and return its hidden states [T, E]."""
-        at, sequence_T = self._at, self._at["catch_sequence"]
-        first_B1 = row_state.roots_B1 + 1 - at["count"]
-        index_T = first_B1[sequence_T] + at["catch_row"]
-        slots_T = row_state.slots_B1[sequence_T]
-        packed = PackedTensors(
-            tokens_T=self._parts.state.tokens_SP[slots_T, index_T],
-            positions_T=index_T.clamp(max=drafter.last_position),
-            slots_T=slots_of(row_state.blocks_B1M, sequence_T, index_T),
-            query_start=at["catch_start"],
-            prefix_len_B=first_B1[:-1],
-            key_start_B=at["key_start"][:-1],
-            ancestors_T=torch.zeros_like(index_T),
-            block_table_BM=row_state.blocks_B1M[:-1],
-        )
-        return drafter.root_states(slots_T, index_T, packed)
+        at = self._at
+        packed = self._pack(rows, at["catch_sequence"], at["catch_offset"], None, drafter.last_position)
+        first_B = rows.roots_B1[:-1] + at["catch_base"][:-1]
+        causal_T = self._zeros[: self.key.tokens]
+        tables = self._tables(rows, packed, at["catch_start"], first_B, causal_T, at["key_start"][:-1])
+        return drafter.root_states(packed.slots_T, packed.index_T, tables)
 
-    def _level(self, drafter: PagedDrafter, row_state: RowState, depth: int, hidden_RE: Tensor) -> tuple[Tensor, Nodes]:
-        """Run the draft pass over the nodes of one depth, starting from the hidden states of their parents.
+    def _nodes(self, depth: int) -> Nodes:
+        """Return the nodes of one level, [R]."""
+        sequence_R, node_R = (self._at[f"level_{name}"][depth - 1] for name in ("sequence", "node"))
+        return Nodes(sequence_R, node_R, self._depths[depth, : self.key.level_rows])
 
-        Returns:
-            The hidden states [R, E] and the nodes that they belong to.
-        """
-        sequence_R, node_R, ancestors_R, source_R = (
-            self._at[f"level_{name}"][depth - 1] for name in ("sequence", "node", "ancestors", "source")
-        )
-        root_R = row_state.roots_B1[sequence_R]
-        packed = PackedTensors(
-            tokens_T=self._parts.state.tokens_SP[row_state.slots_B1[sequence_R], root_R + node_R],
-            positions_T=(root_R + depth).clamp(max=drafter.last_position),
-            slots_T=slots_of(row_state.blocks_B1M, sequence_R, root_R + node_R),
-            query_start=self._at["level_start"][depth - 1],
-            prefix_len_B=row_state.roots_B1[:-1],
-            key_start_B=self._at["key_start"][:-1],
-            ancestors_T=ancestors_R,
-            block_table_BM=row_state.blocks_B1M[:-1],
-        )
-        return drafter.node_states(hidden_RE[source_R], packed), Nodes(
-            sequence_R, node_R, torch.full_like(node_R, depth)
-        )
+    def _level(
+        self, drafter: PagedDrafter, rows: StepRows, packed: PackedRows, depth: int, hidden_RE: Tensor
+    ) -> Tensor:
+        """Run the draft pass over the nodes of one level; return their hidden states [R, E] from their parents'."""
+        at = self._at
+        start, ancestors_R, source_R = (at[f"level_{name}"][depth - 1] for name in ("start", "ancestors", "source"))
+        tables = self._tables(rows, packed, start, rows.roots_B1[:-1], ancestors_R, at["key_start"][:-1])
+        return drafter.node_states(hidden_RE[source_R], tables)
 
-    def _write_children(self, row_state: RowState, depth: int, ranked_B1NK: Tensor) -> None:
-        """Write the tokens proposed behind the nodes of ``depth`` to ``tokens_SP``, behind the roots.
+    def _verified(self, rows: StepRows) -> PackedRows:
+        """Return the packed rows of the verification pass. Its tokens, the root included, are read from the state."""
+        at, last_position = self._at, self._parts.target.last_position
+        return self._pack(rows, at["token_sequence"], at["token_node"], at["token_depth"], last_position)
 
-        Columns that belong to other depths are written to the scratch position.
-        """
-        at, state = self._at, self._parts.state
-        rows_B1 = torch.arange(self.key.rows, device=ranked_B1NK.device)[:, None]
-        node_N = torch.arange(NODES, device=ranked_B1NK.device)
-        token_BN = ranked_B1NK[rows_B1, at["node_parent"].clamp(min=0), at["node_rank"]].clamp(min=0)
-        place_BN = torch.where(at["node_depth"] == depth + 1, row_state.roots_B1[:-1, None] + node_N, state.scratch)
-        state.tokens_SP[row_state.slots_B1[:-1, None], place_BN] = token_BN
+    def _pack(
+        self, rows: StepRows, sequence_T: Tensor, offset_T: Tensor, depth_T: Tensor | None, last_position: int
+    ) -> PackedRows:
+        return pack(self._slots, rows, self._sampling, sequence_T, offset_T, depth_T, last_position)
 
-    def _verified(self, row_state: RowState) -> PackedTensors:
-        """Return the tables of the verification pass. Its tokens, the root included, are read from ``tokens_SP``."""
-        at, sequence_T = self._at, self._at["token_sequence"]
-        root_T = row_state.roots_B1[sequence_T]
-        index_T = root_T + at["token_node"]
+    def _sampler(self, packed: PackedRows) -> PackedSampler:
+        return PackedSampler(packed, self._parts.target.vocab_size)
+
+    @staticmethod
+    def _tables(
+        rows: StepRows,
+        packed: PackedRows,
+        query_start: Tensor,
+        prefix_len_B: Tensor,
+        ancestors_T: Tensor,
+        key_start_B: Tensor,
+    ) -> PackedTensors:
+        """Return the tables of a pass; fields as in `PackedTensors`."""
         return PackedTensors(
-            tokens_T=self._parts.state.tokens_SP[row_state.slots_B1[sequence_T], index_T],
-            positions_T=(root_T + at["token_depth"]).clamp(max=self._parts.target.last_position),
-            slots_T=slots_of(row_state.blocks_B1M, sequence_T, index_T),
-            query_start=at["query_start"],
-            prefix_len_B=row_state.roots_B1[:-1],
-            key_start_B=torch.zeros_like(row_state.roots_B1[:-1]),
-            ancestors_T=at["token_ancestors"],
-            block_table_BM=row_state.blocks_B1M[:-1],
+            tokens_T=packed.tokens_T,
+            positions_T=packed.positions_T,
+            slots_T=packed.places_T,
+            query_start=query_start,
+            prefix_len_B=prefix_len_B,
+            key_start_B=key_start_B,
+            ancestors_T=ancestors_T,
+            block_table_BM=rows.blocks_B1M[:-1],
         )
 
-    def _accepted(
-        self, sampler: TableSampler, packed: PackedTensors, logits_TV: Tensor, ranked_BNK: Tensor | None
-    ) -> Outcome:
-        at, parents_BN = self._at, self._at["node_verified_parent"]
-        where = at["token_sequence"], at["token_node"]
-        tokens_B1N = torch.full((self.key.rows + 1, NODES), -2, dtype=torch.int64, device=parents_BN.device)
-        tokens_B1N[where] = packed.tokens_T
-        forest = Forest((), (), parents_BN, self.key.passes, all_chains=False)
-        depth_limit_B = at["depth_limit"][:-1]
-        return sampler.accept(forest, tokens_B1N[:-1], logits_TV, *where, at["token_depth"], ranked_BNK, depth_limit_B)
-
-    def _commit(self, row_state: RowState, packed: PackedTensors, outcome: Outcome, aux_TA: Tensor | None) -> None:
-        roots = Roots(row_state.slots_B1[:-1], packed.block_table_BM, row_state.roots_B1[:-1], self._at["root_row"])
-        cache, plain = self._parts.target.cache, self.key.passes == 0
-        commit_paths(self._parts.state, cache, roots, outcome, aux_TA, in_place=plain)
+    def _commit(self, rows: StepRows, packed: PackedRows, chosen_T: Tensor, aux_TA: Tensor | None) -> None:
+        """Accept nodes along the chosen tokens, and commit tokens, lengths, keys and auxiliary states."""
+        at, state, depth = self._at, self._parts.state, self.key.passes
+        trees = Verified(at["query_start"], at["node_verified_parent"], packed.tokens_T, chosen_T)
+        done = commit(self._slots, rows, trees, self.ranked_BNK, at["depth_limit"][:-1], depth)
+        if depth:
+            cache = self._parts.target.cache
+            cache.keep(done.source_BD.flatten(), done.target_BD.flatten(), group=depth)
+        if aux_TA is not None:
+            assert state.ring_SRA is not None, "the state has a ring if a draft reads states"
+            store_states(
+                rows, at["query_start"], done.out, depth, aux_TA, state.ring_SRA, state.block_aux_NA, BLOCK_SIZE
+            )
+        self.out.copy_(done.out)

@@ -30,15 +30,16 @@ def shapes(key: GraphKey) -> Shapes:
 
     - ``slot``, ``live`` (1 for a request, 0 for padding), ``seed``, ``top_k`` and ``depth_limit`` (maximum accepted
       depth): [B + 1].
-    - With draft passes: ``count`` (slots to catch up with), ``key_start`` (first visible draft slot) and
-      ``catch_start`` (packed start of each row): [B + 1]; ``catch_sequence`` and ``catch_row`` of the packed slots of
-      the catch-up pass: [T]; ``catch_last``, the packed index of each root: [B].
+    - With draft passes: ``catch_base`` (first slot to catch up with, relative to the root), ``key_start`` (first
+      visible draft slot) and ``catch_start`` (packed start of each row): [B + 1]; ``catch_sequence`` and
+      ``catch_offset`` (relative to the root) of the packed slots of the catch-up pass: [T]; ``catch_last``, the packed
+      index of each root: [B].
     """
     rows = key.rows + 1
     table_shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("slot", "live", "seed", "top_k", "depth_limit"), (rows,))
     if key.passes:
-        table_shapes |= dict.fromkeys(("count", "key_start", "catch_start"), (rows,))
-        table_shapes |= {"catch_sequence": (key.tokens,), "catch_row": (key.tokens,), "catch_last": (key.rows,)}
+        table_shapes |= dict.fromkeys(("catch_base", "key_start", "catch_start"), (rows,))
+        table_shapes |= {"catch_sequence": (key.tokens,), "catch_offset": (key.tokens,), "catch_last": (key.rows,)}
     return table_shapes
 
 
@@ -88,10 +89,10 @@ def _catch_up(catch_up: CatchUp, key: GraphKey) -> dict[str, list[int]]:
     starts = list(accumulate(counts[: key.rows], initial=0))
     padding = key.tokens - total
     return {
-        "count": counts,
+        "catch_base": [1 - count for count in counts],
         "key_start": [*catch_up.key_starts, *[0] * more],
         "catch_start": starts,
         "catch_sequence": [b for b, count in enumerate(counts) for _ in range(count)] + [key.rows] * padding,
-        "catch_row": [row for count in counts for row in range(count)] + [0] * padding,
+        "catch_offset": [row + 1 - count for count in counts for row in range(count)] + [0] * padding,
         "catch_last": [max(end - 1, 0) for end in starts[1:]],
     }

@@ -21,8 +21,8 @@ from specdecode_worker.speculation.sampling.token_masks import TokenMasks
 from specdecode_worker.speculation.trees import Forest
 
 
-class Sampler(Protocol):
-    """Sampler of one step.
+class Proposer(Protocol):
+    """Part of a sampler that chooses the tokens of drafted nodes.
 
     The R rows of logits belong to nodes (``batch_R``, ``node_R``) at ``depth_R`` in the forest of the step.
     """
@@ -52,6 +52,10 @@ class Sampler(Protocol):
             k: Number of proposals per row.
         """
         ...
+
+
+class Sampler(Proposer, Protocol):
+    """Sampler of one step."""
 
     def accept(
         self,

@@ -1,0 +1,143 @@
+"""Estimate of what `make gpu` should find on a GPU: `roofline.py [--gpu H200] [--json]`. No GPU is used.
+
+A step takes the larger of its bytes over the copy rate and its arithmetic over the rate of the matrix units, plus a
+fixed time for every launch of launches.json. Nothing here was measured on a GPU; the assumptions are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shapes import LLAMA_8B
+
+LAUNCHES: dict[str, Any] = json.loads(Path(__file__).with_name("launches.json").read_text())
+LAUNCH_MICROSECONDS = 2.8
+TOKENS_OF_CHAIN_5 = 3.52
+CONTEXT = 8192
+BYTES = 2
+FEW_ROWS = 16
+"""Rows up to which products are fused; more rows need the launches of the larger cases."""
+ASSUMPTIONS = (
+    "copy rate: read and written bytes; H200 as published (4.3 TB/s), others nine tenths of their data sheet",
+    "matrix units: 65 % of the dense bf16 rate of the data sheet",
+    f"{LAUNCH_MICROSECONDS} us of idle memory per launch inside of a graph, derived from a reading of the step with "
+    "428 launches at 1.34 times its floor; programmatic dependent launch would lower it",
+    "matrix products and attention reach the copy rate; nothing is read twice",
+    f"chain of 5: {TOKENS_OF_CHAIN_5} tokens a step; chain of 3: {LLAMA_8B.tokens_per_step}, as published",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """``bytes_per_second`` of a copy, ``flops`` of bf16 matrix products."""
+
+    bytes_per_second: float
+    flops: float
+
+
+GPUS = {
+    "H200": Gpu(4.3e12, 0.65 * 989e12),
+    "H100": Gpu(0.9 * 3.35e12, 0.65 * 989e12),
+    "A100": Gpu(0.9 * 2.04e12, 0.65 * 312e12),
+    "L40S": Gpu(0.9 * 0.864e12, 0.65 * 362e12),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """One expected figure beside its goal; ``rests_on`` is the assumption that matters most."""
+
+    figure: str
+    expected: float
+    goal: float
+    unit: str
+    rests_on: str
+
+
+def _layer(shape: dict[str, Any], inputs: int) -> int:
+    hidden, size = shape["hidden_size"], shape["head_dim"]
+    heads = shape["num_attention_heads"] * size
+    joined = heads + 2 * shape["num_key_value_heads"] * size
+    return inputs * joined + heads * hidden + 3 * hidden * int(shape["intermediate_size"])
+
+
+TARGET, HEAD = LLAMA_8B.target, LLAMA_8B.head
+TARGET_WEIGHTS = TARGET["num_hidden_layers"] * _layer(TARGET, TARGET["hidden_size"]) + (
+    TARGET["vocab_size"] * TARGET["hidden_size"]
+)
+DRAFT_WEIGHTS = _layer(HEAD, 2 * HEAD["hidden_size"]) + HEAD["draft_vocab_size"] * HEAD["hidden_size"]
+FUSE_WEIGHTS = 3 * TARGET["hidden_size"] * HEAD["hidden_size"]
+KEY_NUMBERS = 2 * TARGET["num_key_value_heads"] * TARGET["head_dim"]
+"""Numbers of the keys and values of a token in one layer."""
+
+
+def floor_seconds(gpu: Gpu, batch: int, context: int, nodes: int, passes: int) -> float:
+    """Return the time of a step without launches: ``nodes`` verified per sequence, root included."""
+    keys = batch * context * KEY_NUMBERS
+    numbers = TARGET_WEIGHTS + TARGET["num_hidden_layers"] * keys
+    numbers += passes * (DRAFT_WEIGHTS + keys) + (FUSE_WEIGHTS if passes else 0)
+    products = 2 * batch * (nodes * TARGET_WEIGHTS + passes * DRAFT_WEIGHTS)
+    return max(BYTES * numbers / gpu.bytes_per_second, products / gpu.flops)
+
+
+def step_seconds(gpu: Gpu, shape: str, batch: int, context: int) -> float:
+    """Return the expected time of a step of ``plain`` or ``chain:N``."""
+    depth = 0 if shape == "plain" else int(shape.removeprefix("chain:"))
+    launches = LAUNCHES[shape]["launches"]
+    if batch * (depth + 1) > FEW_ROWS:
+        layers = TARGET["num_hidden_layers"]
+        launches += layers * (LAUNCHES["plain, 64 rows"]["per_layer"] - LAUNCHES["plain"]["per_layer"])
+    return floor_seconds(gpu, batch, context, depth + 1, depth) + 1e-6 * LAUNCH_MICROSECONDS * launches
+
+
+def expectations(gpu: Gpu) -> Iterator[Expectation]:
+    """Yield the expected figures P1 to P5."""
+    plain, chain = step_seconds(gpu, "plain", 1, 0), step_seconds(gpu, "chain:5", 1, 0)
+    launch = "time per launch"
+    yield Expectation("P1 plain over floor", plain / floor_seconds(gpu, 1, 0, 1, 0), 1.10, "x", launch)
+    yield Expectation("P2 chain of 5 over floor", chain / floor_seconds(gpu, 1, 0, 6, 5), 1.15, "x", launch)
+    yield Expectation("P2 chain of 5", TOKENS_OF_CHAIN_5 / chain, 700, "tokens/s", "tokens per step")
+    for batch in (1, 4, 16, 64):
+        gain = LLAMA_8B.tokens_per_step * step_seconds(gpu, "plain", batch, CONTEXT)
+        speedup = gain / step_seconds(gpu, "chain:3", batch, CONTEXT)
+        yield Expectation(f"P3 chain of 3 over plain, batch {batch}", speedup, 1.4, "x", "tokens per step")
+    for nodes in (6, 21, 60):
+        yield Expectation(f"P4 tree of {nodes} over prefix", _tree_ratio(gpu, nodes), 1.1, "x", "matrix units")
+    sampled = 1e-6 * 2 * LAUNCH_MICROSECONDS + BYTES * TARGET["vocab_size"] / gpu.bytes_per_second
+    yield Expectation("P5 sampling share of a plain step", 100 * sampled / plain, 3, "%", launch)
+
+
+def _tree_ratio(gpu: Gpu, nodes: int) -> float:
+    """Return the attention of a layer with a tree over that of the root alone."""
+    times = []
+    for rows, own in ((1, 0), (nodes, nodes)):
+        read = BYTES * (CONTEXT + own) * KEY_NUMBERS / gpu.bytes_per_second
+        multiplied = 4 * rows * TARGET["num_attention_heads"] * TARGET["head_dim"] * (CONTEXT + own) / gpu.flops
+        times.append(max(read, multiplied) + 1e-6 * LAUNCH_MICROSECONDS)
+    return times[1] / times[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", choices=GPUS, default="H200")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    found = list(expectations(GPUS[args.gpu]))
+    if args.json:
+        print(json.dumps({"gpu": args.gpu, "expected": [asdict(one) for one in found], "assumes": ASSUMPTIONS}))
+        return
+    print(f"expected on one {args.gpu}, Llama-3.1-8B in bf16 (an estimate, nothing was measured)\n")
+    for one in found:
+        print(f"  {one.figure:38} {one.expected:8.2f} {one.unit:9} goal {one.goal:g}, rests on: {one.rests_on}")
+    print("\nassumptions:")
+    for assumption in ASSUMPTIONS:
+        print(f"  - {assumption}")
+
+
+if __name__ == "__main__":
+    main()
