@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import HysteresisSpec
 from specdecode_operator.planning import buckets
-from specdecode_operator.planning.look import HOUR_SECONDS
+from specdecode_operator.planning.tuning import HOUR_SECONDS
 from specdecode_operator.simulate.job import Truth
 from specdecode_operator.simulate.pilot import PlanPilot
 from specdecode_operator.simulate.policies.ours import DEEPEST

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from specdecode_operator import planning
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.planning.pace import Pace, Request, prompt_token_seconds
-from specdecode_operator.planning.steptime import StepTimes
+from specdecode_operator.planning.step_pace import Pace
+from specdecode_operator.planning.step_time_model import StepTimeModel
+from specdecode_operator.planning.workload import Request, prompt_token_seconds
 from specdecode_operator.scaling import (
     Demand,
     Limits,
@@ -153,7 +154,7 @@ def test_a_worker_that_adapts_carries_more_than_one_of_fixed_depth() -> None:
 
 
 def test_prompt_time_is_learned_from_steps_with_prefill() -> None:
-    times = StepTimes.fit(FULL)
+    times = StepTimeModel.fit(FULL)
     assert times is not None
     x = (1.0, 4.0, 4.0, 2000.0, 0.0, 300.0)
     seconds = times.linear((*x[:-1], 0.0)) + 300 * 0.0002
