@@ -8,34 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Literal
 
 from specdecode_operator.planning.acceptance_model import design_effect
 from specdecode_operator.planning.estimates import apart, joined, kept_share, rate_changed, short, shorts, time_changed
+from specdecode_operator.planning.loads import observed_load
 from specdecode_operator.planning.step_time_model import LEAST_SECONDS
 from specdecode_operator.planning.tuning import TUNING
-from specdecode_operator.state.learned import (
-    AcceptanceCell,
-    DraftEstimates,
-    LearnedState,
-    LoadState,
-    RequestCell,
-    StepTimeCell,
-    TrafficCell,
-)
+from specdecode_operator.state import cells as stored
+from specdecode_operator.state.cells import AcceptanceCell, StepTimeCell
+from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.sections import MAX_PARKED_DRAFTS
-from specdecode_operator.telemetry.counters import (
-    NO_HITS,
-    NO_REQUESTS,
-    NO_TRAFFIC,
-    CellKey,
-    Hits,
-    Moments,
-    RequestSums,
-    TrafficSums,
-    summed,
-)
+from specdecode_operator.telemetry import counters
+from specdecode_operator.telemetry.counters import CellKey, Hits, Moments
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES, Buckets, Report
 
@@ -43,6 +29,7 @@ MAX_WANDER = 0.25
 """Relative variance of a poll's mean step time beyond which it counts as no more."""
 _SEQUENCES = FEATURES.index("sequences")
 Key = tuple[str, int, Literal["main", "sibling"]]
+"""Task, depth, and parent of an acceptance rate."""
 
 
 def learn(learned: LearnedState, delta: Delta, *, now: float) -> LearnedState:
@@ -55,7 +42,7 @@ def learn(learned: LearnedState, delta: Delta, *, now: float) -> LearnedState:
             "traffic": tuple(_traffic(learned.traffic, delta)),
             "prefill": _prefill(learned.prefill, delta),
             "wander": _wander(learned, delta),
-            "load": _load(learned.load, delta, now),
+            "load": observed_load(learned.load, delta, now),
         }
     )
 
@@ -67,7 +54,7 @@ def learn_parked(learned: LearnedState, draft: str, delta: Delta, now: float) ->
     """
     if not draft or draft == learned.draft or not (delta.acceptance or delta.siblings or delta.requests or delta.steps):
         return learned
-    known = next((parked for parked in learned.parked if parked.draft == draft), DraftEstimates(draft=draft))
+    known = next((parked for parked in learned.parked if parked.draft == draft), stored.DraftEstimates(draft=draft))
     own = learned.model_copy(update={"acceptance": known.acceptance, "requests": known.requests, "costs": known.costs})
     drafted = replace(delta, steps={key: moments for key, moments in delta.steps.items() if key.draft_passes})
     updated = known.model_copy(update=_of_draft(own, drafted, now))
@@ -81,26 +68,22 @@ def learn_first_reports(
 
     Workers time steps before they serve. These count for few steps, and their made-up text says nothing of acceptance.
     """
-    of_draft = [report for report in reports if report.plan.buckets == found]
-    measured = summed(
+    measured = counters.summed(
         (CellKey.of(cell), Moments.of_cell(cell))
-        for report in of_draft
+        for report in reports
         for cell in report.steps
+        if report.plan.buckets == found
         if cell.count >= TUNING.min_samples / 2 and cell.t > LEAST_SECONDS * cell.count and not cell.prefill
         if not cell.draft_passes or report.draft.hash == learned.draft
     )
-    known, fresh = {CellKey.of(cell) for cell in learned.costs}, []
-    for key, moments in measured.items():
-        if key not in known:
-            light = moments.times(min(1.0, 3 * TUNING.min_samples / moments.count))
-            values = light.with_emitted(0.0).values if key.draft_passes else light.values
-            made_up = light.count if key.draft_passes else 0.0
-            fresh.append(StepTimeCell(**key._asdict(), values=values, at=now, made_up=made_up))
-    costs = tuple(sorted((*learned.costs, *fresh), key=CellKey.of))
-    return learned.model_copy(update={"costs": costs}) if fresh else learned
-
-
-# --- drafts -------------------------------------------------------------------------------------------------------
+    costs = {CellKey.of(cell): cell for cell in learned.costs}
+    for key in measured.keys() - costs.keys():
+        light = measured[key].times(min(1.0, 3 * TUNING.min_samples / measured[key].count))
+        values = light.with_emitted(0.0).values if key.draft_passes else light.values
+        made_up = light.count if key.draft_passes else 0.0
+        costs[key] = StepTimeCell(**key._asdict(), values=values, at=now, made_up=made_up)
+    is_same = len(costs) == len(learned.costs)
+    return learned if is_same else learned.model_copy(update={"costs": tuple(costs[key] for key in sorted(costs))})
 
 
 def _of_draft(learned: LearnedState, delta: Delta, now: float) -> dict[str, object]:
@@ -117,7 +100,7 @@ def _with_draft(learned: LearnedState, draft: str) -> LearnedState:
     Step times without draft passes stay. After a pause, tests for change points and hourly limits begin again.
     """
     again = {"changed_at": 0.0}
-    old = DraftEstimates(
+    old = stored.DraftEstimates(
         draft=learned.draft,
         acceptance=tuple(c.model_copy(update={**again, "new_hits": 0.0, "new_total": 0.0}) for c in learned.acceptance),
         requests=learned.requests,
@@ -126,7 +109,7 @@ def _with_draft(learned: LearnedState, draft: str) -> LearnedState:
     )
     if old.draft and (old.acceptance or old.requests or old.costs or old.rows):
         learned = _with_parked(learned, old)
-    new = next((parked for parked in learned.parked if parked.draft == draft), DraftEstimates(draft=draft))
+    new = next((parked for parked in learned.parked if parked.draft == draft), stored.DraftEstimates(draft=draft))
     plain = (cell for cell in learned.costs if not cell.draft_passes)
     return learned.model_copy(
         update={
@@ -140,26 +123,24 @@ def _with_draft(learned: LearnedState, draft: str) -> LearnedState:
     )
 
 
-def _with_parked(learned: LearnedState, estimates: DraftEstimates) -> LearnedState:
+def _with_parked(learned: LearnedState, estimates: stored.DraftEstimates) -> LearnedState:
     others = (parked for parked in learned.parked if parked.draft != estimates.draft)
     return learned.model_copy(update={"parked": (estimates, *others)[:MAX_PARKED_DRAFTS]})
-
-
-# --- acceptance ---------------------------------------------------------------------------------------------------
 
 
 def _acceptance(learned: LearnedState, delta: Delta, now: float) -> Iterable[AcceptanceCell]:
     effects = {task: design_effect(learned, task) for task, _ in (*delta.acceptance, *delta.siblings)}
     cells: dict[Key, AcceptanceCell] = {(cell.task, cell.depth, cell.parent): cell for cell in learned.acceptance}
     fresh: dict[Key, Hits] = {(*at, "main"): hits for at, hits in delta.acceptance.items() if hits.total > 0}
-    _doubt_deeper(cells, fresh, effects, now)
+    now_and_recent = now, now - _recent_seconds(delta)
+    _doubt_deeper(cells, fresh, effects, *now_and_recent)
     fresh |= {(*at, "sibling"): hits for at, hits in delta.siblings.items() if hits.total > 0}
-    cells |= {key: _updated(key, cells.get(key), hits, effects[key[0]], now) for key, hits in fresh.items()}
+    cells |= {key: _updated(key, cells.get(key), hits, effects[key[0]], *now_and_recent) for key, hits in fresh.items()}
     return (cells[key] for key in sorted(cells))
 
 
 def _doubt_deeper(
-    cells: dict[Key, AcceptanceCell], fresh: Mapping[Key, Hits], effects: Mapping[str, float], now: float
+    cells: dict[Key, AcceptanceCell], fresh: Mapping[Key, Hits], effects: Mapping[str, float], now: float, recent: float
 ) -> None:
     """Reduce the depths below one whose acceptance has changed to the weight of a draft.
 
@@ -167,7 +148,7 @@ def _doubt_deeper(
     """
     changed: dict[str, int] = {}
     for (task, depth, parent), hits in fresh.items():
-        evidence = _evidence(cells.get((task, depth, parent)), hits, effects[task], now)
+        evidence = _evidence(cells.get((task, depth, parent)), hits, effects[task], now, recent)
         if rate_changed(*apart(*evidence), effects[task]):
             changed[task] = min(depth, changed.get(task, depth))
     for key, cell in cells.items():
@@ -177,19 +158,26 @@ def _doubt_deeper(
             cells[key] = cell.model_copy(update={**values, "total": 1.0, "ranks": ranks})
 
 
-def _evidence(known: AcceptanceCell | None, fresh: Hits, effect: float, now: float) -> tuple[Hits, Hits, Hits, float]:
-    """Return the known counts, their new part, those of this poll, and the share of the known ones that stays."""
-    before = Hits(known.hits, known.total, known.ranks) if known else NO_HITS
-    recent = known is not None and now - known.at < TUNING.recent_seconds
-    gathered = Hits(known.new_hits, known.new_total) if known and recent else NO_HITS
-    keep = kept_share(fresh.total, now - known.at if known else 0, TUNING.half_life_drafts * effect)
-    return before, gathered, fresh, keep
+def _evidence(
+    known: AcceptanceCell | None, fresh: Hits, effect: float, now: float, recent: float
+) -> tuple[Hits, Hits, Hits, float]:
+    """Return the known counts, their new part, those of this poll, and the share of the known ones that stays.
+
+    Counts are new if the last ones came after ``recent``.
+    """
+    if known is None:
+        return counters.NO_HITS, counters.NO_HITS, fresh, 1.0
+    gathered = Hits(known.new_hits, known.new_total) if known.at > recent else counters.NO_HITS
+    keep = kept_share(fresh.total, now - known.at, TUNING.half_life_drafts * effect)
+    return Hits(known.hits, known.total, known.ranks), gathered, fresh, keep
 
 
-def _updated(key: Key, known: AcceptanceCell | None, fresh: Hits, effect: float, now: float) -> AcceptanceCell:
-    after, new, changed = joined(*_evidence(known, fresh, effect, now), partial(rate_changed, effect=effect))
+def _updated(
+    key: Key, known: AcceptanceCell | None, fresh: Hits, effect: float, now: float, recent: float
+) -> AcceptanceCell:
+    after, new, changed = joined(*_evidence(known, fresh, effect, now, recent), partial(rate_changed, effect=effect))
     # New evidence that did not contradict the older within these drafts is no longer counted apart.
-    new = new if new.total < TUNING.prior_drafts * TUNING.prior_effect * effect else NO_HITS
+    new = new if new.total < TUNING.prior_drafts * TUNING.prior_effect * effect else counters.NO_HITS
     return AcceptanceCell(
         task=key[0],
         depth=key[1],
@@ -212,48 +200,26 @@ def _ranks(counts: Iterable[float]) -> tuple[float, ...]:
     return tuple(rounded)
 
 
-# --- requests, traffic and load -----------------------------------------------------------------------------------
-
-
-def _requests(known: Iterable[RequestCell], delta: Delta) -> Iterable[RequestCell]:
-    cells = {cell.task: RequestSums(*cell.sums) for cell in known}
+def _requests(known: Iterable[stored.RequestCell], delta: Delta) -> Iterable[stored.RequestCell]:
+    cells = {cell.task: counters.RequestSums(*cell.sums) for cell in known}
     for task, fresh in delta.requests.items():
-        cells[task] = cells.get(task, NO_REQUESTS).times(0.5 ** (fresh.n / TUNING.half_life_requests)).plus(fresh)
+        cells[task] = (
+            cells.get(task, counters.NO_REQUESTS).times(0.5 ** (fresh.n / TUNING.half_life_requests)).plus(fresh)
+        )
     for task in sorted(cells):
         n, a, d, aa, ad, dd = map(short, cells[task])
-        yield RequestCell(task=task, sums=(n, a, d, aa, ad, dd))
+        yield stored.RequestCell(task=task, sums=(n, a, d, aa, ad, dd))
 
 
-def _traffic(known: Iterable[TrafficCell], delta: Delta) -> Iterable[TrafficCell]:
+def _traffic(known: Iterable[stored.TrafficCell], delta: Delta) -> Iterable[stored.TrafficCell]:
     """Yield the traffic by task. All tasks decay by the requests of all, so that a task without requests fades out."""
-    cells = {cell.task: TrafficSums(*cell.sums) for cell in known}
+    cells = {cell.task: counters.TrafficSums(*cell.sums) for cell in known}
     count = sum(max(0.0, fresh.arrivals, fresh.finished) for fresh in delta.traffic.values())
     keep = kept_share(count, delta.seconds, TUNING.half_life_requests) if count else 1.0
     for task in sorted({*cells, *delta.traffic}):
-        sums = cells.get(task, NO_TRAFFIC).times(keep).plus(delta.traffic.get(task, NO_TRAFFIC))
+        sums = cells.get(task, counters.NO_TRAFFIC).times(keep).plus(delta.traffic.get(task, counters.NO_TRAFFIC))
         arrivals, finished, prompt, cached, output = (short(max(0.0, value)) for value in sums)
-        yield TrafficCell(task=task, sums=(arrivals, finished, prompt, cached, output))
-
-
-def _load(known: LoadState, delta: Delta, now: float) -> LoadState:
-    """Return the load of this poll, or ``known`` if the poll had few steps and they took less than a second."""
-    decoding = {key: moments for key, moments in delta.steps.items() if not key.prefill}
-    count = sum(moments.count for moments in decoding.values())
-    if count < TUNING.min_samples and sum(moments.seconds for moments in decoding.values()) < 1:
-        return known
-    by_context: dict[int, float] = {}
-    for key, moments in decoding.items():
-        by_context[key.context_bucket] = by_context.get(key.context_bucket, 0) + moments.seconds
-    tasks = {task: hits.total for (task, depth), hits in delta.acceptance.items() if depth == 1}
-    return LoadState(
-        sequences=short(sum(moments.x[_SEQUENCES] for moments in decoding.values()) / count),
-        context_bucket=max(by_context, key=by_context.__getitem__),
-        task=max(tasks, key=tasks.__getitem__) if tasks else known.task,
-        at=now,
-    )
-
-
-# --- step times ---------------------------------------------------------------------------------------------------
+        yield stored.TrafficCell(task=task, sums=(arrivals, finished, prompt, cached, output))
 
 
 def _step_times(learned: LearnedState, delta: Delta, now: float) -> Iterable[StepTimeCell]:
@@ -261,17 +227,19 @@ def _step_times(learned: LearnedState, delta: Delta, now: float) -> Iterable[Ste
     cells = {CellKey.of(cell): cell for cell in learned.costs}
     for key, fresh in delta.steps.items():
         if not key.prefill and fresh.count > 0 and fresh.seconds > LEAST_SECONDS * fresh.count:
-            cells[key] = _step_time(cells.get(key), key, fresh, now, learned.wander)
+            cells[key] = _step_time(cells.get(key), key, fresh, now, learned.wander, now - _recent_seconds(delta))
     return (cells[key] for key in sorted(cells))
 
 
-def _step_time(known: StepTimeCell | None, key: CellKey, fresh: Moments, now: float, wander: float) -> StepTimeCell:
-    before = Moments(known.values) if known else fresh.times(0)
-    is_recent = known is not None and known.new_values and now - known.at < TUNING.recent_seconds
-    gathered = Moments(known.new_values) if known and is_recent else fresh.times(0)
+def _step_time(
+    known: StepTimeCell | None, key: CellKey, fresh: Moments, now: float, wander: float, recent: float
+) -> StepTimeCell:
+    known = known or StepTimeCell(**key._asdict(), values=fresh.times(0).values, at=now, polls=0)
+    before, is_recent = Moments(known.values), known.new_values and known.at > recent
+    gathered = Moments(known.new_values) if is_recent else fresh.times(0)
     # Where means wander by more than twice the model's error, an estimate must cover more polls.
     stretch = max(1.0, wander / (2 * TUNING.model_error) ** 2)
-    keep = kept_share(fresh.count, now - known.at if known else 0, TUNING.half_life_steps) ** (1 / stretch)
+    keep = kept_share(fresh.count, now - known.at, TUNING.half_life_steps) ** (1 / stretch)
     after, new, changed = joined(before, gathered, fresh, keep, partial(time_changed, wander=wander))
     left = max(0.0, after.count - fresh.count) / before.count if before.count > 0 else 0.0
     return StepTimeCell(
@@ -279,10 +247,15 @@ def _step_time(known: StepTimeCell | None, key: CellKey, fresh: Moments, now: fl
         values=shorts(after.values),
         at=now,
         new_values=shorts(new.values) if new.count < TUNING.min_samples else (),
-        polls=short(1 + left * known.polls) if known else 1.0,
-        changed_at=now if changed else known.changed_at if known else 0,
-        made_up=short(left * known.made_up) if known else 0,
+        polls=short(1 + left * known.polls),
+        changed_at=now if changed else known.changed_at,
+        made_up=short(left * known.made_up),
     )
+
+
+def _recent_seconds(delta: Delta) -> float:
+    """Return how long evidence is new: at least three polls, however long they are."""
+    return max(TUNING.recent_seconds, 3 * delta.seconds)
 
 
 def _wander(learned: LearnedState, delta: Delta) -> float:
@@ -313,9 +286,8 @@ def _excess(before: Moments, fresh: Moments) -> float:
 
 def _prefill(known: tuple[float, ...], delta: Delta) -> tuple[float, ...]:
     """Return the moments of all steps with prefill together."""
-    fresh = [moments for key, moments in delta.steps.items() if key.prefill and moments.count > 0]
-    if not fresh:
-        return known
-    total = reduce(Moments.plus, fresh)
-    before = Moments(known) if known else total.times(0)
-    return shorts(before.times(0.5 ** (total.count / TUNING.half_life_steps)).plus(total).values)
+    total = Moments(known) if known else None
+    for moments in (moments for key, moments in delta.steps.items() if key.prefill and moments.count > 0):
+        keep = 0.5 ** (moments.count / TUNING.half_life_steps)
+        total = total.times(keep).plus(moments) if total else moments
+    return shorts(total.values) if total else ()

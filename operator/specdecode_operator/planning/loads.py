@@ -6,8 +6,11 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from specdecode_operator.planning.estimates import short
+from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LoadState, StepTimeCell
 from specdecode_operator.telemetry.counters import Moments
+from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES, Buckets
 
 CONTEXT_EDGES = (1024, 8192)
@@ -58,6 +61,24 @@ def typical(costs: Iterable[StepTimeCell], found: Buckets, concurrency: int, con
 def present_row(load: LoadState, found: Buckets) -> tuple[int, int]:
     """Return the buckets (concurrency, context) of the last observed load."""
     return bucket_of(found.concurrency, load.sequences), min(load.context_bucket, len(found.context))
+
+
+def observed_load(known: LoadState, delta: Delta, now: float) -> LoadState:
+    """Return the load of this poll, or ``known`` if the poll had few steps and they took less than a second."""
+    decoding = {key: moments for key, moments in delta.steps.items() if not key.prefill}
+    count = sum(moments.count for moments in decoding.values())
+    if count < TUNING.min_samples and sum(moments.seconds for moments in decoding.values()) < 1:
+        return known
+    by_context: dict[int, float] = {}
+    for key, moments in decoding.items():
+        by_context[key.context_bucket] = by_context.get(key.context_bucket, 0) + moments.seconds
+    tasks = {task: hits.total for (task, depth), hits in delta.acceptance.items() if depth == 1}
+    return LoadState(
+        sequences=short(sum(moments.x[_SEQUENCES] for moments in decoding.values()) / count),
+        context_bucket=max(by_context, key=by_context.__getitem__),
+        task=max(tasks, key=tasks.__getitem__) if tasks else known.task,
+        at=now,
+    )
 
 
 def bucket_text(found: Buckets, concurrency: int, context: int) -> str:

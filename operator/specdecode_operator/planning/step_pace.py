@@ -15,9 +15,9 @@ from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import bounds_of, follows
 from specdecode_operator.planning.workload import (
     Objective,
+    Prompt,
     Request,
     mix_requests,
-    prompt_of,
     prompt_token_seconds,
     tasks_at,
 )
@@ -76,7 +76,13 @@ class Pace:
 
 
 def pace(
-    speculation: SpeculationSpec, learned: LearnedState, found: Buckets, request: Request, *, kv_tokens: float | None
+    speculation: SpeculationSpec,
+    learned: LearnedState,
+    found: Buckets,
+    request: Request,
+    prompt: Prompt,
+    *,
+    kv_tokens: float | None,
 ) -> Pace | None:
     """Return the step model, or None while no step was timed."""
     times = StepTimeModel.fit(learned.costs, learned.wander)
@@ -90,7 +96,7 @@ def pace(
         times,
         found,
         rows,
-        Objective.of(speculation.objective, prompt_of(learned)),
+        Objective.of(speculation.objective, prompt),
         kv_tokens,
         prompt_token_seconds(learned, times),
         request.context,

@@ -22,6 +22,7 @@ from specdecode_worker.contract import FEATURES, OTHER_TASK, EngineConfig, TreeS
 STEPS_AHEAD = 2
 """Worst-case steps of every sequence for which the engine reserves cache."""
 STEP_TOKENS = EngineConfig().max_num_batched_tokens
+"""Tokens that one step reads at most, unless spec.workers.maxNumBatchedTokens says otherwise."""
 _PREFILL_TOKENS = FEATURES.index("prefill_tokens")
 
 
@@ -147,12 +148,12 @@ def request_of(learned: LearnedState) -> Request | None:
     return Request(read, output, total.prompt_tokens / total.arrivals + output / 2)
 
 
-def prompt_of(learned: LearnedState, step_tokens: int = STEP_TOKENS) -> Prompt:
+def prompt_of(learned: LearnedState, step_tokens: int | None = None) -> Prompt:
     """Return the steps and seconds that reading the mean prompt takes, at most ``step_tokens`` in one step."""
     times, request = StepTimeModel.fit(learned.costs, learned.wander), request_of(learned)
     if times is None or request is None:
         return Prompt()
-    steps = max(1, math.ceil(request.prompt / step_tokens))
+    steps = max(1, math.ceil(request.prompt / (step_tokens or STEP_TOKENS)))
     return Prompt(steps, request.prompt / steps * prompt_token_seconds(learned, times))
 
 

@@ -60,6 +60,16 @@ def test_a_step_of_acceptance_is_followed_within_1000_drafts_or_30_seconds(draft
     assert learned.acceptance[0].hits / learned.acceptance[0].total == pytest.approx(0.6, abs=0.05)
 
 
+@pytest.mark.parametrize("poll", [5.0, 15.0, 60.0])
+def test_evidence_gathers_over_polls_of_any_length(poll: float) -> None:
+    """Fourteen drafts a poll contradict nothing by themselves."""
+    learned = LearnedState(draft="d", acceptance=chances(0.8, depth=1, total=2000))
+    for index in range(1, 5):
+        delta = Delta(draft="d", acceptance={("other", 1): Hits(4, 14)}, seconds=poll)
+        learned = learn(learned, delta, now=1000 + poll * index)
+    assert learned.acceptance[0].changed_at > 0
+
+
 def test_a_batch_that_contradicts_the_estimate_wins_at_once() -> None:
     learned = LearnedState(draft="d")
     for index, rate in enumerate([0.9] * 40 + [0.5]):

@@ -20,7 +20,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(("state", "shape", "is_trial"), product(ROWS, (DRAFTS, PLAIN), (False, True)))
+@pytest.mark.parametrize(("state", "shape", "is_trial"), [*product(ROWS, (DRAFTS, PLAIN), (False, True))])
 def test_every_transition(state: type[Steady], shape: TreeShape, is_trial: bool) -> None:
     row = ROWS[state]
     assert type(state_of(row, 200.0)) is state

@@ -293,7 +293,7 @@ def test_a_trial_in_vain_is_repeated_later_each_time_within_an_hour() -> None:
 
 def test_each_change_of_the_hour_makes_a_trial_dearer() -> None:
     def tries(p: float, changes: int) -> bool:
-        quiet = spec(explorePercent=0, hysteresis={"minDwellSeconds": 0})
+        quiet = spec(explorePercent=0, hysteresis={"minDwellSeconds": 0, "maxChangesPerHour": 60})
         row = RowState(concurrency=0, context=0, task="other", depth=3, since=1, moves=(4900.0,) * changes)
         timed = tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3))
         learned = LearnedState(acceptance=chances(p), costs=timed, rows=(row,), load=LoadState(at=5000))
