@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
-from specdecode_operator.planning.row_states import Probe, Trial, dwell_seconds, next_row, outdated_seconds, state_of
+from specdecode_operator.planning.row_states import Trial, dwell_seconds, next_row, outdated_seconds, state_of
 from specdecode_operator.planning.shape_search import NORMAL, Choice, Shapes, ShapeSearch
 from specdecode_operator.planning.tuning import HOUR_SECONDS, TUNING
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import TreeShape
 
 LOSES, SUSPENDED = "speculation loses against plain decoding; ", "the guards suspend speculation at this load; "
-OUTDATED, TRIAL = "a change point outdated the present shape; ", "a trial, to measure it; "
+OUTDATED = "a change point outdated the present shape; "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,8 @@ class LoadDecision:
             return list(self._to(group, now, best, "gain", OUTDATED if outdated else ""))
         trials = [other for other in others if self._trial_value(now, other) > 0]
         best = max(trials, key=lambda choice: self._bound(now, choice, TUNING.z), default=now)
-        return list(self._to(group, now, best, "probe" if now.is_plain else "trial", TRIAL, is_trial=True))
+        why = f"a trial, worth {100 * self._trial_value(now, best):.1f} % beyond the cost of its changes; "
+        return list(self._to(group, now, best, "probe" if now.is_plain else "trial", why, is_trial=True))
 
     def _after_trial(self) -> list[Change]:
         """Return the better of the timed shapes, once the shapes on trial were timed or their time is over."""
@@ -230,7 +231,7 @@ class LoadDecision:
     ) -> Iterator[Change]:
         """Yield the rows of ``group`` whose shape changes. The end of a trial is no change of its own."""
         after, gain = dict(best.shapes), math.expm1(self.search.gain(gain_over or now, best))
-        ends = any(isinstance(state_of(row, self.now), Trial | Probe) for row in group)
+        ends = any(isinstance(state_of(row, self.now), Trial) for row in group)
         for row in group:
             if after[row.task] != row.shape:
                 moved = next_row(row, after[row.task], self.now, is_trial=is_trial, counts=not ends)

@@ -103,7 +103,7 @@ class StepTimeModel:
         """Return the step time of every shape at one load. A step with more passes and tokens never takes less."""
         order = sorted(set(shapes))
         x = np.array([_with_drafting(features(load, *batch)) for batch in order])
-        spreads = ((x @ self.covariance) * x).sum(axis=1).tolist()
+        spreads = np.maximum(0.0, ((x @ self.covariance) * x).sum(axis=1)).tolist()
         lines = [max(self.floor, line) for line in (x @ np.array(self.coefficients)).tolist()]
         found = [self._estimate(load, *each) for each in zip(order, lines, spreads, strict=True)]
         return dict(zip(order, _rising(order, lines, found), strict=True))

@@ -143,3 +143,16 @@ def test_what_the_best_shape_has_is_worth_its_price_and_what_it_lacks_is_not() -
 def test_the_cache_bounds_the_nodes() -> None:
     search = search_of(LearnedState(acceptance=chances(0.9), costs=FULL), kv_tokens=4 * (500 + 2 * 3))
     assert max(shapes[0][1].nodes for shapes in search.best_by_passes()) == 3
+
+
+def test_what_the_spec_asks_for_counts_against_the_nodes() -> None:
+    """Siblings at the first depth are likelier than the deep nodes of the least chain."""
+    seen = tuple(cell.model_copy(update={"ranks": (600.0,)}) for cell in chances(0.3))
+    speculation = spec(depth={"min": 3, "max": 5}, tree={"topK": 2, "maxNodes": 5})
+    model = AcceptanceModel(LearnedState(acceptance=seen, costs=FULL), speculation)
+    rows, load = [RowState(concurrency=2, context=0, task="other", depth=3)], Load(4, 500)
+    assert times is not None
+    search = ShapeSearch(times, load, tasks_at(model, rows, load, None), Objective())
+    found = [step[1].path for step in search._by_survival(3)]
+    assert len(found) == 2, found
+    assert all(shapes[0][1].nodes <= 5 for shapes in search.best_by_passes())

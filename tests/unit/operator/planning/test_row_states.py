@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 
 import pytest
-from estimates import spec
+from estimates import cost, spec
 
 from specdecode_operator.planning.row_states import TRANSITIONS, Off, Probe, Steady, Trial, next_row, state_of, wakes_at
 from specdecode_operator.state.learned import LearnedState, RowState, parse_state, render_state
@@ -63,3 +64,18 @@ def test_rows_of_an_earlier_operator_are_read() -> None:
     assert type(state_of(row, 10.0)) is Off
     learned = LearnedState(uid="u", draft="d", rows=(row,))
     assert parse_state(render_state(learned), "u") == learned
+
+
+def test_step_times_of_an_earlier_operator_are_read() -> None:
+    """It also counted the minutes that steps came from."""
+    cells = [cost(1, depth, 0.03) for depth in (0, 3)]
+    learned = LearnedState(uid="u", draft="d", costs=tuple(cells))
+    old = {key: json.loads(text) for key, text in render_state(learned).items()}
+    assert sum("costs" in section for section in old.values()) == 2
+    for section in old.values():
+        for cell in section.get("costs", ()):
+            cell.update(spells=2.0, spell_at=900.0)
+    read = parse_state({key: json.dumps(section) for key, section in old.items()}, "u")
+    assert read is not None
+    assert read.costs
+    assert read == parse_state(render_state(learned), "u")
