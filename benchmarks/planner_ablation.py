@@ -1,15 +1,18 @@
-"""Measure what each rule and each group of constants of the planner is worth, in the simulator.
+"""Measure what each rule and each constant of the planner is worth, in the simulator.
 
-Each variant switches one rule off, or halves or doubles one group of constants, and runs ``ours`` and the constrained
-oracle on the same traces and seeds as the planner as it is. Results are stored run by run, so that a stopped command
-continues where it was.
+Each variant switches one rule off, or halves or doubles one constant, and runs ``ours`` and the constrained oracle on
+the same traces and seeds as the planner as it is. Results are stored run by run, so that a stopped command continues
+where it was.
 
     .venv/bin/python benchmarks/planner_ablation.py rules --jobs 2          # 25 traces, three seeds, one hour each
     .venv/bin/python benchmarks/planner_ablation.py constants --jobs 2      # six traces
+    .venv/bin/python benchmarks/planner_ablation.py rules --only "as it is" --first-seed 10 --seeds 10 --hours 4
     .venv/bin/python benchmarks/planner_ablation.py table                   # what is stored so far, as Markdown
+    .venv/bin/python benchmarks/planner_ablation.py compare --against /elsewhere/build/ablation    # another checkout's
 
 The columns of the table: time per token over the constrained oracle's (mean over traces, and the worst trace), plan
-changes an hour on stationary traces, and steps of acceptance that were answered in time.
+changes an hour on stationary traces, and steps of acceptance that were answered in time. ``compare`` prints the paired
+difference of "as it is" to the runs that another version of the planner stored.
 """
 
 from __future__ import annotations
@@ -20,21 +23,22 @@ import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import planner_candidate
-
-from specdecode_operator.planning import acceptance, learn, look, moves, options, rows, trials
+from specdecode_operator.planning import acceptance_model, estimates, learning, plan_rows
+from specdecode_operator.planning.decision_rule import LoadDecision
+from specdecode_operator.planning.tuning import TUNING, Tuning
 from specdecode_simulator.policies.registry import SCALERS
 from specdecode_simulator.records.recordings import library, nearest, tuned
-from specdecode_simulator.scoring.run import as_json, run_trace
+from specdecode_simulator.scoring.run import as_json, of_json, run_trace
 from specdecode_simulator.traces.catalogue import TRACES, named
 
 SIX_TRACES = ("steady-cpu-quiet", "acceptance-step", "task-mix", "load-swings", "steady-gpu-tasks", "mislabelled")
 BASE = "as it is"
 OURS, ORACLE = "ours", "constrained"
+PLANNING = "specdecode_operator.planning"
 assert OURS not in SCALERS
 
 # --- variants ---------------------------------------------------------------------------------------------------------
@@ -44,108 +48,48 @@ def set_everywhere(module: Any, name: str, value: object) -> None:
     """Replace a module's global, also where other modules of the planner have imported it."""
     before = getattr(module, name)
     for other in list(sys.modules.values()):
-        is_planner = getattr(other, "__name__", "").startswith("specdecode_operator.planning")
-        if is_planner and name in vars(other) and vars(other)[name] is before:
+        if getattr(other, "__name__", "").startswith(PLANNING) and vars(other).get(name) is before:
             setattr(other, name, value)
 
 
-def _fixed_patience(look_: Any, change: Any) -> Any:
-    """Return a stopped row with the shortest patience, however often speculation came back in vain."""
-    if change.row.depth:
-        return change
-    patience = max(float(look_.speculation.hysteresis.min_dwell_seconds), 1.0)
-    waiting = change.row.model_copy(update={"patience": patience, "off_until": look_.now + patience})
-    return replace(change, row=waiting)
+def set_tuning(**values: float) -> None:
+    """Replace constants of the planner."""
+    set_everywhere(sys.modules[f"{PLANNING}.tuning"], "TUNING", replace(TUNING, **values))
 
 
-def _rows_without_order(speculation: Any, learned: Any, found: Any) -> Any:
-    """Return rows that follow ``other``, but are not bounded by the row of the nearest lower load."""
-    original_size = rows._size
-    rows._size = lambda shape: (0, 0)  # type: ignore[assignment]  # min() then keeps the row's own shape
-    try:
-        yield from list(_rows_of(speculation, learned, found))
-    finally:
-        rows._size = original_size
-
-
-_rows_of = rows.rows_of
-
-
-def nothing(*_: object) -> list[Any]:
-    """Return no change."""
-    return []
+def _set_rule(name: str, result: object) -> Callable[[], None]:
+    return lambda: setattr(LoadDecision, name, lambda *_: result)
 
 
 RULES: dict[str, Callable[[], None]] = {
-    "stop": lambda: set_everywhere(moves, "_stopped", nothing),
-    "retreat": lambda: set_everywhere(moves, "_retreated", nothing),
-    "gain": lambda: set_everywhere(moves, "_improved", nothing),
-    "trial": lambda: set_everywhere(trials, "begun", nothing),
-    "probe": lambda: set_everywhere(trials, "probes", nothing),
-    "patience grows": lambda: (
-        set_everywhere(moves, "_patient", _fixed_patience),
-        set_everywhere(trials, "LONGEST_PATIENCE_SECONDS", trials.PATIENCE_SECONDS),
-    )[0],
-    "outdated": lambda: setattr(look.Look, "is_outdated", lambda self, row: False),
-    "order of loads": lambda: set_everywhere(rows, "rows_of", _rows_without_order),
-    "stay": lambda: set_everywhere(rows, "_staying", lambda busy, moved: iter(())),
-    "growth of the dwell": lambda: set_everywhere(look, "GROWTH", 1),
-    "design effect": lambda: set_everywhere(acceptance, "design_effect", lambda learned, task: 1.0),
-    "request variance": lambda: set_everywhere(options, "UNLIKE", 0.0),
-    "only timed depths": lambda: setattr(options.Options, "within_timed", lambda self: list(self.by_shapes)),
-    "doubt of deeper rates": lambda: set_everywhere(learn, "_doubted", lambda known, *_: known),
-    "change points of rates": lambda: set_everywhere(sys.modules[f"{PLANNING}.change"], "rate_changed", never),
-    "all of them: the candidate": lambda: set_everywhere(rows, "moves", planner_candidate.changes),
-    "change points of costs": lambda: set_everywhere(sys.modules[f"{PLANNING}.change"], "cost_changed", never),
+    "stop": _set_rule("_stopped", []),
+    "fewer passes": _set_rule("_fewer_passes", []),
+    "gain": _set_rule("_is_worth_it", False),
+    "trial": _set_rule("_trial_value", -1.0),
+    "outdated": _set_rule("_is_outdated", False),
+    "growth": lambda: set_tuning(growth=1.0),
+    "order of loads": lambda: set_everywhere(plan_rows, "_size", lambda shape: (0, 0)),
+    "stay": lambda: set_everywhere(plan_rows, "_staying", lambda busy, moved: iter(())),
+    "design effect": lambda: set_everywhere(acceptance_model, "design_effect", lambda learned, task: 1.0),
+    "request variance": lambda: set_tuning(request_spread=0.0),
+    "doubt of deeper rates": lambda: set_everywhere(learning, "_doubt_deeper", lambda *_: None),
+    "change points of rates": lambda: set_everywhere(estimates, "rate_changed", lambda *_, **__: False),
+    "change points of times": lambda: set_everywhere(estimates, "time_changed", lambda *_, **__: False),
 }
-PLANNING = "specdecode_operator.planning"
-
-
-def never(*_: object, **__: object) -> bool:
-    """Return False."""
-    return False
-
-
-GROUPS: dict[str, Sequence[tuple[str, str]]] = {
-    "patience": (("trials", "PATIENCE_SECONDS"), ("trials", "LONGEST_PATIENCE_SECONDS"),
-                 ("moves", "LONGEST_PATIENCE_SECONDS")),
-    "trial": (("trials", "TRIAL_GAIN"), ("trials", "LONGEST_TRIAL_SECONDS"), ("trials", "PROBE_SECONDS")),
-    "losses": (("moves", "LEAST_LOSS"), ("moves", "LEAST_LOSS_HELD_BACK")),
-    "presence": (("look", "ABSENT_SECONDS"), ("trials", "BUSY_SECONDS"), ("trials", "FRESH_SECONDS")),
-    "sweep": (("rows", "SWEEP_SECONDS"), ("rows", "LEAST_DRAFTS")),
-    "forgetting of rates": (("learn", "HALF_LIFE_DRAFTS"), ("learn", "HALF_LIFE_REQUESTS")),
-    "forgetting of traffic": (("learn", "HALF_LIFE_ARRIVALS"),),
-    "forgetting of steps": (("learn_steps", "HALF_LIFE_STEPS"),),
-    "forgetting by time": (("forgetting", "HALF_LIFE_SECONDS"), ("forgetting", "GATHER_SECONDS")),
-    "surprise": (("change", "SURPRISE"), ("change", "SURPRISE_OF_ALIKE")),
-    "contradiction": (("forgetting", "CONTRADICTED_WEIGHT"), ("learn", "DEEPER_WEIGHT")),
-    "priors of rates": (("acceptance", "DEPTH_WEIGHT"), ("acceptance", "TASK_WEIGHT"), ("acceptance", "RANK_WEIGHT")),
-    "design effect": (("acceptance", "PRIOR_EFFECT"), ("acceptance", "PRIOR_REQUESTS")),
-    "correlations": (("options", "ALIKE"), ("options", "UNLIKE")),
-    "misfit of step times": (("steptime", "MISFIT"), ("steptime", "DRIFT"), ("steptime", "CARRIED"),
-                             ("steptime", "DIFFERENCE_MISFIT")),
-    "weight of a cell": (("steptime", "OWN_WEIGHT"),),
-    "spells": (("learn_steps", "SPELL_SECONDS"), ("learn_steps", "WANDER_SHARE")),
-}  # fmt: skip
-
-
-def _scaled(group: str, factor: float) -> Callable[[], None]:
-    def apply() -> None:
-        for module, name in GROUPS[group]:
-            target = sys.modules[f"{PLANNING}.{module}"]
-            set_everywhere(target, name, getattr(target, name) * factor)
-
-    return apply
 
 
 def variants(kind: str) -> dict[str, Callable[[], None]]:
     """Return the variants of a kind by name, the planner as it is first."""
     base: dict[str, Callable[[], None]] = {BASE: lambda: None}
     if kind == "rules":
-        return base | {f"without {name}" if name != BASE else name: apply for name, apply in RULES.items()}
-    halves = {f"{group} x 0.5": _scaled(group, 0.5) for group in GROUPS}
-    doubles = {f"{group} x 2": _scaled(group, 2.0) for group in GROUPS}
-    return base | halves | doubles
+        return base | {f"without {name}": apply for name, apply in RULES.items()}
+    return base | {
+        f"{field.name} x {factor:g}": (
+            lambda name=field.name, by=factor: set_tuning(**{name: by * getattr(TUNING, name)})
+        )
+        for field in fields(Tuning)
+        for factor in (0.5, 2.0)
+    }
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -162,14 +106,22 @@ def run_variant(job: tuple[str, str, tuple[str, ...], Sequence[int], float, Path
             file = folder / f"{kind}-{hours:g}h" / _slug(name) / f"{trace}-{seed}.json"
             if file.exists():
                 continue
-            runs = {
-                policy: as_json(run) for policy, run in run_trace(trace, hours, seed, (OURS, ORACLE), shared, settings)
-            }
+            known = {ORACLE: oracle} if (oracle := _stored_oracle(file, trace, hours)) else {}
+            ran = run_trace(trace, hours, seed, (OURS, ORACLE), shared, settings, known)
+            runs = {policy: as_json(run) for policy, run in ran}
             file.parent.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(".part")
             part.write_text(json.dumps({"variant": name, "trace": trace, "seed": seed, "runs": runs}))
             part.rename(file)
     return name
+
+
+def _stored_oracle(file: Path, trace: str, hours: float) -> Any:
+    """Return the oracle's run of the planner as it is. On traces that scale it follows the variant's replicas."""
+    base = file.parent.parent / _slug(BASE) / file.name
+    if not base.exists() or named(trace, hours).family == "scaling":
+        return None
+    return of_json(json.loads(base.read_text())["runs"][ORACLE])
 
 
 def _slug(name: str) -> str:
@@ -227,22 +179,55 @@ def _row(folder: Path) -> dict[str, Any]:
     }
 
 
+def compare(folder: Path, other: Path) -> str:
+    """Return the paired difference of "as it is" between two stored planners, by kind and length."""
+    lines = ["| runs | pairs | mean | paired difference | worst trace | changes/h |", "|---|---|---|---|---|---|"]
+    for part in sorted(folder.iterdir()):
+        ours, theirs = (_row(each / part.name / _slug(BASE)) for each in (folder, other))
+        pairs = [
+            (_ratio(json.loads(file.read_text())), _ratio(json.loads(twin.read_text())))
+            for file in sorted((part / _slug(BASE)).glob("*.json"))
+            if (twin := other / part.name / _slug(BASE) / file.name).exists()
+        ]
+        gaps = [one - two for one, two in pairs]
+        mean = sum(gaps) / len(gaps)
+        error = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / max(1, len(gaps) - 1) / len(gaps))
+        lines.append(
+            f"| {part.name} | {len(pairs)} | {ours['mean']:.4f} against {theirs['mean']:.4f} "
+            f"| {mean:+.4f} ± {error:.4f} "
+            f"| {ours['worst']:.3f} {ours['on']} against {theirs['worst']:.3f} {theirs['on']} "
+            f"| {ours['changes']:.1f} against {theirs['changes']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _ratio(document: dict[str, Any]) -> float:
+    ours, oracle = (document["runs"][name]["figures"]["time_per_token"] for name in (OURS, ORACLE))
+    return float(ours / oracle)
+
+
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command of the command line."""
     parser = argparse.ArgumentParser(description="Measure what the rules and constants of the planner are worth.")
-    parser.add_argument("kind", choices=("rules", "constants", "table"))
+    parser.add_argument("kind", choices=("rules", "constants", "table", "compare"))
     parser.add_argument("--only", action="append", default=[], metavar="VARIANT", help="repeat for more")
+    parser.add_argument("--first-seed", type=int, default=0, help="seeds 10 to 19 are for final tables only")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--against", type=Path, help="folder of another planner's results, for compare")
     parser.add_argument("--keep", type=Path, default=Path("build/ablation"), help="folder of the results")
     args = parser.parse_args(None if arguments is None else list(arguments))
     if args.kind == "table":
         print(table(args.keep))
         return 0
+    if args.kind == "compare":
+        print(compare(args.keep, args.against))
+        return 0
+    seeds = tuple(range(args.first_seed, args.first_seed + args.seeds))
     traces = tuple(TRACES) if args.kind == "rules" else SIX_TRACES
     names = args.only or list(variants(args.kind))
-    jobs = [(args.kind, name, traces, tuple(range(args.seeds)), args.hours, args.keep) for name in names]
+    jobs = [(args.kind, name, traces, seeds, args.hours, args.keep) for name in names]
     # A process for each variant: a variant changes the planner's modules for good.
     with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
         for done, name in enumerate(pool.imap_unordered(run_variant, jobs, chunksize=1), start=1):

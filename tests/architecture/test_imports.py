@@ -50,7 +50,7 @@ def test_blocked_import_fails() -> None:
 
 
 def test_the_operator_imports_without_anything_of_the_worker_image() -> None:
-    heavy = {"torch", "numpy", "safetensors", "tokenizers", "fastapi", "uvicorn", "zmq", "triton"}
+    heavy = {"torch", "safetensors", "tokenizers", "fastapi", "uvicorn", "zmq", "triton"}
     done = blocking(
         heavy,
         """

@@ -133,7 +133,7 @@ def _moved(
     moved = planning.learn(learned, delta, now=now) if delta else planning.learn(learned, named, now=0)
     for other in others:
         moved = planning.learn_parked(moved, other.draft, other, now)
-    seeded = planning.meet(moved, _first_reports(observed), buckets, now=now)
+    seeded = planning.learn_first_reports(moved, _first_reports(observed), buckets, now=now)
     if delta is None:
         return seeded
     saved = seeded.saved_device_seconds + saved_seconds(delta, seeded.costs)

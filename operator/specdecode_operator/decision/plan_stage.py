@@ -79,7 +79,8 @@ def _choose(
         return Chosen(rows=learned.rows, swept_at=learned.swept_at), None
     max_num_seqs, cache = deployment.spec.workers.max_num_seqs, kv_tokens(observed)
     held_back = held_back_loads(observed, learned.plan)
-    basis = planning.basis_of(speculation, learned, buckets, max_num_seqs, cache, sorted(held_back))
+    step_tokens = deployment.spec.workers.max_num_batched_tokens
+    basis = planning.basis_of(speculation, learned, buckets, max_num_seqs, cache, sorted(held_back), step_tokens)
     known = observed.session.standing
     if planning.stands(known, basis, now):
         return planning.still(learned, now), known
@@ -91,7 +92,7 @@ def _choose(
         now=now,
         held_back=held_back,
         kv_tokens=cache,
-        prompt=planning.prompt_of(learned),
+        prompt=planning.prompt_of(learned, step_tokens),
     )
     return chosen, planning.standing(speculation, learned, chosen, basis, now)
 

@@ -179,10 +179,10 @@ def _capacity_inputs(deployment: Deployment, observed: Observation, learned: Lea
     speculation = deployment.spec.speculation
     cache = kv_tokens(observed)
     buckets = planning.buckets(deployment.spec.workers.max_num_seqs)
-    step_model = planning.pace(speculation, learned, buckets, request, kv_tokens=cache)
+    prompt = planning.prompt_of(learned, deployment.spec.workers.max_num_batched_tokens)
+    step_model = planning.pace(speculation, learned, buckets, request, prompt, kv_tokens=cache)
     if step_model is None:
         return None
-    prompt = planning.prompt_of(learned)
     mix = scaling.Mix(
         prompt_tokens=request.prompt,
         output_tokens=request.output,

@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from specdecode_operator.health.tuning import TUNING
-from specdecode_operator.planning.acceptance import effect_of
+from specdecode_operator.planning.acceptance_model import effect_of
 from specdecode_operator.state.learned import LearnedState, PodState, PodTaskState
 from specdecode_operator.telemetry.counters import NO_REQUESTS, CellKey, Hits, Moments, RequestSums
 from specdecode_operator.telemetry.deltas import Delta

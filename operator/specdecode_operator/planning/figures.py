@@ -4,35 +4,22 @@ Speed-up is the time that plain decoding would have taken for the decoded tokens
 loads. All decoding steps count: steps with a draft, plain steps where the plan or a guard runs plain decoding, and
 exploration. A cell is one kind of step: without prefill, one context bucket, one number of draft passes and one bucket
 of packed tokens. Each cell is compared with plain steps at the cell's mean number of sequences, interpolated between
-the plain cells of the same context (up to a factor 1.25 beyond the outermost). The time per token of one sequence is
+the plain cells of the same context (up to a factor 1.22 beyond the outermost). The time per token of one sequence is
 seconds x mean sequences / emitted tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import AcceptanceCell, StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Moments, RequestSums, TaskSums
 from specdecode_operator.telemetry.deltas import Delta, over
 from specdecode_operator.types import Figures, Speed, TaskFigures
 from specdecode_worker.contract import FEATURES
-
-LEAST_DRAFTS = 500
-"""Drafts in the window below which the fleet's acceptance is not shown: its standard error would exceed 2 %."""
-LEAST_TASK_DRAFTS = 50
-"""The same for one task. A task has fewer requests, and an error of 7 % still separates tasks."""
-LEAST_TASK_STEPS = 50
-"""Decoding steps of a task below which its speed-up is not shown, for the same reason."""
-LEAST_TOKENS = 500
-"""Decoded tokens in the window below which no speed-up is shown."""
-LEAST_COMPARED = 0.5
-"""Share of the window's tokens that must come from steps for which plain steps are known."""
-LEAST_PLAIN_STEPS = 8
-"""Plain steps of one kind in the window that are used instead of the remembered ones."""
-REACH = 1.25
-"""Factor in the number of sequences by which a comparison may leave the range of the known plain steps."""
 
 _SEQUENCES = FEATURES.index("sequences")
 
@@ -66,14 +53,9 @@ def figures(
     synthetic: bool,
     saved_device_seconds: float | None = None,
 ) -> Figures:
-    """Return the measurements over ``window``.
+    """Return the measurements over ``window``, oldest first.
 
-    Args:
-        window: Differences of the fleet's counters, oldest first.
-        costs: Remembered step times, used where the window has too few plain steps.
-        task_depths: Depth of the row in use, by task.
-        synthetic: Whether synthetic knobs distort the measurements of some worker.
-        saved_device_seconds: Running total to show; see ``saved_seconds``.
+    ``costs`` are used where the window has too few plain steps. ``task_depths`` are those of the rows in use.
     """
     total = over(window)
     overall = speedup(total.steps, costs)
@@ -97,13 +79,9 @@ def first_acceptance(cells: Iterable[AcceptanceCell]) -> float | None:
 
 
 def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> float | None:
-    """Return the speed-up of all decoding steps over plain decoding.
+    """Return the speed-up of all decoding steps over plain decoding, time counted for each sequence.
 
-    Time is counted for each sequence: a step of two sequences counts twice. Plain steps count with the time they took.
-
-    Returns:
-        None if fewer than LEAST_TOKENS tokens were decoded, or if plain steps are known for less than LEAST_COMPARED of
-        them.
+    None if few tokens were decoded, or if plain steps are known for less than half of them.
     """
     plain_seconds = seconds = tokens = compared = 0.0
     for cell in _compared(steps, costs):
@@ -113,20 +91,16 @@ def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> 
             compared += cell.moments.emitted
             seconds += taken
             plain_seconds += cell.plain_per_token * cell.moments.emitted if cell.key.draft_passes else taken
-    if tokens < LEAST_TOKENS or compared < LEAST_COMPARED * tokens or seconds <= 0:
+    if tokens < TUNING.fleet_samples or compared < tokens / 2 or seconds <= 0:
         return None
     return plain_seconds / seconds
 
 
 def saved_seconds(delta: Delta, costs: Iterable[StepTimeCell]) -> float:
-    """Return the seconds of worker time that speculation saved in ``delta``: (speed-up - 1) x time of its steps.
+    """Return the seconds of worker time that speculation saved in ``delta``; losses count negative.
 
-    For every kind of step with draft passes, the tokens that it emitted would have taken ``plain time per token x
-    tokens / sequences`` seconds of one worker. The time taken is subtracted from that. Steps that were slower than
-    plain decoding count negative. Plain steps, steps with prefill, and steps for which no plain steps are known do not
-    count.
-
-    A worker with several devices saves the result on each: multiply by the number of devices for device seconds.
+    The tokens of every kind of step with draft passes would have taken plain time per token x tokens / sequences
+    seconds of one worker. A worker with several devices saves the result on each.
     """
     saved = 0.0
     for cell in _compared(delta.steps, costs):
@@ -137,7 +111,8 @@ def saved_seconds(delta: Delta, costs: Iterable[StepTimeCell]) -> float:
 
 def interpolated(points: list[Point], sequences: float) -> float | None:
     """Return the seconds per token at ``sequences`` between ``points`` in rising order, or None if too far outside."""
-    if not points or not points[0].sequences / REACH <= sequences <= points[-1].sequences * REACH:
+    reach = math.sqrt(TUNING.load_ratio)
+    if not points or not points[0].sequences / reach <= sequences <= points[-1].sequences * reach:
         return None
     below = max((point for point in points if point.sequences <= sequences), default=points[0])
     above = min((point for point in points if point.sequences >= sequences), default=points[-1])
@@ -164,7 +139,7 @@ def _plain_per_token(
         if key.prefill or key.draft_passes or key.context_bucket != context:
             continue
         fresh = steps.get(key)
-        moments = fresh if fresh and fresh.count >= LEAST_PLAIN_STEPS else remembered.get(key, fresh)
+        moments = fresh if fresh and fresh.count >= TUNING.min_samples else remembered.get(key, fresh)
         if moments and moments.count >= 1 and moments.emitted >= 1:
             mean = moments.mean_of(_SEQUENCES)
             points.append(Point(mean, moments.seconds * mean / moments.emitted))
@@ -172,7 +147,7 @@ def _plain_per_token(
 
 
 def _speed(total: Delta) -> Speed | None:
-    if total.drafts < LEAST_DRAFTS or total.draft_tokens <= 0:
+    if total.drafts < TUNING.fleet_samples or total.draft_tokens <= 0:
         return None
     return Speed(
         acceptance_rate=total.accepted_tokens / total.draft_tokens,
@@ -200,28 +175,18 @@ def _tasks(total: Delta, depths: Mapping[str, int], overall: float | None) -> di
 def _task(
     requests: RequestSums | None, sums: TaskSums | None, depth: int, speedup_per_token: float | None
 ) -> TaskFigures:
-    """Return the measurements of one task.
+    """Return the measurements of one task, whose row has ``depth``.
 
-    The speed-up of a task is the fleet's speed-up x the task's tokens per step / the fleet's tokens per step: sequences
-    of all tasks run in the same steps, so that a task's time per token is the fleet's step time over the task's tokens
-    per step, and plain decoding takes every task the same time per token. Tokens per step count plain steps too. The
-    mean over tasks, weighted by their steps, is the fleet's speed-up. The formula assumes that the tasks share the
-    steps of the window evenly; it does not see that one task ran at a quieter time than another.
-
-    Args:
-        requests: Sums over the task's finished requests; acceptance is computed from these.
-        sums: Decoding steps and latencies.
-        depth: Depth of the task's row, by which accepted tokens per draft are divided.
-        speedup_per_token: The fleet's speed-up over its tokens per step.
+    Tasks share steps, so a task's speed-up is the fleet's x the task's tokens per step / the fleet's tokens per step.
     """
-    drafted = requests is not None and requests.d >= LEAST_TASK_DRAFTS
+    drafted = requests is not None and requests.d >= TUNING.fleet_samples / 10
     accepted = requests.a / requests.d if requests is not None and drafted else None
     acceptance = None if accepted is None else (min(1.0, accepted / depth) if depth else 0.0)
     length = None if accepted is None else 1 + accepted
     if sums is None:
         return TaskFigures(acceptance_rate=acceptance, accepted_length=length)
     gain = None
-    if speedup_per_token is not None and sums.decode_steps >= LEAST_TASK_STEPS:
+    if speedup_per_token is not None and sums.decode_steps >= TUNING.fleet_samples / 10:
         gain = speedup_per_token * sums.decode_tokens / sums.decode_steps
     return TaskFigures(
         acceptance_rate=acceptance,

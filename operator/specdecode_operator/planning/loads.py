@@ -1,70 +1,88 @@
-"""Loads: the buckets of a plan, and what a typical step in each of them looks like."""
+"""Loads: the buckets of a plan, and the typical step in each of them."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from specdecode_operator.planning.estimates import short
+from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LoadState, StepTimeCell
 from specdecode_operator.telemetry.counters import Moments
+from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES, Buckets
 
 CONTEXT_EDGES = (1024, 8192)
-"""The same for every deployment: remembered cells stay comparable when a spec changes."""
-
-MOST_CONTEXT = 1e8
-"""Tokens of one sequence that nobody has: a report may say anything."""
-
+"""Edges of the context buckets, in tokens. They are fixed, so that stored step times stay comparable."""
 _TYPICAL_CONTEXT = (512.0, 4096.0, 12288.0)
+_MAX_CONTEXT = 1e8
 _SEQUENCES = FEATURES.index("sequences")
 _KV_TOKENS = FEATURES.index("kv_tokens")
 
 
 class Load(NamedTuple):
-    """One bucket's typical step."""
+    """The typical step of one bucket."""
 
     sequences: float
     context_tokens: float
     """KV tokens of one sequence."""
+    context: int = 0
+    """Context bucket."""
 
 
 def buckets(max_num_seqs: int) -> Buckets:
-    """Concurrency edges at powers of two below the most a worker runs; the last bucket ends at that."""
-    edges = [1]
-    while edges[-1] * 2 < max_num_seqs:
-        edges.append(edges[-1] * 2)
-    return Buckets(concurrency=tuple(edges), context=CONTEXT_EDGES)
+    """Return concurrency edges at powers of two below ``max_num_seqs``, where the last bucket ends."""
+    return Buckets(
+        concurrency=tuple(1 << power for power in range(max(1, (max_num_seqs - 1).bit_length()))),
+        context=CONTEXT_EDGES,
+    )
 
 
 def bucket_of(edges: tuple[int, ...], value: float) -> int:
-    """Index of the bucket that holds ``value``: upper edges are inclusive, the last bucket is open."""
-    return sum(value > edge for edge in edges)
+    """Return the index of the bucket of ``value``. Upper edges are inclusive, the last bucket is open."""
+    return bisect_left(edges, value)
 
 
 def typical(costs: Iterable[StepTimeCell], found: Buckets, concurrency: int, context: int, max_num_seqs: int) -> Load:
-    """What was measured in the bucket; where nobody has been, its upper edge and a middling context."""
+    """Return the mean step measured in a bucket, or its upper edge and a middling context if there is none."""
     low = found.concurrency[concurrency - 1] if concurrency else 0
     high = found.concurrency[concurrency] if concurrency < len(found.concurrency) else max_num_seqs
-    inside = [
-        moments
-        for cell in costs
-        if cell.context_bucket == context and low < (moments := Moments(cell.values)).mean_of(_SEQUENCES) <= high
-    ]
+    cells = (Moments(cell.values) for cell in costs if cell.context_bucket == context)
+    inside = [moments for moments in cells if low < moments.mean_of(_SEQUENCES) <= high]
     count = sum(moments.count for moments in inside)
     if count < 1:
-        return Load(float(max(low + 1, high)), _TYPICAL_CONTEXT[min(context, len(_TYPICAL_CONTEXT) - 1)])
+        return Load(float(max(low + 1, high)), _TYPICAL_CONTEXT[min(context, len(_TYPICAL_CONTEXT) - 1)], context)
     sequences = sum(moments.x[_SEQUENCES] for moments in inside)
-    context_tokens = min(MOST_CONTEXT, sum(moments.x[_KV_TOKENS] for moments in inside) / max(count, sequences))
-    return Load(max(1.0, sequences / count), context_tokens)
+    context_tokens = min(_MAX_CONTEXT, sum(moments.x[_KV_TOKENS] for moments in inside) / max(count, sequences))
+    return Load(max(1.0, sequences / count), context_tokens, context)
 
 
 def present_row(load: LoadState, found: Buckets) -> tuple[int, int]:
-    """Indices (concurrency, context) of the row at the load that was seen last."""
+    """Return the buckets (concurrency, context) of the last observed load."""
     return bucket_of(found.concurrency, load.sequences), min(load.context_bucket, len(found.context))
 
 
+def observed_load(known: LoadState, delta: Delta, now: float) -> LoadState:
+    """Return the load of this poll, or ``known`` if the poll had few steps and they took less than a second."""
+    decoding = {key: moments for key, moments in delta.steps.items() if not key.prefill}
+    count = sum(moments.count for moments in decoding.values())
+    if count < TUNING.min_samples and sum(moments.seconds for moments in decoding.values()) < 1:
+        return known
+    by_context: dict[int, float] = {}
+    for key, moments in decoding.items():
+        by_context[key.context_bucket] = by_context.get(key.context_bucket, 0) + moments.seconds
+    tasks = {task: hits.total for (task, depth), hits in delta.acceptance.items() if depth == 1}
+    return LoadState(
+        sequences=short(sum(moments.x[_SEQUENCES] for moments in decoding.values()) / count),
+        context_bucket=max(by_context, key=by_context.__getitem__),
+        task=max(tasks, key=tasks.__getitem__) if tasks else known.task,
+        at=now,
+    )
+
+
 def bucket_text(found: Buckets, concurrency: int, context: int) -> str:
-    """A row's load in words, for decisions."""
+    """Return the name of a load, for decisions."""
     return f"concurrency {_range(found.concurrency, concurrency)}, context {_range(found.context, context)}"
 
 

@@ -67,10 +67,6 @@ class StepTimeCell(Stored):
     """The newest steps apart, until there are enough to test whether they contradict the older ones."""
     polls: float = 1
     """Decayed number of polls that the steps came from."""
-    spells: float = 1
-    """Decayed number of minutes that the steps came from. Steps of one minute share the machine's disturbances."""
-    spell_at: float = 0
-    """Start of the latest of these minutes."""
     changed_at: float = 0
     """Time when new steps last contradicted the older ones."""
     made_up: float = 0
@@ -78,7 +74,7 @@ class StepTimeCell(Stored):
 
 
 class RowState(Stored):
-    """State of one plan row: its shape, the time of its last change, and its back-off after a loss."""
+    """State of one plan row: its shape, and the times of its last changes. planning.row_states reads its state."""
 
     concurrency: int
     context: int
@@ -87,21 +83,14 @@ class RowState(Stored):
     since: float = 0
     stays: bool = False
     """True if the joint choice left this row unchanged when the row of ``other`` changed; it then follows no row."""
-    off_until: float = 0
-    """End of the back-off during which this row does not speculate."""
-    patience: float = 0
-    """Length of the back-off, in seconds."""
     probing: bool = False
-    """True while speculation runs to be measured again; it is judged by new steps only."""
+    """True while speculation runs to be measured again after plain decoding."""
     trial: bool = False
-    """True while a shape of unknown step time runs to be measured; it is reverted at the first doubt."""
+    """True while a shape of unknown step time runs to be measured."""
     parents: tuple[int, ...] = ()
     """Parents of a tree's nodes; empty for the chain of ``depth``."""
     moves: tuple[float, ...] = ()
-    """Times of the changes within the last hour, without probes."""
-    no_trial_until: float = 0
-    trial_patience: float = 0
-    """Wait after the next trial, in seconds; it grows with each trial that brings nothing."""
+    """Times of the changes within the last hour; the end of a trial does not count."""
 
     @property
     def shape(self) -> TreeShape:

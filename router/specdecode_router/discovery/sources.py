@@ -24,8 +24,8 @@ async def open_sources(settings: RouterSettings) -> AsyncIterator[tuple[Discover
         CannotStart: The API server is not known.
     """
     if settings.namespace is None or settings.service is None:
-        others = {one.name: StaticDiscovery(one.workers) for one in settings.backends}
-        yield _joined(settings, StaticDiscovery(settings.workers), others), None
+        static: dict[str, Discovery] = {one.name: StaticDiscovery(one.workers) for one in settings.backends}
+        yield _joined(settings, StaticDiscovery(settings.workers), static), None
         return
     api = await ApiServer.connect()
     try:
@@ -33,7 +33,7 @@ async def open_sources(settings: RouterSettings) -> AsyncIterator[tuple[Discover
         if settings.demand_config_map is not None:
             name = os.environ.get(Env.pod_name) or socket.gethostname()
             demand = DemandWriter(api, settings.namespace, settings.demand_config_map, name)
-        others = {
+        others: dict[str, Discovery] = {
             one.name: EndpointSliceDiscovery(api, settings.namespace, one.service)
             if one.service
             else StaticDiscovery(one.workers)

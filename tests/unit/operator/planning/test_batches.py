@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.planning.batches import LEAST_WEIGHT, Batch, batches
+from specdecode_operator.planning.shape_search import batches
+from specdecode_operator.planning.step_time_model import Batch
+from specdecode_operator.planning.tuning import TUNING
 from specdecode_worker.contract import TreeShape
 
 DEEP_AND_PLAIN = (("code", TreeShape.chain(3)), ("prose", TreeShape.chain(0)))
@@ -45,6 +47,6 @@ def test_every_task_meets_something_and_nothing_shallower_than_itself(
     for one in batches(shapes, shares, sequences):
         weights[one.task] += one.weight  # type: ignore[assignment]
         assert one.batch.passes >= dict(shapes)[one.task].depth
-        assert LEAST_WEIGHT <= one.weight <= 1 + 1e-9
+        assert TUNING.min_share <= one.weight <= 1 + 1e-9
         assert 1 <= one.batch.verified <= 1.05 + max(shape.nodes for _, shape in shapes)
     assert dict(weights) == pytest.approx(dict.fromkeys(shares, 1.0))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from mixed import MixedWorker, TaskTruth, batch_time, mixed_loop
 
-from specdecode_operator.planning.trees import Chance, Rates, best_nodes, expected, shape_of
+from specdecode_operator.planning.draft_trees import TaskAcceptance, shape_of
+from specdecode_operator.planning.estimates import Estimate
 from specdecode_worker.contract import TreeShape
 
 CODE, PROSE = [0.8], [0.7]
@@ -21,15 +22,15 @@ def speculation(**fields: Any) -> dict[str, Any]:
     return {"speculation": {"tasks": TASKS, "hysteresis": QUICK, **fields}}
 
 
-def rates(ranks: list[float]) -> Rates:
-    level = tuple(Chance(chance, 0.0) for chance in ranks)
-    return Rates((level,) * 5, (level,) * 5)
+def rates(ranks: list[float]) -> TaskAcceptance:
+    level = tuple(Estimate(chance, 0.0) for chance in ranks)
+    return TaskAcceptance((level,) * 5, (level,) * 5)
 
 
 def time_per_token(tasks: dict[str, TaskTruth], shapes: dict[str, TreeShape]) -> float:
     sequences = sum(task.sequences for task in tasks.values())
     verified = sum(task.sequences * (shapes[name].nodes + 1) for name, task in tasks.items())
-    tokens = sum(task.sequences * expected(rates(task.ranks), shapes[name]) for name, task in tasks.items())
+    tokens = sum(task.sequences * rates(task.ranks).tokens(shapes[name]) for name, task in tasks.items())
     return batch_time(sequences, verified, max(shape.depth for shape in shapes.values())) * sequences / tokens
 
 
@@ -39,7 +40,7 @@ def oracle(tasks: dict[str, TaskTruth], top_k: int, nodes: int = 16) -> float:
     for task in tasks.values():
         found = {TreeShape(())}
         for depth in range(6):
-            best = best_nodes(rates(task.ranks), depth=depth, top_k=top_k, most=nodes)
+            best = rates(task.ranks).best_nodes(depth, top_k, nodes)
             found |= {shape_of(node.path for node in best[:count]) for count in range(len(best) + 1)}
         choices.append(found)
     return min(time_per_token(tasks, dict(zip(tasks, pair, strict=True))) for pair in product(*choices))

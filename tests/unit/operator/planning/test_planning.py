@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.planning import buckets, learn
-from specdecode_operator.planning.acceptance import chain
-from specdecode_operator.planning.change import cost_changed
-from specdecode_operator.planning.linear import inverse, product
+from specdecode_operator.planning.acceptance_model import chain_rates
+from specdecode_operator.planning.estimates import Estimate, time_changed
 from specdecode_operator.planning.loads import Load, bucket_of, bucket_text
-from specdecode_operator.planning.steptime import Seconds, StepTimes, features, ordered
+from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, _rising, features
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState
 from specdecode_operator.telemetry.counters import CellKey, Hits, K, Moments, RequestSums
 from specdecode_operator.telemetry.deltas import Delta
@@ -23,17 +22,9 @@ from specdecode_operator.telemetry.deltas import Delta
 # --- estimates ----------------------------------------------------------------------------------------------------
 
 
-def test_inverse() -> None:
-    matrix = [[4.0, 1.0, 0.5], [1.0, 3.0, 0.2], [0.5, 0.2, 2.0]]
-    columns = [product(matrix, column) for column in zip(*inverse(matrix), strict=True)]
-    assert all(columns[i][j] == pytest.approx(float(i == j), abs=1e-12) for i in range(3) for j in range(3))
-    with pytest.raises(ValueError, match="positive definite"):
-        inverse([[1.0, 2.0], [2.0, 1.0]])
-
-
 def test_unseen_depths_lean_on_the_one_before_and_say_that_they_are_unsure() -> None:
-    found = chain(LearnedState(acceptance=chances(0.8, depth=2)), None, 4)
-    assert found[3].p == pytest.approx(0.8, abs=0.02)
+    found = chain_rates(LearnedState(acceptance=chances(0.8, depth=2)), None, 4)
+    assert found[3].mean == pytest.approx(0.8, abs=0.02)
     assert found[3].variance > 20 * found[1].variance
 
 
@@ -41,8 +32,8 @@ def test_a_task_leans_on_all_tasks_until_it_has_shown_itself() -> None:
     few = AcceptanceCell(task="code", depth=1, hits=2, total=2, at=0)
     many = few.model_copy(update={"hits": 900.0, "total": 1000.0})
     pooled = chances(0.5)
-    assert chain(LearnedState(acceptance=(*pooled, few)), "code", 1)[0].p < 0.6
-    assert chain(LearnedState(acceptance=(*pooled, many)), "code", 1)[0].p > 0.85
+    assert chain_rates(LearnedState(acceptance=(*pooled, few)), "code", 1)[0].mean < 0.6
+    assert chain_rates(LearnedState(acceptance=(*pooled, many)), "code", 1)[0].mean > 0.85
 
 
 def test_tokens_of_one_request_resemble_each_other_so_errors_grow() -> None:
@@ -50,10 +41,12 @@ def test_tokens_of_one_request_resemble_each_other_so_errors_grow() -> None:
     # 50 requests of 100 drafts each; half of them accept everything, half nothing.
     clustered = RequestSums(50, 25 * 100, 50 * 100, 25 * 100**2, 25 * 100**2, 50 * 100**2)
     other = learn(learned, Delta(requests={"other": clustered}), now=1000)
-    assert chain(other, None, 1)[0].variance > 3 * chain(learned, None, 1)[0].variance
+    assert chain_rates(other, None, 1)[0].variance > 3 * chain_rates(learned, None, 1)[0].variance
     alike = RequestSums(200, 200 * 50, 200 * 100, 200 * 50**2, 200 * 5000, 200 * 100**2)
     steady = learn(learned, Delta(requests={"other": alike}), now=1000)
-    assert chain(steady, None, 1)[0].variance < 0.5 * chain(learned, None, 1)[0].variance, "two hundred that are alike"
+    assert chain_rates(steady, None, 1)[0].variance < 0.5 * chain_rates(learned, None, 1)[0].variance, (
+        "two hundred that are alike"
+    )
 
 
 @pytest.mark.parametrize(("drafts", "polls"), [(100, 10), (2000, 6)])
@@ -65,6 +58,16 @@ def test_a_step_of_acceptance_is_followed_within_1000_drafts_or_30_seconds(draft
             hits = Hits(round(rate * drafts), drafts)
             learned = learn(learned, Delta(draft="d", acceptance={("other", 1): hits}), now=now)
     assert learned.acceptance[0].hits / learned.acceptance[0].total == pytest.approx(0.6, abs=0.05)
+
+
+@pytest.mark.parametrize("poll", [5.0, 15.0, 60.0])
+def test_evidence_gathers_over_polls_of_any_length(poll: float) -> None:
+    """Fourteen drafts a poll contradict nothing by themselves."""
+    learned = LearnedState(draft="d", acceptance=chances(0.8, depth=1, total=2000))
+    for index in range(1, 5):
+        delta = Delta(draft="d", acceptance={("other", 1): Hits(4, 14)}, seconds=poll)
+        learned = learn(learned, delta, now=1000 + poll * index)
+    assert learned.acceptance[0].changed_at > 0
 
 
 def test_a_batch_that_contradicts_the_estimate_wins_at_once() -> None:
@@ -84,7 +87,7 @@ def test_a_change_at_the_first_depth_leaves_little_of_what_was_known_of_deeper_o
     for poll in range(1, 7):
         fresh = {("other", depth): Hits(round(after * 60), 60) for depth in (1, 2)}
         learned = learn(learned, Delta(draft="d", acceptance=fresh), now=1000 + 5.0 * poll)
-    found = [chance.p for chance in chain(learned, None, 7)]
+    found = [rate.mean for rate in chain_rates(learned, None, 7)]
     assert all(abs(p - after) < 0.5 * abs(before - after) for p in found)
 
 
@@ -120,22 +123,34 @@ def test_prefill_steps_teach_nothing_about_decoding() -> None:
     assert learn(LearnedState(), delta, now=0).costs == ()
 
 
+def step(passes: int, load: Load, times: StepTimeModel) -> Estimate:
+    """Step time of a chain."""
+    batch = Batch(passes, passes + 1)
+    return times.predict(load, [batch])[batch]
+
+
+def rising(found: list[Estimate], lines: list[float] | None = None) -> list[Estimate]:
+    """Step times of chains of rising depth."""
+    order = [Batch(depth, depth + 1) for depth in range(len(found))]
+    return _rising(order, lines or [0.02] * len(found), found)
+
+
 # --- step time ----------------------------------------------------------------------------------------------------
 
 
 def test_the_model_finds_what_it_was_not_shown() -> None:
     shown = [(1, 0), (1, 1), (1, 3), (1, 5), (4, 0), (4, 3), (8, 1)]
-    times = StepTimes.fit([cost(n, d, truth(n, d)) for n, d in shown])
+    times = StepTimeModel.fit([cost(n, d, truth(n, d)) for n, d in shown])
     assert times is not None
-    found = times.predict(Load(4, 500), 5, 0)
-    assert found.steps == 0
+    found = step(5, Load(4, 500), times)
+    assert found.weight == 0
     assert found.mean == pytest.approx(truth(4, 5), rel=0.1)
 
 
 def test_one_depth_alone_says_little_about_others() -> None:
-    times = StepTimes.fit([cost(1, 3, 0.04)])
+    times = StepTimeModel.fit([cost(1, 3, 0.04)])
     assert times is not None
-    own, other = times.predict(Load(1, 500), 3, 0), times.predict(Load(1, 500), 0, 0)
+    own, other = step(3, Load(1, 500), times), step(0, Load(1, 500), times)
     assert math.sqrt(own.variance) < 0.05 * own.mean
     assert math.sqrt(other.variance) > 0.2 * other.mean
 
@@ -143,32 +158,32 @@ def test_one_depth_alone_says_little_about_others() -> None:
 def test_a_visited_cell_overrules_the_line() -> None:
     """Time that jumps at a depth is no line; the cell's own mean says so."""
     costs = [cost(1, d, 0.02 + 0.001 * d + (0.1 if d >= 3 else 0)) for d in range(6)]
-    times = StepTimes.fit(costs)
+    times = StepTimeModel.fit(costs)
     assert times is not None
-    assert times.predict(Load(1, 500), 2, 0).mean == pytest.approx(0.022, rel=0.12)
-    assert times.predict(Load(1, 500), 3, 0).mean == pytest.approx(0.123, rel=0.12)
+    assert step(2, Load(1, 500), times).mean == pytest.approx(0.022, rel=0.12)
+    assert step(3, Load(1, 500), times).mean == pytest.approx(0.123, rel=0.12)
 
 
 def test_steps_with_a_shadow_are_not_mistaken_for_deeper_chains() -> None:
     shadowed = cost(1, 3, 0.03).model_copy(update={"draft_passes": 5})
-    times = StepTimes.fit([shadowed])
+    times = StepTimeModel.fit([shadowed])
     assert times is not None
-    assert times.predict(Load(1, 500), 5, 0).steps == 0
+    assert step(5, Load(1, 500), times).weight == 0
 
 
 def test_deeper_never_costs_less_and_the_later_reading_is_right() -> None:
-    def timed(mean: float, at: float) -> Seconds:
-        return Seconds(mean, 1e-6, 10, at, 0.02)
+    def timed(mean: float, at: float) -> Estimate:
+        return Estimate(mean, 1e-6, 10, at)
 
-    rising = ordered([timed(0.02, 1), timed(0.03, 1), timed(0.1, 9), timed(0.04, 1)])
-    assert [found.mean for found in rising] == [0.02, 0.03, 0.1, 0.1]
-    falling = ordered([timed(0.02, 1), timed(0.1, 1), timed(0.1, 1), timed(0.03, 9)])
+    risen = rising([timed(0.02, 1), timed(0.03, 1), timed(0.1, 9), timed(0.04, 1)])
+    assert [found.mean for found in risen] == [0.02, 0.03, 0.1, 0.1]
+    falling = rising([timed(0.02, 1), timed(0.1, 1), timed(0.1, 1), timed(0.03, 9)])
     assert [found.mean for found in falling] == [0.02, 0.03, 0.03, 0.03]
 
 
 def test_a_time_carried_over_keeps_the_slope_and_admits_doubt() -> None:
     """Else a deeper chain would look free whenever a shallower one was timed on a busier machine."""
-    plain, deeper = ordered([Seconds(0.4, 1e-6, 10, 9, 0.2), Seconds(0.3, 1e-6, 10, 1, 0.25)])
+    plain, deeper = rising([Estimate(0.4, 1e-6, 10, 9), Estimate(0.3, 1e-6, 10, 1)], [0.2, 0.25])
     assert deeper.mean == pytest.approx(plain.mean * 0.25 / 0.2)
     assert math.sqrt(deeper.variance) > 0.1 * deeper.mean
 
@@ -202,11 +217,11 @@ def test_a_neighbour_that_comes_again_is_no_change_of_cost() -> None:
 @given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=8), st.randoms())
 def test_ordered_times_rise_and_keep_the_newest(means: list[float], random: Random) -> None:
     ages = random.sample(range(len(means)), len(means))
-    found = [Seconds(mean, 1e-6, 10, at, 0.02) for mean, at in zip(means, ages, strict=True)]
-    rising = ordered(found)
-    assert [seconds.mean for seconds in rising] == sorted(seconds.mean for seconds in rising)
+    found = [Estimate(mean, 1e-6, 10, at) for mean, at in zip(means, ages, strict=True)]
+    risen = rising(found)
+    assert [seconds.mean for seconds in risen] == sorted(seconds.mean for seconds in risen)
     newest = ages.index(max(ages))
-    assert rising[newest] == found[newest]
+    assert risen[newest] == found[newest]
 
 
 # --- buckets ------------------------------------------------------------------------------------------------------
@@ -238,34 +253,40 @@ def test_the_first_pass_may_cost_what_further_ones_do_not() -> None:
         return 0.01 + (0.006 + 0.001 * depth if depth else 0) + 0.0002 * sequences * (depth + 1)
 
     timed = [cost(n, depth, seconds(n, depth), count=400) for n in (1, 4, 16) for depth in (0, 3, 5)]
-    times = StepTimes.fit(timed)
+    times = StepTimeModel.fit(timed)
     assert times is not None
     for sequences in (1, 4, 16):
-        assert times.predict(Load(sequences, 500), 1, 0).mean == pytest.approx(seconds(sequences, 1), rel=0.06)
+        assert step(1, Load(sequences, 500), times).mean == pytest.approx(seconds(sequences, 1), rel=0.06)
 
 
-def test_many_polls_and_minutes_say_more_than_one() -> None:
-    def error(**times: float) -> float:
-        cell = cost(1, 3, 0.03, count=400).model_copy(update=times)
-        found = StepTimes.fit([cell], wander=0.01)
+def test_many_polls_say_more_than_one() -> None:
+    def error(polls: float) -> float:
+        found = StepTimeModel.fit([cost(1, 3, 0.03, count=400).model_copy(update={"polls": polls})], wander=0.01)
         assert found is not None
-        return found.predict(Load(1, 500), 3, 0).variance
+        return step(3, Load(1, 500), found).variance
 
-    assert error(polls=16, spells=4) < error(polls=16, spells=1) < error(polls=1, spells=1)
+    assert error(16) < error(1)
 
 
-def test_polls_and_minutes_are_counted_and_forgotten_with_their_steps() -> None:
+def test_polls_are_counted_and_forgotten_with_their_steps() -> None:
     key, learned = CellKey(4, 3, False, 0), LearnedState()
     for poll in range(400):
         learned = learn(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03, 20)}), now=1000 + 5 * poll)
     (cell,) = learned.costs
-    weight = cell.values[0] / 20
-    assert cell.polls == pytest.approx(weight, rel=0.05)
-    assert cell.spells == pytest.approx(weight * 5 / 60, rel=0.7)
+    assert cell.polls == pytest.approx(cell.values[0] / 20, rel=0.05)
+
+
+def test_moments_that_no_steps_can_have_do_not_break_the_model() -> None:
+    cell = cost(1, 3, 0.03)
+    values = [*cell.values]
+    values[4 + 2 * K :] = [-1e9 if value else 0.0 for value in values[4 + 2 * K :]]
+    times = StepTimeModel.fit([cell.model_copy(update={"values": tuple(values)})])
+    assert times is not None
+    assert step(3, Load(1, 500), times).mean > 0
 
 
 def test_where_neighbours_come_and_go_a_slow_poll_is_no_change() -> None:
     x = features(Load(1, 500), 3)
     before, slow = moments(x, 0.03, 100), moments(x, 0.045, 40)
-    assert cost_changed(before, slow)
-    assert not cost_changed(before, slow, wander=0.04)
+    assert time_changed(before, slow)
+    assert not time_changed(before, slow, wander=0.04)

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning import buckets, choose
+from specdecode_operator.planning.acceptance_model import AcceptanceModel
+from specdecode_operator.planning.decision_rule import OUTDATED
 from specdecode_operator.planning.loads import Load
-from specdecode_operator.planning.mix import situations
-from specdecode_operator.planning.moves import CERTAINTY, LONGEST_PATIENCE_SECONDS, OUTDATED
-from specdecode_operator.planning.options import weigh
-from specdecode_operator.planning.promise import Prompt
-from specdecode_operator.planning.steptime import StepTimes
-from specdecode_operator.planning.trials import PATIENCE_SECONDS
+from specdecode_operator.planning.shape_search import ShapeSearch
+from specdecode_operator.planning.step_time_model import StepTimeModel
+from specdecode_operator.planning.workload import Objective, tasks_at
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, LoadState, RowState, TrafficCell
 from specdecode_worker.contract import TreeShape
 
@@ -105,14 +104,14 @@ def test_without_bursts_a_deeper_chain_is_tried_before_it_is_believed() -> None:
 def test_few_drafts_leave_doubt_about_acceptance() -> None:
     def sure(total: float) -> float:
         learned = LearnedState(acceptance=chances(0.6, total=total), costs=FULL)
-        situation = situations(spec(), learned, StepTimes.fit(learned.costs), kv_tokens=None, prompt=Prompt())(
-            Load(1, 500), 0, [RowState(concurrency=0, context=0, task="other", depth=1)]
-        )
-        assert situation is not None
-        one, three = ((("other", TreeShape.chain(depth)),) for depth in (1, 3))
-        return weigh(situation, [one, three]).confidence(one, three, 0.0)
+        times, load = StepTimeModel.fit(learned.costs), Load(1, 500)
+        assert times is not None
+        rows = [RowState(concurrency=0, context=0, task="other", depth=1)]
+        search = ShapeSearch(times, load, tasks_at(AcceptanceModel(learned, spec()), rows, load, None), Objective())
+        one, three = search.evaluate((("other", TreeShape.chain(depth)),) for depth in (1, 3)).values()
+        return search.confidence(one, three)
 
-    assert sure(4000) > CERTAINTY > sure(4)
+    assert sure(4000) > 0.9 > sure(4)
 
 
 def test_the_dwell_holds_unless_speculation_loses() -> None:
@@ -190,15 +189,16 @@ def test_guards_that_hold_back_the_smallest_shape_leave_it_to_the_stop() -> None
     assert choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == 1
 
 
-def test_speculation_that_comes_back_untimed_is_on_trial() -> None:
-    good = tuple(cell.model_copy(update={"hits": (950.0 if cell.depth <= 2 else 10.0)}) for cell in chances(0.5))
-    costs = [cost(1, depth, truth(1, depth)) for depth in (0, 5)]
-    learned = LearnedState(acceptance=good, costs=tuple(costs), rows=(OFF,), load=LoadState(at=2000))
+def test_speculation_that_comes_back_untimed_is_a_probe() -> None:
+    elsewhere = tuple(cell for cell in FULL if cell.values[5] > 200)
+    learned = LearnedState(
+        acceptance=chances(0.9), costs=(cost(1, 0, truth(1, 0)), *elsewhere), rows=(OFF,), load=LoadState(at=2000)
+    )
     back = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2000).rows[0]
-    assert (back.depth, back.trial) == (2, True)
-    timed = learned.model_copy(update={"costs": (*costs, cost(1, 2, truth(1, 2)))})
+    assert (back.depth > 0, back.probing, back.trial) == (True, True, False)
+    timed = learned.model_copy(update={"costs": FULL})
     back = choose(spec(), timed, buckets(16), max_num_seqs=16, now=2000).rows[0]
-    assert (back.depth, back.trial) == (2, False)
+    assert (back.depth, back.probing) == (5, False)
 
 
 def test_every_further_move_of_an_hour_waits_longer_until_acceptance_changes() -> None:
@@ -272,12 +272,12 @@ def test_loads_without_traffic_are_looked_at_seldom() -> None:
     assert moved(1000) > {0}, "a clock that was set back hides nothing"
 
 
-def test_a_trial_in_vain_is_not_repeated_soon_and_each_time_later() -> None:
+def test_a_trial_in_vain_is_repeated_later_each_time_within_an_hour() -> None:
     """Without bursts a deeper chain can be known by running it alone; here it always disappoints."""
     quiet = spec(explorePercent=0)
     learned = LearnedState(acceptance=chances(0.93), costs=tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3)))
     begun, now = [], 2000.0
-    while now < 2000 + 4 * 3600:
+    while now < 2000 + 3600:
         at = learned.model_copy(update={"load": LoadState(at=now)})
         trying = next((row for row in learned.rows if row.trial), None)
         if trying:
@@ -288,53 +288,54 @@ def test_a_trial_in_vain_is_not_repeated_soon_and_each_time_later() -> None:
         learned, now = learned.model_copy(update={"rows": rows}), now + 30
     waits = [after - before for before, after in pairwise(begun)]
     assert len(waits) >= 2
-    assert all(wait >= PATIENCE_SECONDS * 2**index for index, wait in enumerate(waits)), waits
+    assert all(later > 2 * wait for wait, later in pairwise(waits)), waits
 
 
-def test_who_did_not_keep_a_promise_has_to_promise_more() -> None:
-    def tries(p: float, patience: float) -> bool:
-        row = RowState(concurrency=0, context=0, task="other", depth=3, since=1, trial_patience=patience)
+def test_each_change_of_the_hour_makes_a_trial_dearer() -> None:
+    def tries(p: float, changes: int) -> bool:
+        quiet = spec(explorePercent=0, hysteresis={"minDwellSeconds": 0, "maxChangesPerHour": 60})
+        row = RowState(concurrency=0, context=0, task="other", depth=3, since=1, moves=(4900.0,) * changes)
         timed = tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3))
         learned = LearnedState(acceptance=chances(p), costs=timed, rows=(row,), load=LoadState(at=5000))
-        return choose(spec(explorePercent=0), learned, buckets(16), max_num_seqs=16, now=5000).rows[0].trial
+        return choose(quiet, learned, buckets(16), max_num_seqs=16, now=5000).rows[0].trial
 
     assert tries(0.93, 0)
-    assert tries(0.93, 2 * PATIENCE_SECONDS)
-    assert not tries(0.93, 16 * PATIENCE_SECONDS), "nearly half as fast again"
-
-
-def test_patience_grows_each_time_it_was_in_vain() -> None:
-    row, waits, now = RowState(concurrency=0, context=0, task="other", depth=3, since=1), [], 5000.0
-    for _ in range(9):
-        learned = LearnedState(acceptance=chances(0.02), costs=FULL, rows=(row.model_copy(update={"depth": 3}),))
-        stopped = choose(spec(), learned, buckets(16), max_num_seqs=16, now=now).rows[0]
-        assert stopped.depth == 0
-        waits.append(stopped.patience)
-        row, now = stopped.model_copy(update={"since": stopped.off_until}), stopped.off_until + 1
-    assert waits[:4] == [60, 120, 240, 480]
-    assert waits[-1] == LONGEST_PATIENCE_SECONDS
+    assert tries(0.93, 2)
+    assert not tries(0.93, 6), "nearly half as fast again"
 
 
 def off(load_at: float) -> LearnedState:
     return LearnedState(acceptance=chances(0.05), costs=FULL, rows=(OFF,), load=LoadState(at=load_at))
 
 
-def test_a_probe_after_patience_when_nothing_new_is_known() -> None:
-    assert depths_of(spec(), off(1050), now=1050)[0] == 0
-    assert depths_of(spec(), off(1500), now=1500)[0] > 0
-    assert depths_of(spec(), off(1400), now=1500)[0] == 0, "an idle deployment learns nothing from a probe"
+def test_a_probe_when_speculation_was_not_measured_for_long() -> None:
+    assert depths_of(spec(), off(1300), now=1300)[0] == 0
+    assert depths_of(spec(), off(2500), now=2500)[0] > 0
+    assert depths_of(spec(), off(2400), now=2500)[0] == 0, "an idle deployment learns nothing from a probe"
+    worse = off(2500).model_copy(update={"acceptance": chances(0.05), "costs": tuple(DEAR)})
+    assert depths_of(spec(), worse, now=2500)[0] == 0, "the more it loses, the later it is tried again"
+
+
+DEAR = [cost(1, depth, 0.02 + (0.02 + 0.002 * depth if depth else 0)) for depth in range(6)]
 
 
 def test_a_probe_runs_until_it_was_measured() -> None:
-    learned = off(1500)
-    probing = choose(spec(), learned, buckets(16), max_num_seqs=16, now=1500).rows
+    learned = off(2500)
+    probing = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2500).rows
+    assert (probing[0].probing, probing[0].moves) == (True, (2500.0,))
     learned = learned.model_copy(update={"rows": probing})
-    assert depths_of(spec(), learned, now=1505)[0] == probing[0].depth > 0
-    fresh = cost(1, probing[0].depth, truth(1, probing[0].depth), at=1515)
-    learned = learned.model_copy(update={"costs": (*(c for c in FULL if c.at < 0), cost(1, 0, 0.0204), fresh)})
-    after = choose(spec(), learned, buckets(16), max_num_seqs=16, now=1516).rows[0]
+    assert depths_of(spec(), learned, now=2510)[0] == probing[0].depth > 0
+    fresh = cost(1, probing[0].depth, truth(1, probing[0].depth), at=2520)
+    learned = learned.model_copy(update={"costs": (cost(1, 0, 0.0204), fresh)})
+    after = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2521).rows[0]
+    assert (after.depth, after.probing, after.moves) == (0, False, (2500.0,)), "the end is no change of its own"
+
+
+def test_a_probe_that_nothing_measures_ends_after_a_minute() -> None:
+    learned = off(2500)
+    probing = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2500).rows
+    after = choose(spec(), learned.model_copy(update={"rows": probing}), buckets(16), max_num_seqs=16, now=2561).rows[0]
     assert (after.depth, after.probing) == (0, False)
-    assert after.patience > 60
 
 
 def test_a_task_gets_rows_once_it_was_seen() -> None:

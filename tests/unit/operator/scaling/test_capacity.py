@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from estimates import FULL, chances, spec
+from estimates import FULL, chances, moments, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator import planning
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.planning.pace import Pace, Request, prompt_token_seconds
-from specdecode_operator.planning.steptime import StepTimes
+from specdecode_operator.planning.step_pace import Pace
+from specdecode_operator.planning.step_time_model import StepTimeModel
+from specdecode_operator.planning.workload import Prompt, Request, prompt_token_seconds
 from specdecode_operator.scaling import (
     Demand,
     Limits,
@@ -135,7 +136,9 @@ def test_any_worker_has_a_capacity(
 
 def planned(**fields: Any) -> Pace:
     learned = LearnedState(acceptance=chances(0.7), costs=FULL, wander=0.0)
-    result = planning.pace(spec(**fields), learned, planning.buckets(16), Request(100, 200, 500), kv_tokens=None)
+    result = planning.pace(
+        spec(**fields), learned, planning.buckets(16), Request(100, 200, 500), Prompt(), kv_tokens=None
+    )
     assert result is not None
     return result
 
@@ -153,12 +156,21 @@ def test_a_worker_that_adapts_carries_more_than_one_of_fixed_depth() -> None:
 
 
 def test_prompt_time_is_learned_from_steps_with_prefill() -> None:
-    times = StepTimes.fit(FULL)
+    times = StepTimeModel.fit(FULL)
     assert times is not None
     x = (1.0, 4.0, 4.0, 2000.0, 0.0, 300.0)
     seconds = times.linear((*x[:-1], 0.0)) + 300 * 0.0002
     values = (10, 10 * seconds, 10 * seconds**2, 40, *(10 * v for v in x), *(0.0,) * 27)
     assert prompt_token_seconds(LearnedState(prefill=values), times) == pytest.approx(0.0002)
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(None, 3), (512, 3), (2048, 1), (100, 12)])
+def test_the_limit_of_batched_tokens_says_how_many_steps_read_a_prompt(limit: int | None, steps: int) -> None:
+    traffic = (TrafficCell(task="other", sums=(10, 10, 12000, 0, 2000)),)
+    learned = LearnedState(costs=FULL, traffic=traffic, prefill=moments((1, 1, 1, 100, 0, 100), 0.5).values)
+    prompt = planning.prompt_of(learned, limit)
+    assert prompt.steps == steps
+    assert prompt.steps * prompt.seconds == pytest.approx(planning.prompt_of(learned).seconds * 3)
 
 
 def test_the_mean_request() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fleet import Loop, Truth, loop_over
 
-from specdecode_operator.planning.learn import learn, learn_parked
+from specdecode_operator.planning.learning import learn, learn_parked
 from specdecode_operator.state.learned import (
     AcceptanceCell,
     LearnedState,
@@ -31,7 +31,6 @@ def cost(passes: int, count: float = 50) -> StepTimeCell:
         values=values,
         new_values=values,
         at=NOW,
-        spell_at=NOW,
     )
 
 

@@ -63,8 +63,6 @@ class Crowd:
                 new_values=self.moments(4, passes) if are_new else (),
                 at=self.time(),
                 polls=self.number(9),
-                spells=self.number(9),
-                spell_at=self.time() if are_new else 0,
                 changed_at=self.time() if are_new else 0,
                 made_up=self.number(24),
             )
@@ -103,11 +101,7 @@ class Crowd:
                 depth=self.random.randint(0, DEPTH),
                 parents=(0, 0, 1, 1, 2, 3) if self.random.random() < 0.5 else (),
                 since=self.time(),
-                off_until=self.time(),
-                patience=self.number(3600),
                 moves=tuple(self.time() for _ in range(3)) if are_new else (),
-                no_trial_until=self.time(),
-                trial_patience=self.number(3600),
             )
             for concurrency in range(SEQUENCES.bit_length())
             for context in range(CONTEXTS)

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.loads import Load
-from specdecode_operator.planning.steptime import features
+from specdecode_operator.planning.step_time_model import features
 from specdecode_operator.state.learned import AcceptanceCell, RowState, StepTimeCell
 from specdecode_operator.telemetry.counters import PAIRS, Moments
 
@@ -51,5 +51,5 @@ def spec(**fields: Any) -> SpeculationSpec:
 FULL = tuple(cost(n, d, truth(n, d)) for n in (1, 4, 16) for d in range(6))
 """Every depth timed at 1, 4 and 16 sequences."""
 
-OFF = RowState(concurrency=0, context=0, task="other", depth=0, since=1000, off_until=1060, patience=60)
-"""Speculation lost here at 1000 and may come back after 1060."""
+OFF = RowState(concurrency=0, context=0, task="other", depth=0, since=1000)
+"""Speculation lost here at 1000."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specdecode_operator.planning.change import cost_changed, rate_changed
+from specdecode_operator.planning.estimates import rate_changed, time_changed
 from specdecode_operator.telemetry.counters import PAIRS, Hits, K, Moments
 
 
@@ -44,16 +44,16 @@ def test_an_easy_answer_is_no_change_where_answers_differ() -> None:
 
 
 def test_too_few_drafts_show_nothing() -> None:
-    assert not rate_changed(Hits(300, 300), Hits(0, 11))
+    assert not rate_changed(Hits(300, 300), Hits(0, 7))
 
 
 def test_a_cost_changes_by_more_than_noise_and_more_than_a_little() -> None:
     known = steps(*[0.1, 0.11, 0.09] * 8)
-    assert cost_changed(known, steps(*[0.2, 0.21] * 3))
-    assert not cost_changed(known, steps(*[0.2, 0.21] * 2)), "too few"
-    assert not cost_changed(known, steps(*[0.11] * 40)), "within a sixth it counts as noise"
-    assert not cost_changed(known, steps(*[0.02, 0.4] * 4)), "they do not agree with each other"
+    assert time_changed(known, steps(*[0.2, 0.21] * 4))
+    assert not time_changed(known, steps(*[0.2, 0.21] * 3)), "too few"
+    assert not time_changed(known, steps(*[0.11] * 40)), "within a sixth it counts as noise"
+    assert not time_changed(known, steps(*[0.02, 0.4] * 4)), "they do not agree with each other"
 
 
 def test_steps_of_two_costs_give_way_to_steps_of_one() -> None:
-    assert cost_changed(steps(*[0.3] * 4, *[0.6] * 12), steps(*[0.301, 0.302] * 8))
+    assert time_changed(steps(*[0.3] * 4, *[0.6] * 12), steps(*[0.301, 0.302] * 8))

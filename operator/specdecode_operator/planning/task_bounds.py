@@ -1,4 +1,4 @@
-"""What the spec lets a task run: one place for modes, depths and trees, so that nobody else asks for them."""
+"""Shapes that the spec allows each task: the only place that reads modes, depths and trees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdecode_worker.contract import OTHER_TASK, TreeShape
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one task's shapes. ``least`` 0 allows plain decoding."""
+    """Bounds of one task's shapes. Plain decoding is allowed if ``least`` is 0."""
 
     least: int
     most: int
@@ -18,35 +18,33 @@ class Bounds:
     max_nodes: int
     top_k: int
 
-    def holds(self, shape: TreeShape) -> bool:
-        return (
-            self.least <= shape.depth <= self.most and shape.nodes <= self.max_nodes and max(shape.ranks) < self.top_k
-        )
-
     def nearest(self, shape: TreeShape) -> TreeShape:
-        """``shape`` where it is allowed, else the chain of the nearest depth."""
-        return shape if self.holds(shape) else TreeShape.chain(max(self.least, min(self.most, shape.depth)))
+        """Return ``shape`` if it is within the bounds, else the chain of the nearest depth."""
+        allowed = self.least <= shape.depth <= self.most and shape.nodes <= self.max_nodes
+        if allowed and max(shape.ranks) < self.top_k:
+            return shape
+        return TreeShape.chain(max(self.least, min(self.most, shape.depth)))
 
 
 def plans(speculation: SpeculationSpec) -> bool:
-    """Whether rows are planned at all: the mode says so, or a task has one of its own while the rest is static."""
+    """Return whether rows are planned: by the mode, or because a task of a static deployment is not static."""
     if speculation.method == "none" or speculation.mode == "Off":
         return False
     return speculation.mode != "Static" or any(task.mode or task.depth for task in speculation.tasks)
 
 
 def follows(speculation: SpeculationSpec) -> bool:
-    """Whether what is planned runs. Advisory plans to tell."""
+    """Return whether the plan is applied. In Advisory mode it is only reported."""
     return plans(speculation) and speculation.mode != "Advisory"
 
 
 def bounds_of(speculation: SpeculationSpec, name: str) -> Bounds:
-    """Of a task, or of ``other``: its own where it has some, the deployment's where not."""
+    """Return the bounds of a task or of ``other``: its own fields, completed by those of the deployment."""
     task = _task(speculation, name)
     mode = task.mode or ("Static" if speculation.mode == "Static" else "Auto")
     least, most, initial = _depths(speculation, task.depth or TaskDepthSpec())
     tree = speculation.tree
-    if mode == "Off" or speculation.mode == "Off" or speculation.method == "none":
+    if "Off" in (mode, speculation.mode) or speculation.method == "none":
         return Bounds(0, 0, 0, tree.max_nodes, 1)
     if mode == "Static":
         return Bounds(initial, initial, initial, tree.max_nodes, 1)
@@ -54,18 +52,13 @@ def bounds_of(speculation: SpeculationSpec, name: str) -> Bounds:
 
 
 def has_own(speculation: SpeculationSpec, name: str) -> bool:
-    """Whether the spec says more of the task than its name: then it has rows before it was ever seen."""
+    """Return whether the spec says more of the task than its name. It then has rows before it is ever seen."""
     task = _task(speculation, name)
     return task.mode is not None or task.depth is not None
 
 
-def deepest(speculation: SpeculationSpec) -> int:
-    """Depth to which anything may be drafted."""
-    return max(bounds_of(speculation, name).most for name in names(speculation))
-
-
 def names(speculation: SpeculationSpec) -> tuple[str, ...]:
-    """``other`` and the tasks of the spec."""
+    """Return ``other`` and the tasks of the spec."""
     return (OTHER_TASK, *(task.name for task in speculation.tasks if task.name != OTHER_TASK))
 
 
@@ -74,12 +67,11 @@ def _task(speculation: SpeculationSpec, name: str) -> TaskSpec:
 
 
 def _depths(speculation: SpeculationSpec, own: TaskDepthSpec) -> tuple[int, int, int]:
-    """(least, most, initial): what the task says wins, and the rest gives way to it; a tree has its depth in nodes."""
+    """Return (least, most, initial). A field of the task wins, and fields of the deployment give way to it."""
     general = speculation.depth
     given = [depth for depth in (own.min, own.initial, own.max) if depth is not None]
-    least = own.min if own.min is not None else min([general.min, *given])
     most = own.max if own.max is not None else max([general.max, *given])
     most = min(most, speculation.tree.max_nodes)
-    least = min(least, most)
+    least = min(most, own.min if own.min is not None else min([general.min, *given]))
     initial = own.initial if own.initial is not None else general.initial
     return least, most, max(least, min(most, initial))

@@ -9,12 +9,13 @@ from fleet import SimulatedWorker, Truth, linear_time, loop_over
 
 from specdecode_operator import planning
 from specdecode_operator.decision.history import _per_token
-from specdecode_operator.planning.meet import MOST_STEPS
+from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry.counters import Moments
 from specdecode_worker.contract import Buckets, Plan, Report, SyntheticKnobs, TreeShape
 
 BUCKETS = Buckets()
+MOST_STEPS = 3 * TUNING.min_samples
 
 
 def first_report(*depths: int, steps: int = 40, **fields: object) -> Report:
@@ -32,19 +33,19 @@ def of_draft(report: Report) -> LearnedState:
 
 def test_kinds_that_nobody_told_of_are_taken_at_little_weight() -> None:
     report = first_report(0, 3)
-    learned = planning.meet(of_draft(report), [report], BUCKETS, now=50.0)
+    learned = planning.learn_first_reports(of_draft(report), [report], BUCKETS, now=50.0)
     assert {cell.draft_passes for cell in learned.costs} == {0, 3}
     for cell in learned.costs:
         count, seconds = cell.values[:2]
         assert count == pytest.approx(MOST_STEPS)
         assert seconds / count == pytest.approx(linear_time(1, cell.draft_passes, Truth().context), rel=0.1)
-        assert (cell.at, cell.polls, cell.spells) == (50.0, 1, 1)
+        assert (cell.at, cell.polls) == (50.0, 1)
 
 
 def test_what_made_up_text_emits_is_no_pace() -> None:
     """Plain steps emit what they always do."""
     report = first_report(0, 3)
-    plain, drafted = planning.meet(of_draft(report), [report], BUCKETS, now=50.0).costs
+    plain, drafted = planning.learn_first_reports(of_draft(report), [report], BUCKETS, now=50.0).costs
     assert Moments(plain.values).emitted == pytest.approx(plain.values[0])
     assert (Moments(drafted.values).emitted, drafted.made_up) == (0, pytest.approx(MOST_STEPS))
 
@@ -66,21 +67,21 @@ def test_the_pace_of_a_shape_is_told_by_real_answers_alone() -> None:
 
 def test_several_workers_are_told_of_together() -> None:
     reports = [first_report(0, steps=8), first_report(0, steps=8)]
-    (cell,) = planning.meet(of_draft(reports[0]), reports, BUCKETS, now=0).costs
+    (cell,) = planning.learn_first_reports(of_draft(reports[0]), reports, BUCKETS, now=0).costs
     assert cell.values[0] == 16
 
 
 def test_a_report_with_knobs_on_is_believed() -> None:
     report = first_report(0, 3, synthetic=SyntheticKnobs(acceptance=(0.5,)))
-    assert len(planning.meet(of_draft(report), [report], BUCKETS, now=0).costs) == 2
+    assert len(planning.learn_first_reports(of_draft(report), [report], BUCKETS, now=0).costs) == 2
 
 
 def test_what_is_known_stays() -> None:
     report = first_report(0, 3)
-    learned = planning.meet(of_draft(report), [first_report(0)], BUCKETS, now=1)
-    again = planning.meet(learned, [report], BUCKETS, now=2)
+    learned = planning.learn_first_reports(of_draft(report), [first_report(0)], BUCKETS, now=1)
+    again = planning.learn_first_reports(learned, [report], BUCKETS, now=2)
     assert [(cell.draft_passes, cell.at) for cell in again.costs] == [(0, 1), (3, 2)]
-    assert planning.meet(again, [report], BUCKETS, now=3) is again
+    assert planning.learn_first_reports(again, [report], BUCKETS, now=3) is again
 
 
 @pytest.mark.parametrize(
@@ -94,12 +95,12 @@ def test_what_is_known_stays() -> None:
 )
 def test_what_says_nothing_is_left(report: Report) -> None:
     learned = of_draft(report)
-    assert planning.meet(learned, [report], BUCKETS, now=0) is learned
+    assert planning.learn_first_reports(learned, [report], BUCKETS, now=0) is learned
 
 
 def test_of_another_draft_only_plain_steps_count() -> None:
     report = first_report(0, 3)
-    learned = planning.meet(LearnedState(uid="u", draft="another"), [report], BUCKETS, now=0)
+    learned = planning.learn_first_reports(LearnedState(uid="u", draft="another"), [report], BUCKETS, now=0)
     assert {cell.draft_passes for cell in learned.costs} == {0}
 
 

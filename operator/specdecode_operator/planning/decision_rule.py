@@ -1,0 +1,256 @@
+"""The decision for the rows of one load. Pure.
+
+One rule: a change is worth its expected gain, less the doubt that waiting resolves for free, less the cost of a change.
+Where only running a shape can resolve the doubt, it is worth a trial if the expected gain of the better of both shapes
+afterwards exceeds the cost of two changes: the knowledge gradient (Frazier, Powell and Dayanik, 2008), for a gain that
+drifts while it is not measured (restless bandits; Whittle, 1988).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
+from specdecode_operator.planning.row_states import Trial, dwell_seconds, next_row, outdated_seconds, state_of
+from specdecode_operator.planning.shape_search import NORMAL, Choice, Shapes, ShapeSearch
+from specdecode_operator.planning.tuning import HOUR_SECONDS, TUNING
+from specdecode_operator.state.learned import LearnedState, RowState
+from specdecode_worker.contract import TreeShape
+
+LOSES, SUSPENDED = "speculation loses against plain decoding; ", "the guards suspend speculation at this load; "
+OUTDATED = "a change point outdated the present shape; "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A row that changed."""
+
+    row: RowState
+    before: TreeShape
+    gain: float | None
+    """Expected relative gain in tokens per second. None if the change is not for a gain."""
+    cause: Cause
+    reason: str
+
+    @property
+    def is_move(self) -> bool:
+        """Whether the shape changed, and not the state alone."""
+        return self.before != self.row.shape
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """Decision for the rows of one load, in the order of the search's tasks."""
+
+    speculation: SpeculationSpec
+    learned: LearnedState
+    search: ShapeSearch
+    rows: Sequence[RowState]
+    now: float
+    is_suspended: bool
+    """The guards of all workers decode plainly here."""
+    is_present: bool
+    """This is the present load."""
+
+    def changes(self) -> list[Change]:
+        """Return the rows that change. A load near which nothing was timed stays as it is."""
+        if not self.rows or not self.search.times.near(self.search.load):
+            return []
+        if any(isinstance(state_of(row, self.now), Trial) for row in self.rows):
+            return self._after_trial()
+        return self._stopped() or (self._fewer_passes() if self.is_suspended else self._improved())
+
+    # --- the cases ----------------------------------------------------------------------------------------------------
+
+    def _stopped(self) -> list[Change]:
+        """Return plain decoding where it is surely faster, of all rows or of one. It waits for no dwell."""
+        may_stop = {task.name for task in self.search.tasks if not task.bounds.least}
+        drafting = [row for row in self.rows if row.depth and row.task in may_stop]
+        asked = TUNING.measured_error - math.log(self.search.objective.min_speedup)
+        for group in [drafting, *([row] for row in drafting if len(drafting) > 1)]:
+            now, plain, choices = self._best(group)
+            if group and self._bound(now, plain, TUNING.z) > asked:
+                better = [each for each in self._fast_enough(plain, choices) if self._bound(now, each, TUNING.z) > 0]
+                best = min(better, key=lambda choice: choice.rank, default=plain)
+                return list(self._to(group, now, best, "loses", LOSES))
+        return []
+
+    def _fewer_passes(self) -> list[Change]:
+        """Return fewer draft passes where the guards suspend speculation: the change itself costs nothing.
+
+        A smaller shape must be believed to be better than the present one: otherwise the estimates err, and as much for
+        the smaller shape.
+        """
+        group = [row for row in self.rows if row.depth and self._has_changes_left(row) and self._is_active(row)]
+        now, plain, choices = self._best(group)
+        fewer = [
+            choice
+            for choice in self._fast_enough(plain, choices)
+            if choice.passes < now.passes
+            and (choice.is_plain or (choice.rank < now.rank and self.search.gain(plain, choice) > self._least_gain))
+        ]
+        best = min(fewer, key=lambda choice: choice.rank, default=now)
+        if not group or best is now or (best.is_plain and self.search.gain(now, best) < math.log1p(TUNING.held_loss)):
+            return []
+        return list(self._to(group, now, best, "loses", SUSPENDED, gain_over=plain if best is not plain else now))
+
+    def _improved(self) -> list[Change]:
+        """Return the best of the choices that are surely worth a change, or else of those that are worth a trial."""
+        group = [row for row in self.rows if self._is_rested(row)]
+        if not group:
+            return []
+        now, plain, choices = self._best(group)
+        timed = max((choice.passes for choice in choices.values() if choice.is_timed), default=0)
+        others = [choice for choice in self._fast_enough(plain, choices) if choice is not now]
+        outdated = all(self._is_outdated(row) for row in group)
+        gains = [other for other in others if other.passes <= timed and self._is_worth_it(now, other, outdated)]
+        if gains:
+            best = min(gains, key=lambda choice: choice.rank)
+            return list(self._to(group, now, best, "gain", OUTDATED if outdated else ""))
+        trials = [other for other in others if self._trial_value(now, other) > 0]
+        best = max(trials, key=lambda choice: self._bound(now, choice, TUNING.z), default=now)
+        why = f"a trial, worth {100 * self._trial_value(now, best):.1f} % beyond the cost of its changes; "
+        return list(self._to(group, now, best, "probe" if now.is_plain else "trial", why, is_trial=True))
+
+    def _after_trial(self) -> list[Change]:
+        """Return the better of the timed shapes, once the shapes on trial were timed or their time is over."""
+        since = max(row.since for row in self.rows if isinstance(state_of(row, self.now), Trial))
+        now, _, choices = self._best(self.rows)
+        is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
+        if not is_timed and self.now - since < TUNING.window_seconds:
+            return []
+        known = [choice for choice in choices.values() if choice.is_timed]
+        best = min(known, key=lambda choice: choice.rank, default=now)
+        best = best if self.search.gain(now, best) > 0 else now
+        ended = {change.row.task: change for change in self._to(self.rows, now, best, "trial", "after a trial; ")}
+        return [ended.get(row.task) or self._stays(row) for row in self.rows]
+
+    # --- what a change is worth ---------------------------------------------------------------------------------------
+
+    def _is_worth_it(self, now: Choice, other: Choice, outdated: bool) -> bool:
+        """Return whether the gain surely exceeds the least gain of the tasks that change.
+
+        A shape that is outdated by a change point has no claim against another, so less evidence is enough. What only a
+        trial can measure is no sure gain.
+        """
+        if not other.is_timed and self._trial_error(now, other) > 0:
+            return False
+        if outdated and self.search.gain(now, other) >= self._least_gain:
+            return self._bound(now, other, TUNING.z_changed) > 0
+        return self._bound(now, other, TUNING.z) > self._least_gain * self.search.moving_demand(now, other)
+
+    def _trial_value(self, now: Choice, other: Choice) -> float:
+        """Return the expected gain of a trial, E[max(0, gain)], less the cost of its changes.
+
+        It costs one change, and a second one if it is in vain. The cost doubles with each change of the last hour.
+        """
+        error = self._trial_error(now, other)
+        if error <= 0:
+            return -1.0
+        z = self.search.gain(now, other) / error
+        count = max(sum(at > self._changed_at(row) for at in state_of(row, self.now).changes) for row in self.rows)
+        cost = self._least_gain * TUNING.growth ** max(0, count - 1)
+        return error * (z * NORMAL.cdf(z) + NORMAL.pdf(z)) - cost * (1 + NORMAL.cdf(-z))
+
+    def _trial_error(self, now: Choice, other: Choice) -> float:
+        """Return the standard error of a gain that only a trial can measure; 0 where it is measured anyway.
+
+        Workers that explore time other chains by themselves while they draft. While they decode plainly, gains drift.
+        """
+        is_busy = self.is_present and self.now - self.learned.load.at <= TUNING.sweep_seconds
+        if other.is_plain or not is_busy:
+            return 0.0
+        is_chain = len({shape for _, shape in other.shapes}) == 1 and other.shapes[0][1].is_chain
+        variance = 0.0
+        if not other.is_timed and not (self.speculation.explore_percent > 0 and is_chain and not now.is_plain):
+            variance = other.seconds.relative_variance
+        elif other.is_timed and now.is_plain:
+            newest = max((cell.at for cell in self.learned.costs if cell.draft_passes), default=0.0)
+            age = max(0.0, self.now - newest - TUNING.window_seconds)
+            variance = TUNING.drift_per_hour**2 * age / HOUR_SECONDS
+        return math.sqrt(max(0.0, variance - TUNING.measured_error**2))
+
+    def _bound(self, now: Choice, other: Choice, z: float) -> float:
+        return self.search.gain(now, other) - z * self.search.gain_error(now, other)
+
+    @property
+    def _least_gain(self) -> float:
+        return math.log(1 + self.speculation.hysteresis.min_gain_percent / 100)
+
+    def _fast_enough(self, plain: Choice, choices: dict[Shapes, Choice]) -> Iterator[Choice]:
+        """Yield the choices with at least the asked speed-up; plain decoding always has it."""
+        least = self.search.objective.min_speedup
+        for choice in choices.values():
+            if least <= 1 or choice.is_plain or choice.per_token * least <= plain.per_token * (1 + 1e-9):
+                yield choice
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _best(self, group: Iterable[RowState]) -> tuple[Choice, Choice, dict[Shapes, Choice]]:
+        return self.search.best(tuple((row.task, row.shape) for row in self.rows), [row.task for row in group])
+
+    def _has_changes_left(self, row: RowState) -> bool:
+        return len(state_of(row, self.now).changes) < self.speculation.hysteresis.max_changes_per_hour
+
+    def _is_rested(self, row: RowState) -> bool:
+        dwell = dwell_seconds(state_of(row, self.now), self.speculation.hysteresis, self._changed_at(row))
+        return self._has_changes_left(row) and self.now - row.since >= dwell
+
+    def _is_active(self, row: RowState) -> bool:
+        """Return whether the row's task was drafted for about as recently as any."""
+        seen = {cell.task: cell.at for cell in self.learned.acceptance if (cell.depth, cell.parent) == (1, "main")}
+        return seen.get(row.task, 0.0) > max(seen.values(), default=0.0) - TUNING.window_seconds
+
+    def _is_outdated(self, row: RowState) -> bool:
+        """Return whether a recent change point invalidated the evidence behind the row's shape."""
+        age, changed_at = outdated_seconds(self.speculation.hysteresis), self._changed_at(row)
+        return row.since < changed_at and self.now - changed_at < age <= self.now - row.since
+
+    def _changed_at(self, row: RowState) -> float:
+        """Return the time of the last change point of the task's acceptance or of step times here; 0 is never."""
+        rates = (cell.changed_at for cell in self.learned.acceptance if cell.task == row.task)
+        times = (cell.changed_at for cell in self.search.times.near(self.search.load))
+        return max((*rates, *times), default=0.0)
+
+    def _stays(self, row: RowState) -> Change:
+        over = next_row(row, row.shape, self.now, counts=False)
+        return Change(row=over, before=row.shape, gain=None, cause="trial", reason="")
+
+    def _to(
+        self,
+        group: Iterable[RowState],
+        now: Choice,
+        best: Choice,
+        cause: Cause,
+        why: str,
+        *,
+        is_trial: bool = False,
+        gain_over: Choice | None = None,
+    ) -> Iterator[Change]:
+        """Yield the rows of ``group`` whose shape changes. The end of a trial is no change of its own."""
+        after, gain = dict(best.shapes), math.expm1(self.search.gain(gain_over or now, best))
+        ends = any(isinstance(state_of(row, self.now), Trial) for row in group)
+        for row in group:
+            if after[row.task] != row.shape:
+                moved = next_row(row, after[row.task], self.now, is_trial=is_trial, counts=not ends)
+                reason = why + self._reason(row.task, now, best)
+                yield Change(row=moved, before=row.shape, gain=gain, cause=cause, reason=reason)
+
+    def _reason(self, name: str, now: Choice, best: Choice) -> str:
+        task = next(task for task in self.search.tasks if task.name == name)
+        rates = ", ".join(f"{ranks[0].mean:.2f}" for ranks in task.acceptance.main)
+        gain, sure = 100 * math.expm1(self.search.gain(now, best)), 100 * self.search.confidence(now, best)
+        missed = f"; {100 * now.violation:.0f} % over the objective" if now.violation else ""
+        return (
+            f"{_text(now, name)} -> {_text(best, name)} a step; acceptance by depth {rates};"
+            f" {gain:+.0f} % tokens in the same time, {sure:.0f} % sure{missed}"
+        )
+
+
+def _text(choice: Choice, task: str) -> str:
+    shape = dict(choice.shapes)[task]
+    name = str(shape) if shape.is_chain and shape.nodes else f"tree {shape}" if shape.nodes else "plain"
+    timed = "" if choice.is_timed else " (extrapolated)"
+    return f"{name} {choice.seconds.mean * 1000:.1f} ms{timed} for {choice.by_task[task]:.2f} tokens"

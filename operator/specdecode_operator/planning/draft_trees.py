@@ -1,0 +1,139 @@
+"""Draft trees of one task: how likely each node is accepted, and the best nodes of a given depth.
+
+A node's survival is the product of the acceptance rates along its path. It never rises from a parent to a child, so the
+likeliest nodes are always a tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+from specdecode_operator.planning.estimates import Estimate
+from specdecode_worker.contract import TreeShape
+
+T = TypeVar("T")
+Path = tuple[int, ...]
+"""Ranks from the root down to a node."""
+Position = tuple[int, bool, int]
+"""Depth, whether the parent is on the main path (rank 0 all along), and rank: what an acceptance rate depends on."""
+
+
+class Node(NamedTuple):
+    """A node that may be drafted."""
+
+    path: Path
+    survival: float
+
+    @property
+    def order(self) -> tuple[float, int, Path]:
+        """Likeliest first; a parent comes before its children, and a better rank before a worse one."""
+        return -self.survival, len(self.path), self.path
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAcceptance:
+    """Acceptance rates of one task by depth (first index) and rank (second). They never rise with the rank."""
+
+    main: tuple[tuple[Estimate, ...], ...]
+    """After a parent on the main path."""
+    sibling: tuple[tuple[Estimate, ...], ...]
+    """After another parent."""
+    cache: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def rate(self, position: Position) -> Estimate:
+        """Return the acceptance rate at a position, given that the parent was accepted."""
+        depth, is_main, rank = position
+        return (self.main if is_main else self.sibling)[depth - 1][rank]
+
+    def survival(self, shape: TreeShape) -> tuple[float, ...]:
+        """Return the probability of each node of ``shape`` to be accepted."""
+        return self._cached(("survival", shape), lambda: tuple(self._path_survival(path) for path in paths_of(shape)))
+
+    def tokens(self, shape: TreeShape) -> float:
+        """Return the expected tokens of one step."""
+        return self._cached(("tokens", shape), lambda: 1 + sum(self.survival(shape)))
+
+    def slopes(self, shape: TreeShape) -> Mapping[Position, float]:
+        """Return the derivative of log(tokens) by every acceptance rate that the shape depends on."""
+        return self._cached(("slopes", shape), lambda: self._slopes(shape))
+
+    def best_nodes(self, depth: int, top_k: int, most: int) -> tuple[Node, ...]:
+        """Return the ``most`` likeliest nodes down to ``depth``, likeliest first. Every prefix is a tree."""
+        return self._cached(("nodes", depth, top_k, most), lambda: tuple(self._grown(depth, top_k, most)))
+
+    def _cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self.cache:
+            self.cache[key] = make()
+        found: T = self.cache[key]
+        return found
+
+    def _path_survival(self, path: Path) -> float:
+        found = 1.0
+        for position in positions(path):
+            found *= self.rate(position).mean
+        return found
+
+    def _slopes(self, shape: TreeShape) -> dict[Position, float]:
+        found: dict[Position, float] = {}
+        for path, survival in zip(paths_of(shape), self.survival(shape), strict=True):
+            for position in positions(path):
+                slope = survival / self.rate(position).mean / self.tokens(shape)
+                found[position] = found.get(position, 0.0) + slope
+        return found
+
+    def _grown(self, depth: int, top_k: int, most: int) -> Iterable[Node]:
+        heap: list[tuple[tuple[float, int, Path], Node]] = []
+
+        def push(path: Path, parent: float) -> None:
+            rate = self.rate((len(path), not any(path[:-1]), path[-1]))
+            node = Node(path, parent * rate.mean)
+            heapq.heappush(heap, (node.order, node))
+
+        if depth:
+            push((0,), 1.0)
+        for _ in range(most):
+            if not heap:
+                return
+            node = heapq.heappop(heap)[1]
+            yield node
+            *above, rank = node.path
+            if rank + 1 < top_k:
+                push((*above, rank + 1), self._path_survival(tuple(above)))
+            if len(node.path) < depth:
+                push((*node.path, 0), node.survival)
+
+
+def positions(path: Path) -> Iterable[Position]:
+    """Return the positions along a path, whose acceptance rates its survival is the product of."""
+    return ((depth, not any(path[: depth - 1]), rank) for depth, rank in enumerate(path, start=1))
+
+
+@lru_cache(maxsize=32)
+def chain_of(depth: int) -> TreeShape:
+    """Return the chain of ``depth``, cached because shapes are validated."""
+    return TreeShape.chain(depth)
+
+
+@lru_cache(maxsize=256)
+def paths_of(shape: TreeShape) -> tuple[Path, ...]:
+    """Return the path of every node, in the order of the shape."""
+    found: list[Path] = [()]
+    for node, parent in enumerate(shape.parents, start=1):
+        found.append((*found[parent], shape.ranks[node]))
+    return tuple(found[1:])
+
+
+def shape_of(paths: Iterable[Path]) -> TreeShape:
+    """Return the tree of these nodes, breadth first, siblings by rank."""
+    return _tree(frozenset(paths))
+
+
+@lru_cache(maxsize=256)
+def _tree(paths: frozenset[Path]) -> TreeShape:
+    order: list[Path] = sorted(paths, key=lambda path: (len(path), path))
+    index = {(): 0, **{path: number for number, path in enumerate(order, start=1)}}
+    return TreeShape(tuple(index[path[:-1]] for path in order))

@@ -1,0 +1,103 @@
+"""Estimates, forgetting, and change points. Pure.
+
+Evidence is a sum of observations that decays by the slower of two clocks, observations and seconds: a busy fleet
+averages over about ten seconds, a quiet one over a few hundred observations. New evidence is also counted apart. Once
+it contradicts the older evidence, the older loses most of its weight, so that a step reaches the plan at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from specdecode_operator.planning.tuning import TUNING
+from specdecode_operator.telemetry.counters import Hits, Moments
+
+DIGITS = 6
+"""Significant digits of stored estimates: more than is measured, and the stored state must stay small."""
+
+Evidence = TypeVar("Evidence", Hits, Moments)
+
+
+class Estimate(NamedTuple):
+    """An estimated quantity: an acceptance rate, or a step time in seconds."""
+
+    mean: float
+    variance: float
+    weight: float = 0
+    """Effective number of samples; 0 means that it was never measured itself."""
+    at: float = 0
+    """Time of the last measurement on the operator's clock, in seconds."""
+
+    @property
+    def relative_variance(self) -> float:
+        """Variance of the logarithm."""
+        return self.variance / self.mean**2
+
+
+def joined(
+    before: Evidence, gathered: Evidence, fresh: Evidence, keep: float, changed: Callable[[Evidence, Evidence], bool]
+) -> tuple[Evidence, Evidence, bool]:
+    """Return all evidence, its new part, and whether the new part contradicts the older.
+
+    Args:
+        before: Evidence so far.
+        gathered: The part of ``before`` that is still new.
+        fresh: Evidence of this poll.
+        keep: Share of ``before`` that is not forgotten.
+        changed: Test for a change point.
+    """
+    older, new = apart(before, gathered, fresh, keep)
+    contradicted = changed(older, new)
+    if contradicted:
+        older = older.times(min(1, TUNING.contradicted_weight * new.weight / older.weight))
+    return older.plus(new), new, contradicted
+
+
+def apart(before: Evidence, gathered: Evidence, fresh: Evidence, keep: float) -> tuple[Evidence, Evidence]:
+    """Return the older and the new evidence."""
+    return before.plus(gathered.times(-1)).times(keep), gathered.times(keep).plus(fresh)
+
+
+def kept_share(count: float, seconds: float, half_life: float) -> float:
+    """Return the share of old evidence that stays after ``count`` observations in ``seconds``."""
+    return float(max(0.5 ** (count / half_life), 0.5 ** (max(0.0, seconds) / TUNING.half_life_seconds)))
+
+
+def rate_changed(before: Hits, fresh: Hits, effect: float = 1.0) -> bool:
+    """Return whether two samples can hardly have one rate, by their likelihood ratio.
+
+    ``effect`` drafts count as one, because the tokens of one request resemble each other.
+    """
+    if min(before.total, fresh.total) < TUNING.min_samples:
+        return False
+    ratio = _log_likelihood(before) + _log_likelihood(fresh) - _log_likelihood(before.plus(fresh))
+    return 2 * ratio > TUNING.rate_change_errors**2 * max(2.0, effect)
+
+
+def time_changed(before: Moments, fresh: Moments, wander: float = 0.0) -> bool:
+    """Return whether steps of one kind take another time now.
+
+    ``wander`` is the relative variance of a poll's mean beyond the noise of its steps.
+    """
+    if min(before.count, fresh.count) < TUNING.min_samples:
+        return False
+    gap = abs(before.mean_seconds - fresh.mean_seconds)
+    error = before.variance / before.count + fresh.variance / fresh.count + wander * before.mean_seconds**2
+    return gap > max(TUNING.time_change_errors * math.sqrt(error), TUNING.carried_error * before.mean_seconds)
+
+
+def short(value: float) -> float:
+    """Return ``value`` at DIGITS significant digits."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def shorts(values: tuple[float, ...]) -> tuple[float, ...]:
+    """Return all ``values`` at DIGITS significant digits, by way of one text, which is faster."""
+    return tuple(map(float, ((f"%.{DIGITS}g " * len(values)) % values).split()))
+
+
+def _log_likelihood(sample: Hits) -> float:
+    parts = (sample.hits, sample.total - sample.hits)
+    return sum(part * math.log(part / sample.total) for part in parts if part > 0)

@@ -1,0 +1,290 @@
+"""The best shapes of all tasks at one load, and how sure one choice is to be better than another.
+
+The time of a step depends on the whole batch, so shapes are chosen jointly. For each number of draft passes, the nodes
+of all tasks are ordered by survival, and every prefix of that order is a candidate. This is exact: a step's time
+depends on how many nodes there are and not on which, and no node is likelier than its parent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+from typing import NamedTuple
+
+from specdecode_operator.planning.draft_trees import Node, Path, Position, paths_of, shape_of
+from specdecode_operator.planning.estimates import Estimate
+from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
+from specdecode_operator.planning.tuning import TUNING
+from specdecode_operator.planning.workload import Objective, TaskLoad
+from specdecode_worker.contract import TreeShape
+
+Shapes = tuple[tuple[str, TreeShape], ...]
+"""The shape of every task, in the order of the search's tasks."""
+NORMAL = NormalDist()
+
+
+class Met(NamedTuple):
+    """A sequence of ``task`` is in such a batch in this share of its steps."""
+
+    task: str
+    batch: Batch
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Shapes of all tasks at one load, with what they bring."""
+
+    shapes: Shapes
+    seconds: Estimate
+    """Time of the mean step of the mean sequence."""
+    by_task: dict[str, float]
+    """Expected tokens of a step."""
+    shares: dict[str, float]
+    """Of the running sequences, once these shapes have run for a while."""
+    tokens: float
+    """Expected tokens of a step, mean over the running sequences."""
+    violation: float
+    """Share by which the worst objective is missed."""
+
+    @property
+    def per_token(self) -> float:
+        """Seconds per token of one sequence."""
+        return self.seconds.mean / self.tokens
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Order of choices, the best first: objectives come before the time per token."""
+        return self.violation, self.per_token
+
+    @property
+    def passes(self) -> int:
+        return max(shape.depth for _, shape in self.shapes)
+
+    @property
+    def is_plain(self) -> bool:
+        return not any(shape.nodes for _, shape in self.shapes)
+
+    @property
+    def is_timed(self) -> bool:
+        return self.seconds.weight > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeSearch:
+    """Search at one load. ``requests`` is the number of requests that the mix of tasks was measured on."""
+
+    times: StepTimeModel
+    load: Load
+    tasks: tuple[TaskLoad, ...]
+    objective: Objective
+    requests: float = math.inf
+    slopes: dict[tuple[str, Shapes], dict[Position, float]] = field(default_factory=dict)
+    known: dict[tuple[Shapes, tuple[str, ...]], tuple[Choice, Choice, dict[Shapes, Choice]]] = field(
+        default_factory=dict
+    )
+
+    def best(self, now: Shapes, free: Collection[str]) -> tuple[Choice, Choice, dict[Shapes, Choice]]:
+        """Return the present choice, plain decoding, and all candidates by shapes, while only ``free`` tasks change.
+
+        Candidates are the best shapes for each number of draft passes, for all free tasks together and for each alone.
+        """
+        key = now, tuple(free)
+        if key not in self.known:
+            self.known[key] = self._best(now, free)
+        return self.known[key]
+
+    def _best(self, now: Shapes, free: Collection[str]) -> tuple[Choice, Choice, dict[Shapes, Choice]]:
+        before = dict(now)
+        around = replace(
+            self,
+            tasks=tuple(task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks),
+        )
+        plain = tuple((task.name, task.least) for task in around.tasks)
+        joint = list(around.best_by_passes())
+        alone = [
+            tuple((name, shape if name == task else before[name]) for name, shape in shapes)
+            for shapes in joint
+            for task in free
+            if len(free) > 1
+        ]
+        choices = self.evaluate([now, plain, *joint, *alone])
+        return choices[now], choices[plain], choices
+
+    def best_by_passes(self) -> Iterator[Shapes]:
+        """Yield the best shapes of each number of draft passes, the fewest passes first."""
+        fewest = max(task.least.depth for task in self.tasks)
+        for passes in range(fewest, max([fewest, *(task.most_depth for task in self.tasks)]) + 1):
+            shapes = self._best_of(passes)
+            if shapes is not None:
+                yield shapes
+
+    def evaluate(self, candidates: Iterable[Shapes]) -> dict[Shapes, Choice]:
+        """Return every candidate with its step time and tokens."""
+        mixes = {shapes: self._mix(shapes) for shapes in candidates}
+        met = {shapes: batches(shapes, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
+        times = self.times.predict(self.load, (one.batch for each in met.values() for one in each))
+        return {shapes: self._choice(shapes, *mix, met[shapes], times) for shapes, mix in mixes.items()}
+
+    def gain(self, one: Choice, two: Choice) -> float:
+        """Return log(time per token of ``one`` / of ``two``). While an objective is missed, how much less it is."""
+        if one.violation != two.violation:
+            return math.log((1 + one.violation) / (1 + two.violation))
+        return math.log(one.per_token / two.per_token)
+
+    def gain_error(self, one: Choice, two: Choice) -> float:
+        """Return the standard error of the gain. Errors that both choices share do not add."""
+        time = one.seconds.relative_variance + two.seconds.relative_variance
+        if one.passes == two.passes:
+            time = min(time, (math.log(one.seconds.mean / two.seconds.mean) / 2) ** 2)
+        return math.sqrt(time + sum(self._tokens_variance(task, one, two) for task in self.tasks))
+
+    def confidence(self, one: Choice, two: Choice, least: float = 0.0) -> float:
+        """Return P(gain > ``least``), with the gain taken as normal."""
+        distance, error = self.gain(one, two) - least, self.gain_error(one, two)
+        return NORMAL.cdf(distance / error) if error > 0 else float(distance > 0)
+
+    def moving_demand(self, one: Choice, two: Choice) -> float:
+        """Return the share of the tokens that belongs to tasks with a different shape."""
+        pairs = zip(self.tasks, one.shapes, two.shapes, strict=True)
+        return sum(task.demand for task, before, after in pairs if before != after)
+
+    def tokens_variance(self, choice: Choice) -> float:
+        """Return the variance of log(expected tokens per step)."""
+        rates = ((task.acceptance.rate(at).variance, slope) for task in self.tasks
+                 for at, slope in self._slopes(task, choice).items())  # fmt: skip
+        return sum(slope**2 * variance for variance, slope in rates)
+
+    def _tokens_variance(self, task: TaskLoad, one: Choice, two: Choice) -> float:
+        """Return one task's part of the variance of log(tokens of two / tokens of one).
+
+        Acceptance rates err together over depths; requests differ in what a change brings; the mix is a sample.
+        """
+        before, after = self._slopes(task, one), self._slopes(task, two)
+        errors = [
+            (after.get(at, 0.0) - before.get(at, 0.0)) * math.sqrt(task.acceptance.rate(at).variance)
+            for at in {**before, **after}
+        ]
+        apart, together = sum(error**2 for error in errors), sum(errors) ** 2
+        rates = max(apart, TUNING.depth_correlation * together + (1 - TUNING.depth_correlation) * apart)
+        change = abs(math.log(two.by_task[task.name] / one.by_task[task.name]))
+        weight = (one.shares[task.name] + two.shares[task.name]) / 2
+        requests = (weight * min(TUNING.request_spread, change)) ** 2 / max(1.0, task.requests)
+        mix = one.by_task[task.name] / one.tokens - two.by_task[task.name] / two.tokens
+        return rates + requests + task.share * mix**2 / self.requests
+
+    def _slopes(self, task: TaskLoad, choice: Choice) -> dict[Position, float]:
+        """Return the derivatives of log(tokens) by the acceptance rates of one task.
+
+        Half of it comes through the tokens of its sequences, half through their number.
+        """
+        key = task.name, choice.shapes
+        if key not in self.slopes:
+            weight = choice.shares[task.name] * (1 + choice.by_task[task.name] / choice.tokens) / 2
+            shape = dict(choice.shapes)[task.name]
+            self.slopes[key] = {at: weight * slope for at, slope in task.acceptance.slopes(shape).items()}
+        return self.slopes[key]
+
+    def _mix(self, shapes: Shapes) -> tuple[dict[str, float], dict[str, float], float]:
+        """Return tokens of a step and share of the sequences, both by task, and the mean tokens.
+
+        With open arrivals a task's share follows demand / tokens; with a fixed number of clients it does not change.
+        Counters do not tell which, so the share is the geometric mean of both.
+        """
+        tokens = {task.name: task.acceptance.tokens(shape) for task, (_, shape) in zip(self.tasks, shapes, strict=True)}
+        raw = {task.name: math.sqrt(task.share * task.demand / tokens[task.name]) for task in self.tasks}
+        shares = {name: share / sum(raw.values()) for name, share in raw.items()}
+        return tokens, shares, sum(share * tokens[name] for name, share in shares.items())
+
+    def _choice(
+        self,
+        shapes: Shapes,
+        tokens: dict[str, float],
+        shares: dict[str, float],
+        mean: float,
+        met: list[Met],
+        times: dict[Batch, Estimate],
+    ) -> Choice:
+        by_task: defaultdict[str, float] = defaultdict(float)
+        for one in met:
+            by_task[one.task] += one.weight * times[one.batch].mean
+        seconds = _mean([(shares[one.task] * one.weight, times[one.batch]) for one in met])
+        violation = self.objective.violation(
+            seconds.mean, (tokens[name] * seconds.mean / own for name, own in by_task.items())
+        )
+        return Choice(shapes, seconds, tokens, shares, mean, violation)
+
+    def _best_of(self, passes: int) -> Shapes | None:
+        """Return the best prefix of all nodes by survival among those that are ``passes`` deep."""
+        paths = {task.name: list(paths_of(task.least)) for task in self.tasks}
+        tokens = {task.name: task.acceptance.tokens(task.least) for task in self.tasks}
+        verified = 1 + sum(task.share * task.least.nodes for task in self.tasks)
+        mean, depth = sum(task.share * tokens[task.name] for task in self.tasks), max(t.least.depth for t in self.tasks)
+        best: tuple[tuple[float, float], dict[str, int]] | None = None
+        for step in (None, *self._by_survival(passes)):
+            if step is not None:
+                task, node = step
+                paths[task.name].append(node.path)
+                tokens[task.name] += node.survival
+                verified, mean = verified + task.share, mean + task.share * node.survival
+                depth = max(depth, len(node.path))
+            if depth == passes:
+                seconds = self.times.mean(self.load, Batch(passes, verified))
+                rank = self.objective.violation(seconds, tokens.values()), seconds / mean
+                if best is None or rank < best[0]:
+                    best = rank, {name: len(found) for name, found in paths.items()}
+        if best is None:
+            return None
+        return tuple((task.name, shape_of(paths[task.name][: best[1][task.name]])) for task in self.tasks)
+
+    def _by_survival(self, passes: int) -> list[tuple[TaskLoad, Node]]:
+        """Return the nodes beyond the least shapes that the bounds allow, of all tasks, likeliest first."""
+        found: list[tuple[TaskLoad, Node]] = []
+        for task in self.tasks:
+            bounds, least = task.bounds, set[Path](paths_of(task.least))
+            if task.held is None:
+                nodes = task.acceptance.best_nodes(min(passes, bounds.most), bounds.top_k, bounds.max_nodes)
+                more = [node for node in nodes if node.path not in least]
+                found += [(task, node) for node in more[: bounds.max_nodes - bounds.least]]
+        return sorted(found, key=lambda step: (step[1].order, step[0].name))
+
+
+def batches(shapes: Shapes, shares: dict[str, float], sequences: float) -> list[Met]:
+    """Return the batches that a sequence of each task is in; the weights of a task sum to 1.
+
+    The deepest shape in a batch decides how many passes a step takes. The other sequences are drawn by ``shares``.
+    """
+    others, found = max(0.0, sequences - 1), list[Met]()
+    for name, own in shapes:
+        met, below = list[Met](), 0.0
+        for depth in sorted({shape.depth for _, shape in shapes}):
+            inside = [(shares[task], shape.nodes) for task, shape in shapes if shape.depth <= depth]
+            share = min(1.0, sum(weight for weight, _ in inside))
+            chance = share**others
+            if depth >= own.depth:
+                nodes = sum(weight * count for weight, count in inside) / share if share > 0 else 0.0
+                verified = 1 + (own.nodes + others * nodes) / (1 + others)
+                met.append(Met(name, Batch(depth, round(verified, 1)), chance - below))
+                below = chance
+        often = [one for one in met if one.weight >= TUNING.min_share] or met
+        total = sum(one.weight for one in often)
+        found += [one._replace(weight=one.weight / total) for one in often]
+    return found
+
+
+def _mean(parts: list[tuple[float, Estimate]]) -> Estimate:
+    """Return the mean of step times, whose errors go together. It is timed if the batches that matter are."""
+    if len(parts) == 1:
+        return parts[0][1]
+    heaviest = max(weight for weight, _ in parts)
+    often = [seconds for weight, seconds in parts if weight >= heaviest / 4]
+    return Estimate(
+        sum(weight * seconds.mean for weight, seconds in parts),
+        sum(weight * math.sqrt(seconds.variance) for weight, seconds in parts) ** 2,
+        min(seconds.weight for seconds in often),
+        min(seconds.at for seconds in often),
+    )

@@ -1,0 +1,217 @@
+"""Seconds of a decoding step: a linear model over contract.FEATURES, corrected by the kinds of step that were timed.
+
+The model is Bayesian linear regression on the moments of all kinds of step. Its prior lets each coefficient carry a
+whole step time, so that a depth that was never timed is extrapolated with a wide error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdecode_operator.planning.estimates import Estimate
+from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.tuning import TUNING
+from specdecode_operator.state.learned import StepTimeCell
+from specdecode_operator.telemetry.counters import PAIRS, K
+from specdecode_worker.contract import FEATURES
+
+LEAST_SECONDS = 1e-7
+"""A step that is reported to take less was not timed."""
+_SEQUENCES, _VERIFIED = FEATURES.index("sequences"), FEATURES.index("verify_tokens")
+_ROWS, _COLUMNS = np.array(PAIRS).T
+Array = NDArray[np.float64]
+
+
+class Batch(NamedTuple):
+    """Shape of a step."""
+
+    passes: int
+    """Draft passes."""
+    verified: float
+    """Verified tokens of one sequence, the root included; the mean over the batch."""
+
+
+class _Cell(NamedTuple):
+    """One kind of step that was timed."""
+
+    passes: int
+    context: int
+    sequences: float
+    verified: float
+    steps: float
+    mean: float
+    variance: float
+    """Variance of the mean: noise, and wander from poll to poll."""
+    line: float
+    """Prediction of the linear model for the mean step of this kind."""
+    at: float
+    changed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeModel:
+    """A fitted model and the kinds of step that it was made of."""
+
+    cells: tuple[_Cell, ...]
+    coefficients: tuple[float, ...]
+    covariance: Array
+    wander: float
+    """Relative variance of means from poll to poll."""
+    floor: float
+    """Least prediction: a tenth of the fastest step."""
+    nearby: dict[Load, list[_Cell]] = field(default_factory=dict)
+
+    @staticmethod
+    def fit(costs: Iterable[StepTimeCell], wander: float = 0.0) -> StepTimeModel | None:
+        """Return the model, or None while nothing was timed. The latest model is cached."""
+        return _fitted(tuple(costs), wander)
+
+    @classmethod
+    def of(cls, costs: Sequence[StepTimeCell], wander: float) -> Self | None:
+        known = [c for c in costs if not c.prefill and c.values[0] >= 1 and c.values[1] > LEAST_SECONDS * c.values[0]]
+        if not known:
+            return None
+        values = np.array([cost.values for cost in known])
+        count, mean = values[:, 0], values[:, 1] / values[:, 0]
+        polls = np.array([max(1.0, cost.polls) for cost in known])
+        variance = np.maximum(0.0, values[:, 2] / count - mean**2) / count + wander / polls * mean**2
+        drafts = np.array([float(cost.draft_passes > 0) for cost in known])
+        x = np.column_stack([values[:, 4 : 4 + K], count * drafts])
+        xt = np.column_stack([values[:, 4 + K : 4 + 2 * K], values[:, 1] * drafts])
+        xx = np.zeros((len(known), K + 1, K + 1))
+        xx[:, _ROWS, _COLUMNS] = xx[:, _COLUMNS, _ROWS] = values[:, 4 + 2 * K :]
+        xx[:, K] = xx[:, :, K] = x * drafts[:, None]
+        mean_x = x / count[:, None]
+        scale = np.append(np.maximum(1e-9, mean_x[:, :K].max(axis=0)), 1.0)
+        weights = 1 / (variance + TUNING.model_error**2 * mean**2) / count
+        precision = np.eye(K + 1) / mean.mean() ** 2 + np.tensordot(weights, xx, 1) / np.outer(scale, scale)
+        covariance = _inverse(precision)
+        coefficients = covariance @ (weights @ xt / scale) / scale
+        kinds = zip(known, mean_x.tolist(), count, mean, variance, mean_x @ coefficients, strict=True)
+        cells = tuple(_cell(cost, at, *map(float, rest)) for cost, at, *rest in kinds)
+        floor = 0.1 * float(mean.min())
+        return cls(cells, tuple(coefficients.tolist()), covariance / np.outer(scale, scale), wander, floor)
+
+    def predict(self, load: Load, shapes: Iterable[Batch]) -> dict[Batch, Estimate]:
+        """Return the step time of every shape at one load. A step with more passes and tokens never takes less."""
+        order = sorted(set(shapes))
+        x = np.array([_with_drafting(features(load, *batch)) for batch in order])
+        spreads = np.maximum(0.0, ((x @ self.covariance) * x).sum(axis=1)).tolist()
+        lines = [max(self.floor, line) for line in (x @ np.array(self.coefficients)).tolist()]
+        found = [self._estimate(load, *each) for each in zip(order, lines, spreads, strict=True)]
+        return dict(zip(order, _rising(order, lines, found), strict=True))
+
+    def mean(self, load: Load, batch: Batch) -> float:
+        """Return the predicted seconds alone, for a search over many shapes."""
+        return self._blend(load, batch, max(self.floor, self.linear(features(load, *batch))))[0]
+
+    def linear(self, x: Sequence[float]) -> float:
+        """Return the seconds by the linear model for features in the order of contract.FEATURES."""
+        return float(sum(map(float.__mul__, map(float, _with_drafting(x)), self.coefficients)))
+
+    def near(self, load: Load) -> list[_Cell]:
+        """Return the kinds of step that were timed at about this load, the nearest in sequences first."""
+        if load not in self.nearby:
+            here = (cell for cell in self.cells if cell.context == load.context)
+            distances = ((abs(math.log(cell.sequences / load.sequences)), cell) for cell in here)
+            close = [each for each in distances if each[0] <= math.log(TUNING.load_ratio)]
+            self.nearby[load] = [cell for _, cell in sorted(close, key=lambda each: each[0])]
+        return self.nearby[load]
+
+    def _estimate(self, load: Load, batch: Batch, line: float, spread: float) -> Estimate:
+        error = spread + (TUNING.model_error**2 + self.wander) * line**2
+        mean, cell, weight, shift = self._blend(load, batch, line)
+        if cell is None:
+            return Estimate(mean, error)
+        # Kernels work in blocks, so the line knows only about half of what a few more verified tokens take.
+        tokens = self.coefficients[_VERIFIED] * load.sequences * (batch.verified - cell.verified) / 2
+        own = cell.variance + (TUNING.model_error * shift) ** 2 + tokens**2
+        return Estimate(mean, weight**2 * own + (1 - weight) ** 2 * error, cell.steps, cell.at)
+
+    def _blend(self, load: Load, batch: Batch, line: float) -> tuple[float, _Cell | None, float, float]:
+        """Return the mean of the own kind of step, carried along the line by a third at most, and weighed against it.
+
+        Returns:
+            Seconds, the kind of step (None if it was never timed), its weight, and how far it was carried.
+        """
+        cell = self._own(load, batch)
+        if cell is None:
+            return line, None, 0.0, 0.0
+        weight = cell.steps / (cell.steps + TUNING.min_samples)
+        shift = max(-cell.mean / 3, min(cell.mean / 3, line - cell.line))
+        return max(self.floor, weight * (cell.mean + shift) + (1 - weight) * line), cell, weight, shift
+
+    def _own(self, load: Load, batch: Batch) -> _Cell | None:
+        """Return the kind of step that is nearest in verified tokens (by halves), then in sequences."""
+        reach = max(0.5, batch.verified / 3)
+        cells = [cell for cell in self.near(load) if cell.passes == batch.passes]
+        distance = [abs(cell.verified - batch.verified) // 0.5 for cell in cells]
+        nearest = min(range(len(cells)), key=distance.__getitem__, default=None)
+        return cells[nearest] if nearest is not None and distance[nearest] * 0.5 < reach else None
+
+
+def features(load: Load, passes: int, verified: float | None = None) -> tuple[float, ...]:
+    """Return x of a decoding step in the order of contract.FEATURES; by default that of a chain."""
+    tokens = load.sequences * (passes + 1 if verified is None else verified)
+    return 1.0, load.sequences, tokens, load.sequences * load.context_tokens, float(passes), 0.0
+
+
+def _with_drafting(x: Sequence[float]) -> tuple[float, ...]:
+    """Return the features with one more: whether anything is drafted. The first pass has costs of its own."""
+    return (*x, min(1.0, x[FEATURES.index("draft_passes")]))
+
+
+def _cell(cost: StepTimeCell, x: list[float], count: float, mean: float, variance: float, line: float) -> _Cell:
+    sequences = max(1e-9, x[_SEQUENCES])
+    kind = cost.draft_passes, cost.context_bucket, sequences, x[_VERIFIED] / sequences
+    return _Cell(*kind, count, mean, variance, line, cost.at, cost.changed_at)
+
+
+def _inverse(precision: Array) -> Array:
+    """Return the inverse. If the reported moments cannot be those of steps, every feature counts for itself."""
+    try:
+        np.linalg.cholesky(precision)
+        return np.asarray(np.linalg.inv(precision))
+    except np.linalg.LinAlgError:
+        return np.diag(1 / np.maximum(LEAST_SECONDS, np.abs(np.diag(precision))))
+
+
+@lru_cache(maxsize=1)
+def _fitted(costs: tuple[StepTimeCell, ...], wander: float) -> StepTimeModel | None:
+    return StepTimeModel.of(costs, wander)
+
+
+def _rising(order: Sequence[Batch], lines: Sequence[float], found: Sequence[Estimate]) -> list[Estimate]:
+    """Return step times that rise with the shapes.
+
+    Where two contradict that, the one that was timed later is right: a change of step times shows first in the shape
+    in use. The older one becomes the newer times the ratio of the linear model, with a wide error.
+    """
+    rising = list(found)
+    for newest in sorted(range(len(found)), key=lambda index: -found[index].at):
+        for index, other in enumerate(rising):
+            known = rising[newest]
+            direction = _direction(order[newest], order[index]) if other.at < known.at else 0
+            if direction * (other.mean - known.mean) < 0:
+                ratio = lines[index] / lines[newest]
+                mean = known.mean * (max(1.0, ratio) if direction > 0 else min(1.0, ratio))
+                # A slight contradiction is noise: then the correction itself is all the doubt that it adds.
+                carried = (known.relative_variance + TUNING.carried_error**2) * mean**2
+                variance = min(carried, other.variance + (mean - other.mean) ** 2)
+                rising[index] = other._replace(mean=mean, variance=variance)
+    return rising
+
+
+def _direction(one: Any, two: Any) -> int:
+    """Return 1 if ``two`` is larger in every part, -1 if smaller, 0 if equal or not comparable."""
+    parts = [b - a for a, b in zip(one, two, strict=True)]
+    if all(part >= 0 for part in parts):
+        return int(any(parts))
+    return -1 if all(part <= 0 for part in parts) else 0

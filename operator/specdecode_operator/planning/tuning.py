@@ -1,0 +1,80 @@
+"""Constants of the planner. "Trade" marks a value that was chosen in the simulator (docs/simulator.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HOUR_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of the estimates and of the decision rule."""
+
+    # --- acceptance: pseudo-observations and correlations
+    prior_drafts: float = 10.0
+    """Drafts that the depth above (or the main path, or the prior of ranks) counts for. Trade."""
+    task_prior_drafts: float = 30.0
+    """Drafts that all tasks together count for in one task. Trade."""
+    prior_effect: float = 4.0
+    """Design effect of requests before any has finished (ratio of variances): recorded answers show 2 to 8."""
+    prior_requests: float = 20.0
+    """Finished requests that ``prior_effect`` counts for. Trade."""
+    rank_share: float = 0.2
+    """Share of the misses that rank 1 hits before it was measured, halved with each rank: half of an EAGLE-3 head's."""
+    depth_correlation: float = 0.3
+    """Correlation of the errors of one task's acceptance at two depths: recorded answers."""
+    request_spread: float = 0.2
+    """Standard deviation between requests of log(tokens after / tokens before) of a change: recorded 0.02 to 0.17."""
+    # --- forgetting and change points
+    half_life_drafts: float = 300.0
+    """Drafts, times the design effect, after which an acceptance counts for half. Trade."""
+    half_life_requests: float = 100.0
+    """Requests after which traffic counts for half. Trade."""
+    half_life_steps: float = 128.0
+    """Steps after which a step time counts for half. Trade."""
+    half_life_seconds: float = 20.0
+    """Seconds before which no estimate counts for half: long against a poll of 5 s."""
+    recent_seconds: float = 15.0
+    """Seconds during which evidence gathers to contradict older evidence, and that a trial is timed: three polls."""
+    contradicted_weight: float = 0.25
+    """Weight of contradicted evidence, as a share of the new evidence. Trade."""
+    rate_change_errors: float = 3.0
+    """Standard errors between two acceptance rates that are a change point: one false alarm in 370."""
+    time_change_errors: float = 4.0
+    """Standard errors between two step times that are a change point: step times have heavier tails."""
+    min_samples: float = 8.0
+    """Steps or drafts that outweigh a prior of step times, and below which nothing shows a change. Trade."""
+    # --- step times
+    model_error: float = 0.05
+    """Relative error of the linear model beyond noise: recorded step times."""
+    carried_error: float = 0.15
+    """Relative error of a time carried over from another shape; a smaller shift of a mean is noise. Recorded steps."""
+    load_ratio: float = 1.5
+    """Largest ratio of sequences, or of verified tokens, of steps that say something about each other. Trade."""
+    wander_share: float = 0.1
+    """Weight of one poll in the variance of means between polls. Trade."""
+    # --- decision
+    z: float = 1.28
+    """Standard errors by which a gain must exceed its cost: 90 % confidence."""
+    z_changed: float = 0.84
+    """The same after a change point outdated the evidence behind the present shapes: 80 % confidence."""
+    held_loss: float = 0.07
+    """Expected relative loss at which speculation stops while the workers' guards suspend it. Trade."""
+    measured_error: float = 0.03
+    """Relative error that a trial leaves, and smallest loss that is believed: recorded noise of 15 s."""
+    drift_per_hour: float = 0.5
+    """Standard deviation per square root of an hour by which an unmeasured gain drifts. Trade."""
+    growth: float = 2.0
+    """Factor of the cost of a change per further change within an hour; the dwell grows by its square. Trade."""
+    sweep_seconds: float = 30.0
+    """Seconds between choices for loads other than the present one, and without traffic after which no trial begins."""
+    window_seconds: float = 60.0
+    """Seconds after which a trial ends unmeasured, a task counts as absent, and a step time is not fresh."""
+    min_share: float = 0.02
+    """Smallest share of the sequences that a task with rows, or a kind of batch, counts with. Trade."""
+    fleet_samples: float = 500.0
+    """Drafts or tokens below which no figure of the fleet is shown (error over 2 %); a tenth for one task."""
+
+
+TUNING = Tuning()

@@ -1,0 +1,205 @@
+"""What is asked of the workers: the mean request, the objectives, and the tasks that share a load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import NamedTuple
+
+from specdecode_operator.api.v1alpha1 import ObjectiveSpec
+from specdecode_operator.planning.acceptance_model import AcceptanceModel
+from specdecode_operator.planning.draft_trees import TaskAcceptance, chain_of
+from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.step_time_model import StepTimeModel
+from specdecode_operator.planning.task_bounds import Bounds, bounds_of
+from specdecode_operator.planning.tuning import TUNING
+from specdecode_operator.state.learned import LearnedState, RowState
+from specdecode_operator.telemetry.counters import NO_TRAFFIC, Moments, RequestSums, TrafficSums
+from specdecode_worker.contract import FEATURES, OTHER_TASK, EngineConfig, TreeShape
+
+STEPS_AHEAD = 2
+"""Worst-case steps of every sequence for which the engine reserves cache."""
+STEP_TOKENS = EngineConfig().max_num_batched_tokens
+"""Tokens that one step reads at most, unless spec.workers.maxNumBatchedTokens says otherwise."""
+_PREFILL_TOKENS = FEATURES.index("prefill_tokens")
+
+
+class Request(NamedTuple):
+    """The mean request, in tokens."""
+
+    prompt: float
+    """Prompt tokens that the prefix cache does not have."""
+    output: float
+    context: float
+    """Tokens in the cache while it runs."""
+
+
+class Prompt(NamedTuple):
+    """The mean prompt: number of steps that read it, and seconds that it adds to each."""
+
+    steps: int = 1
+    seconds: float = 0
+
+
+NO_PROMPT = Prompt()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Objectives of a deployment in seconds; None asks for nothing."""
+
+    itl_seconds: float | None = None
+    ttft_seconds: float | None = None
+    min_speedup: float = 1
+    prompt: Prompt = NO_PROMPT
+
+    @classmethod
+    def of(cls, objective: ObjectiveSpec, prompt: Prompt) -> Objective:
+        itl, ttft = objective.itl_milliseconds, objective.ttft_milliseconds
+        return cls(
+            itl_seconds=itl and itl / 1000,
+            ttft_seconds=ttft and ttft / 1000,
+            min_speedup=objective.min_speedup or 1.0,
+            prompt=prompt,
+        )
+
+    def violation(self, step_seconds: float, tokens: Iterable[float]) -> float:
+        """Return by how much the worst objective is missed, as a share of it. ``tokens`` are those of a step by task.
+
+        A prompt waits for half a step under way, and is then read. Waiting for a slot is left to scaling.
+        """
+        worst = 1.0
+        if self.itl_seconds is not None:
+            worst = max(worst, step_seconds / min(tokens, default=1.0) / self.itl_seconds)
+        if self.ttft_seconds is not None:
+            first = 0.5 * step_seconds + self.prompt.steps * (step_seconds + self.prompt.seconds)
+            worst = max(worst, first / self.ttft_seconds)
+        return worst - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TaskLoad:
+    """One task at one load."""
+
+    name: str
+    bounds: Bounds
+    acceptance: TaskAcceptance
+    share: float
+    """Of the running sequences under the present rows; sums to 1 over the tasks."""
+    demand: float
+    """Of the tokens that are asked for, whatever runs; sums to 1 over the tasks."""
+    requests: float = math.inf
+    """Number of requests that the acceptance was measured on."""
+    held: TreeShape | None = None
+    """The only shape that may run, while others are chosen around it."""
+
+    @property
+    def least(self) -> TreeShape:
+        """The shape with the fewest drafts that may run."""
+        return chain_of(self.bounds.least) if self.held is None else self.held
+
+    @property
+    def most_depth(self) -> int:
+        return self.bounds.most if self.held is None else self.held.depth
+
+
+def tasks_at(
+    model: AcceptanceModel, rows: Sequence[RowState], load: Load, kv_tokens: float | None
+) -> tuple[TaskLoad, ...]:
+    """Return the tasks of the rows of one load, with no more draft tokens than the cache has room for."""
+    learned = model.learned
+    tokens = {row.task: model.of(row.task).tokens(row.shape) for row in rows}
+    output = _by_row(tokens, ((cell.task, TrafficSums(*cell.sums).output_tokens) for cell in learned.traffic))
+    steps = {task: output[task] / tokens[task] for task in tokens}
+    total = sum(steps.values())
+    raw = {task: max(TUNING.min_share, steps[task] / total) if total > 0 else 1.0 for task in tokens}
+    shares = {task: share / sum(raw.values()) for task, share in raw.items()}
+    mean, requests = sum(shares[task] * tokens[task] for task in tokens), _requests_by_task(learned, tokens)
+    return tuple(
+        TaskLoad(
+            row.task,
+            _fitting(bounds_of(model.speculation, row.task), load, kv_tokens),
+            model.of(row.task),
+            shares[row.task],
+            shares[row.task] * tokens[row.task] / mean,
+            requests[row.task],
+        )
+        for row in rows
+    )
+
+
+def idle(learned: LearnedState, tasks: Collection[str]) -> frozenset[str]:
+    """Return the tasks that send next to nothing while others do. Tasks without rows count as ``other``."""
+    tokens = _by_row(tasks, ((cell.task, TrafficSums(*cell.sums).output_tokens) for cell in learned.traffic))
+    total = sum(tokens.values())
+    return frozenset(task for task in tasks if total > 0 and tokens[task] < TUNING.min_share / 20 * total)
+
+
+def request_of(learned: LearnedState) -> Request | None:
+    """Return the mean request, or None before the first has ended. A running request has half of its output."""
+    total = _traffic(learned)
+    if min(total.arrivals, total.finished, total.output_tokens) <= 0:
+        return None
+    under_way = min(max(0.0, total.arrivals - total.finished), learned.load.sequences)
+    output = max(1.0, total.output_tokens / (total.finished + under_way / 2))
+    read = max(0.0, total.prompt_tokens - total.cached_tokens) / total.arrivals
+    return Request(read, output, total.prompt_tokens / total.arrivals + output / 2)
+
+
+def prompt_of(learned: LearnedState, step_tokens: int | None = None) -> Prompt:
+    """Return the steps and seconds that reading the mean prompt takes, at most ``step_tokens`` in one step."""
+    times, request = StepTimeModel.fit(learned.costs, learned.wander), request_of(learned)
+    if times is None or request is None:
+        return Prompt()
+    steps = max(1, math.ceil(request.prompt / (step_tokens or STEP_TOKENS)))
+    return Prompt(steps, request.prompt / steps * prompt_token_seconds(learned, times))
+
+
+def prompt_token_seconds(learned: LearnedState, times: StepTimeModel) -> float:
+    """Return the seconds that one prompt token adds to a step: beyond decoding, in steps with prefill."""
+    moments = Moments(learned.prefill or (0.0,) * 5)
+    if moments.count <= 0 or moments.x[_PREFILL_TOKENS] <= 0:
+        return 0.0
+    x = moments.mean_x
+    return max(0.0, moments.mean_seconds - max(0.0, times.linear((*x[:_PREFILL_TOKENS], 0.0)))) / x[_PREFILL_TOKENS]
+
+
+def mix_requests(learned: LearnedState) -> float:
+    """Return the number of requests that say what the mix is. Lengths vary about as much as their mean: half of all."""
+    return max(1.0, _traffic(learned).finished / 2)
+
+
+def _traffic(learned: LearnedState) -> TrafficSums:
+    return reduce(TrafficSums.plus, (TrafficSums(*cell.sums) for cell in learned.traffic), NO_TRAFFIC)
+
+
+def _requests_by_task(learned: LearnedState, tasks: Collection[str]) -> dict[str, float]:
+    """Return the requests that remembered drafts are from, by task: at most those that came, infinite if unknown."""
+    first = ((cell.task, cell.total) for cell in learned.acceptance if (cell.depth, cell.parent) == (1, "main"))
+    ended = [(cell.task, RequestSums(*cell.sums)) for cell in learned.requests]
+    came = _by_row(tasks, ((cell.task, TrafficSums(*cell.sums).arrivals) for cell in learned.traffic))
+    drafts, count = _by_row(tasks, first), _by_row(tasks, ((task, sums.n) for task, sums in ended))
+    drafted = _by_row(tasks, ((task, sums.d) for task, sums in ended))
+    known = {task: min(drafts[task], count[task], drafted[task]) > 0 for task in tasks}
+    return {
+        task: min(came[task] or math.inf, drafts[task] * count[task] / drafted[task] if known[task] else math.inf)
+        for task in tasks
+    }
+
+
+def _by_row(tasks: Collection[str], values: Iterable[tuple[str, float]]) -> Mapping[str, float]:
+    """Return sums by task. Tasks without rows here count as ``other``."""
+    sums = dict.fromkeys((*tasks, OTHER_TASK), 0.0)
+    for name, value in values:
+        sums[name if name in tasks else OTHER_TASK] += value
+    return sums
+
+
+def _fitting(bounds: Bounds, load: Load, kv_tokens: float | None) -> Bounds:
+    if not kv_tokens:
+        return bounds
+    room = int((kv_tokens / load.sequences - load.context_tokens) / STEPS_AHEAD)
+    nodes = max(1, bounds.least, min(bounds.max_nodes, room))
+    return replace(bounds, max_nodes=nodes, most=max(bounds.least, min(bounds.most, nodes)))

@@ -1,0 +1,158 @@
+"""Trees by survival, and the joint choice of all tasks' trees against trying every one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import combinations, product
+
+import pytest
+from estimates import FULL, chances, spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdecode_operator.planning.acceptance_model import AcceptanceModel, task_acceptance
+from specdecode_operator.planning.draft_trees import Path, TaskAcceptance, paths_of, positions, shape_of
+from specdecode_operator.planning.estimates import Estimate
+from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.shape_search import ShapeSearch
+from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
+from specdecode_operator.planning.task_bounds import Bounds
+from specdecode_operator.planning.workload import Objective, TaskLoad, tasks_at
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
+from specdecode_worker.contract import TreeShape
+
+LEVEL = (Estimate(0.6, 0.01), Estimate(0.2, 0.01), Estimate(0.1, 0.01))
+RATES = TaskAcceptance((LEVEL,) * 4, ((Estimate(0.5, 0.02), Estimate(0.1, 0.02), Estimate(0.05, 0.02)),) * 4)
+
+ranked = st.lists(st.floats(0.01, 0.99), min_size=2, max_size=2).map(lambda p: sorted(p, reverse=True))
+levels = st.lists(ranked, min_size=2, max_size=2).map(
+    lambda found: tuple(tuple(Estimate(p / 2, 0.0) for p in level) for level in found)
+)
+
+
+def test_expected_tokens_and_their_slopes() -> None:
+    shape = TreeShape((0, 0, 1, 1, 2))
+    assert RATES.tokens(TreeShape.chain(2)) == pytest.approx(1 + 0.6 + 0.36)
+    assert RATES.tokens(shape) == pytest.approx(1 + 0.6 + 0.2 + 0.36 + 0.12 + 0.2 * 0.5)
+    found = RATES.slopes(shape)
+    assert found.keys() == {position for path in paths_of(shape) for position in positions(path)}
+    nudged = TaskAcceptance(((Estimate(0.6 + 1e-6, 0), *LEVEL[1:]), *RATES.main[1:]), RATES.sibling)
+    slope = (math.log(nudged.tokens(shape)) - math.log(RATES.tokens(shape))) / 1e-6
+    assert found[1, True, 0] == pytest.approx(slope, rel=1e-4)
+
+
+@given(st.integers(0, 4), st.integers(1, 3), st.integers(0, 40))
+def test_every_prefix_of_the_best_nodes_is_a_tree_and_survival_falls(depth: int, top_k: int, most: int) -> None:
+    nodes = RATES.best_nodes(depth, top_k, most)
+    assert [node.survival for node in nodes] == sorted((node.survival for node in nodes), reverse=True)
+    for count in range(len(nodes) + 1):
+        shape = shape_of(node.path for node in nodes[:count])
+        assert (shape.nodes, shape.depth <= depth, max(shape.ranks) < top_k) == (count, True, True)
+        assert set(paths_of(shape)) == {node.path for node in nodes[:count]}
+
+
+def test_one_choice_a_token_makes_chains() -> None:
+    shape = shape_of(node.path for node in RATES.best_nodes(4, 1, 63))
+    assert shape == TreeShape.chain(4)
+
+
+def test_ranks_are_learnt_and_never_rise() -> None:
+    seen = tuple(
+        AcceptanceCell(task="other", depth=d, hits=400, total=1000, at=0, ranks=(300.0, 200.0, 250.0)) for d in (1, 2)
+    )
+    found = task_acceptance(LearnedState(acceptance=seen), None, 2, 4)
+    assert [rate.mean for rate in found.main[0]] == pytest.approx([0.4, 0.3, 0.2, 0.2], abs=0.01)
+    assert found.sibling[1][0].mean == pytest.approx(0.4, abs=0.05), "what was never seen leans on the main path"
+    assert found.sibling[1][0].variance > 10 * found.main[1][0].variance
+
+
+# --- the joint choice ---------------------------------------------------------------------------------------------
+
+
+def trees(depth: int, top_k: int) -> Iterator[tuple[Path, ...]]:
+    """Every tree of at most this depth and width."""
+    paths = [path for level in range(1, depth + 1) for path in product(range(top_k), repeat=level)]
+    for count in range(len(paths) + 1):
+        for found in combinations(paths, count):
+            inside = set(found)
+            if all((p[:-1] in inside or len(p) == 1) and (not p[-1] or (*p[:-1], p[-1] - 1) in inside) for p in found):
+                yield found
+
+
+ALL = [shape_of(found) for found in trees(2, 2)]
+times = StepTimeModel.fit(FULL)
+
+
+@settings(max_examples=60)
+@given(levels, levels, levels, st.floats(1.5, 12), st.integers(0, 1))
+def test_the_joint_choice_is_the_best_of_all(
+    one: object, two: object, beside: object, sequences: float, n: int
+) -> None:
+    """Two tasks of equal share: 33 x 33 pairs of trees, and no pair beats what was found."""
+    bounds = Bounds(0, 2, 0, 6, 2)
+    known = (TaskAcceptance(one, beside), TaskAcceptance(two, beside))  # type: ignore[arg-type]
+    tasks = tuple(TaskLoad(name, bounds, rate, share=0.5, demand=0.5) for name, rate in zip("ab", known, strict=True))
+    assert times is not None
+    load = Load(sequences, 500, n)
+    search = ShapeSearch(times, load, tasks, Objective())
+    seconds = {
+        (passes, verified): times.mean(load, Batch(passes, verified))
+        for passes in range(3)
+        for verified in {1 + (one.nodes + two.nodes) / 2 for one, two in product(ALL, ALL)}
+    }
+
+    def per_token(*shapes: TreeShape) -> float:
+        tokens = sum(rate.tokens(shape) for rate, shape in zip(known, shapes, strict=True)) / 2
+        verified = 1 + sum(shape.nodes for shape in shapes) / 2
+        return seconds[max(shape.depth for shape in shapes), verified] / tokens
+
+    best = min(per_token(*pair) for pair in product(ALL, ALL))
+    found = min(per_token(*(shape for _, shape in shapes)) for shapes in search.best_by_passes())
+    assert found == pytest.approx(best, rel=1e-9)
+
+
+def search_of(learned: LearnedState, kv_tokens: float | None = None) -> ShapeSearch:
+    model = AcceptanceModel(learned, spec(tree={"topK": 2, "maxNodes": 12}))
+    rows, load = [RowState(concurrency=2, context=0, task="other", depth=3)], Load(4, 500)
+    fitted = StepTimeModel.fit(learned.costs)
+    assert fitted is not None
+    return ShapeSearch(fitted, load, tasks_at(model, rows, load, kv_tokens), Objective())
+
+
+def test_what_the_best_shape_has_is_worth_its_price_and_what_it_lacks_is_not() -> None:
+    """A node's price is the time that it takes over the time that a token is worth, (dt/dN) E / t. On a line of step
+    times, at the best shape, every node survives at least that, and every other one less."""
+    learned = LearnedState(
+        acceptance=tuple(cell.model_copy(update={"ranks": (150.0,)}) for cell in chances(0.6)), costs=FULL
+    )
+    search = search_of(learned)
+    choices = search.evaluate(search.best_by_passes())
+    best = min(choices.values(), key=lambda choice: choice.per_token)
+    shape, task = best.shapes[0][1], search.tasks[0]
+    slope = search.times.linear((0.0, 0.0, 4.0, 0.0, 0.0, 0.0))
+    price = slope * best.tokens / best.seconds.mean
+    assert 0 < price < 1
+    nodes = task.acceptance.best_nodes(shape.depth, 2, 12)
+    inside = set(paths_of(shape))
+    assert 2 < len(inside) < 12, shape
+    assert min(node.survival for node in nodes if node.path in inside) > 0.95 * price
+    assert max(node.survival for node in nodes if node.path not in inside) < 1.05 * price
+
+
+def test_the_cache_bounds_the_nodes() -> None:
+    search = search_of(LearnedState(acceptance=chances(0.9), costs=FULL), kv_tokens=4 * (500 + 2 * 3))
+    assert max(shapes[0][1].nodes for shapes in search.best_by_passes()) == 3
+
+
+def test_what_the_spec_asks_for_counts_against_the_nodes() -> None:
+    """Siblings at the first depth are likelier than the deep nodes of the least chain."""
+    seen = tuple(cell.model_copy(update={"ranks": (600.0,)}) for cell in chances(0.3))
+    speculation = spec(depth={"min": 3, "max": 5}, tree={"topK": 2, "maxNodes": 5})
+    model = AcceptanceModel(LearnedState(acceptance=seen, costs=FULL), speculation)
+    rows, load = [RowState(concurrency=2, context=0, task="other", depth=3)], Load(4, 500)
+    assert times is not None
+    search = ShapeSearch(times, load, tasks_at(model, rows, load, None), Objective())
+    found = [step[1].path for step in search._by_survival(3)]
+    assert len(found) == 2, found
+    assert all(shapes[0][1].nodes <= 5 for shapes in search.best_by_passes())
