@@ -24,7 +24,7 @@ async def open_sources(settings: RouterSettings) -> AsyncIterator[tuple[Discover
         CannotStart: The API server is not known.
     """
     if settings.namespace is None or settings.service is None:
-        others = {one.name: StaticDiscovery(one.workers) for one in settings.backends}
+        others: dict[str, Discovery] = {one.name: StaticDiscovery(one.workers) for one in settings.backends}
         yield _joined(settings, StaticDiscovery(settings.workers), others), None
         return
     api = await ApiServer.connect()
