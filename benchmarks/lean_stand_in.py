@@ -31,7 +31,6 @@ from specdecode_worker.contract.internal_stream import (
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/vnd.specdecode.frames\r\nConnection: close\r\n\r\n"
 _REPORT = b'{"running": 0, "max_num_seqs": 1024, "compatibility_key": "key-1"}'
-_ALIVE = encode_frame(Alive(step=1, longest_step_seconds=0.01))
 
 
 class Connection(asyncio.Protocol):
@@ -88,7 +87,8 @@ class Connection(asyncio.Protocol):
         self._timers[0] = self._loop.call_at(due, self._step, due)
 
     def _alive(self, due: float) -> None:
-        self._transport.write(_ALIVE)
+        # An engine whose step number stays the same counts as hanging.
+        self._transport.write(encode_frame(Alive(step=self._index, longest_step_seconds=0.01)))
         due += ALIVE_SECONDS
         self._timers[1] = self._loop.call_at(due, self._alive, due)
 

@@ -18,19 +18,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from specdecode_router.discovery.demand import DemandWriter
 from specdecode_router.discovery.endpoint_slices import Discovery
 from specdecode_router.discovery.sources import open_sources
 from specdecode_router.errors import CannotStart
-from specdecode_router.frontend.application import build_application
-from specdecode_router.frontend.bodies import BodyBudget
-from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle
-from specdecode_router.frontend.listener import BACKLOG, bind, raise_file_limit
 from specdecode_router.frontend.state import RouterState
-from specdecode_router.frontend.tls import ServerCertificate
+from specdecode_router.listening import bind, end_process_on_error, listening, raise_file_limit, read_certificate
 from specdecode_router.placement.choose import Policy, place
 from specdecode_router.placement.placement_state import PlacementState
 from specdecode_router.placement.traffic_split import TrafficSplit
@@ -49,12 +43,12 @@ from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.report_poller import ReportPoller
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract import Env
+from specdecode_worker.http_edge.body_budget import BodyBudget
+from specdecode_worker.http_edge.tls import TlsCertificate
 
 log = logging.getLogger(__name__)
 
-_SEND_BUFFER_BYTES = 128 * 1024
-"""Bytes of unread output that the kernel holds for each connection; without it its buffer grows to megabytes."""
-_FILE_CHECK_SECONDS = 5.0
+_FILE_CHECK_SECONDS = 2.0
 
 
 async def serve(settings: RouterSettings) -> int:
@@ -65,7 +59,7 @@ async def serve(settings: RouterSettings) -> int:
     """
     stop, stop_now = _signals()
     token = _token(settings)
-    listener = bind(settings.host, settings.port, "http" if settings.tls_cert_file is None else "https")
+    listener = bind(settings)
     raise_file_limit(settings.max_connections)
     # Modules and classes stay for ever; without this every full collection walks them and delays all streams.
     gc.collect()
@@ -110,12 +104,11 @@ async def running_router(
     }
     tokens = BackendTokens(token, backend_tokens)
     client = WorkerClient(tokens, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
-    certificate = None
-    if settings.tls_cert_file is not None and settings.tls_key_file is not None:
-        certificate = ServerCertificate(settings.tls_cert_file, settings.tls_key_file)
+    certificate = read_certificate(settings)
     relay = _relay(settings, registry, client, tracer or NoTracer())
     state = _state(settings, relay, policy)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
+    registry.on_leave = state.placement.prefixes.remove_worker
     loops = [
         discovery.run(lambda endpoints: _update(endpoints, tokens, registry)),
         ReportPoller(registry, client, settings.report_seconds).run(),
@@ -123,10 +116,10 @@ async def running_router(
         _refresh((token, certificate, *backend_tokens.values())),
     ]
     if demand is not None:
-        loops += [demand.run(), _report_held(state.admission, demand)]
+        loops += [demand.run(), _report_held(state.admission, registry, demand)]
     try:
         with state.tenants.watching():
-            async with _running(loops), _listening(state, listener, certificate):
+            async with _running(loops), listening(state, listener, certificate):
                 yield state
     finally:
         await client.close()
@@ -155,6 +148,7 @@ def _relay(settings: RouterSettings, registry: WorkerRegistry, client: WorkerCli
     limits = RelayLimits(
         open_seconds=settings.open_seconds,
         no_worker_seconds=settings.no_worker_seconds,
+        hold_seconds=settings.hold_seconds,
         max_refusals=settings.max_refusals,
         max_crashes=settings.max_crashes,
         silence=SilenceLimits(settings.min_silence_seconds, settings.max_silence_seconds),
@@ -192,48 +186,13 @@ async def _running(loops: list[Coroutine[Any, Any, None]]) -> AsyncIterator[None
     """Run loops during the block. If one fails, the process ends: it would serve, but decide by old data."""
     tasks = [asyncio.create_task(one) for one in loops]
     for task in tasks:
-        task.add_done_callback(_end_process_on_error)
+        task.add_done_callback(end_process_on_error)
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _end_process_on_error(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("a part of the router has failed", exc_info=error)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-@contextlib.asynccontextmanager
-async def _listening(
-    state: RouterState, listener: socket.socket, certificate: ServerCertificate | None
-) -> AsyncIterator[None]:
-    settings = state.settings
-    sweeper = ConnectionSweeper(settings.header_timeout_seconds, settings.max_connections)
-    runner = web.AppRunner(
-        build_application(state, sweeper),
-        handle_signals=False,
-        access_log=None,
-        handler_cancellation=True,
-        auto_decompress=False,
-        keepalive_timeout=75,
-        shutdown_timeout=2,
-    )
-    await runner.setup()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted sockets inherit it
-    context = None if certificate is None else certificate.context
-    await web.SockSite(runner, listener, backlog=BACKLOG, ssl_context=context).start()
-    assert runner.server is not None
-    sweeps = asyncio.create_task(sweeper.run(runner.server))
-    sweeps.add_done_callback(_end_process_on_error)
-    try:
-        yield
-    finally:
-        sweeps.cancel()
-        await runner.cleanup()
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
@@ -259,7 +218,7 @@ def _token(settings: RouterSettings) -> Callable[[], str]:
 
 async def _refresh(sources: Iterable[object]) -> None:
     """Read changed files again, in a thread: a file system that hangs must not stop the event loop."""
-    files = [one for one in sources if isinstance(one, TokenFile | ServerCertificate)]
+    files = [one for one in sources if isinstance(one, TokenFile | TlsCertificate)]
     while files:
         await asyncio.sleep(_FILE_CHECK_SECONDS)
         for one in files:
@@ -269,11 +228,12 @@ async def _refresh(sources: Iterable[object]) -> None:
                 log.error("a file cannot be read again: %s; the last content stays in use", error)
 
 
-async def _report_held(admission: Admission, demand: DemandWriter) -> None:
-    """Pass the number of held requests on: at once when it changes, and once a second for their age."""
+async def _report_held(admission: Admission, registry: WorkerRegistry, demand: DemandWriter) -> None:
+    """Pass the number of requests without a worker on: at once when it changes in the queue, and once a second."""
 
     def report() -> None:
-        demand.set_held(admission.held, admission.oldest_held_seconds)
+        stranded, oldest_seconds = registry.demand
+        demand.set_held(admission.held + stranded, max(admission.oldest_held_seconds, oldest_seconds))
 
     admission.on_held_change = report
     while True:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-from worker_process import WorkerProcess
+from worker_process import ServerProcess
 
 HEALTH_P99_SECONDS = 0.5
 """Bound of the 99th percentile of the latency of ``/health`` during every fault."""
@@ -62,9 +62,9 @@ class Health:
 
 
 @contextlib.contextmanager
-def healthy(worker: WorkerProcess) -> Iterator[Health]:
+def healthy(server: ServerProcess) -> Iterator[Health]:
     """Assert that ``/health`` stays 200 and within its bound while the block runs."""
-    health = Health(worker.public)
+    health = Health(server.public)
     health.start()
     try:
         yield health
@@ -75,11 +75,11 @@ def healthy(worker: WorkerProcess) -> Iterator[Health]:
     assert health.p99_seconds <= HEALTH_P99_SECONDS
 
 
-def ttft_seconds(worker: WorkerProcess, *, model: str, prompt: str = "The sky is", timeout: float = 120) -> float:
+def ttft_seconds(server: ServerProcess, *, model: str, prompt: str = "The sky is", timeout: float = 120) -> float:
     """Return the time to the first event with text of a short streamed completion, in seconds."""
     body = {"model": model, "prompt": prompt, "max_tokens": 4, "stream": True, "temperature": 0, "ignore_eos": True}
     began = time.monotonic()
-    with httpx.stream("POST", f"{worker.public}/v1/completions", json=body, timeout=timeout) as response:
+    with httpx.stream("POST", f"{server.public}/v1/completions", json=body, timeout=timeout) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -93,9 +93,9 @@ def assert_ttft_unaffected(idle_seconds: float, measured_seconds: float) -> None
     assert measured_seconds <= TTFT_FACTOR * idle_seconds + TTFT_EXTRA_SECONDS
 
 
-def resident_bytes(worker: WorkerProcess) -> int:
-    """Return the resident memory of the server and the engine process in bytes."""
-    return sum(_resident_bytes(pid) for pid in (worker.process.pid, worker.engine_pid))
+def resident_bytes(server: ServerProcess) -> int:
+    """Return the resident memory of all processes of a server in bytes."""
+    return sum(_resident_bytes(pid) for pid in server.pids)
 
 
 def _resident_bytes(pid: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -46,6 +47,32 @@ def half_headers(url: str) -> socket.socket:
     connection = connect(url)
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-")
     return connection
+
+
+def half_open_requests(url: str) -> Iterator[tuple[socket.socket, float]]:
+    """Open requests that never become whole, and yield each with the time at which it was opened."""
+    for _ in range(300):
+        yield half_open_post(url, "/v1/completions"), time.monotonic()
+    for _ in range(10):
+        yield half_headers(url), time.monotonic()
+
+
+def send(url: str, data: bytes) -> bytes:
+    """Send bytes, end the sending side, and return what the server answers before it closes the connection."""
+    with connect(url) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+        return received(connection)
+
+
+def received(connection: socket.socket) -> bytes:
+    """Return what the server sends before it closes the connection."""
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while data := connection.recv(65536):
+            answer += data
+    return answer
 
 
 def seconds_until_closed(opened: Mapping[socket.socket, float], limit_seconds: float) -> list[float]:

@@ -23,7 +23,12 @@ from specdecode_router.workers.worker import Endpoint, WorkerView
 from specdecode_worker.contract.internal_stream import End, Open, OpenStream, Step
 
 LIMITS = RelayLimits(
-    open_seconds=0.5, no_worker_seconds=0.5, max_refusals=3, max_crashes=2, silence=SilenceLimits(0.3, 0.6)
+    open_seconds=0.5,
+    no_worker_seconds=0.5,
+    hold_seconds=1.5,
+    max_refusals=3,
+    max_crashes=2,
+    silence=SilenceLimits(0.3, 0.6),
 )
 
 

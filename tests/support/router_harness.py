@@ -47,7 +47,7 @@ class RouterUnderTest:
 
 @contextlib.asynccontextmanager
 async def router_over(
-    *scripts: Script, tracer: Tracer | None = None, **settings: Any
+    *scripts: Script, demand: Any = None, tracer: Tracer | None = None, **settings: Any
 ) -> AsyncIterator[RouterUnderTest]:
     """Yield a router over one stand-in for each script."""
     async with contextlib.AsyncExitStack() as stack:
@@ -56,7 +56,8 @@ async def router_over(
         port = listener.getsockname()[1]
         values = {"max_silence_seconds": 2, "no_worker_seconds": 1, "report_seconds": 0.5, **settings}
         discovery = StaticDiscovery([worker.url for worker in workers])
-        made = running_router(RouterSettings.model_validate(values), lambda: TOKEN, discovery, listener, tracer=tracer)
+        checked = RouterSettings.model_validate(values)
+        made = running_router(checked, lambda: TOKEN, discovery, listener, demand, tracer=tracer)
         state = await stack.enter_async_context(made)
         client = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
         router = RouterUnderTest(state, workers, client, port)

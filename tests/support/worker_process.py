@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from specdecode_worker.contract import EngineConfig, ModelConfig, ServerConfig, WorkerConfig
+from specdecode_worker.contract import EngineConfig, Env, ModelConfig, ServerConfig, WorkerConfig
 
 SERVING = Path(__file__).parents[1] / "serving"
 """Folder with the server around the fake engine, which the server and the engine process import."""
@@ -35,8 +35,10 @@ def worker_config(folder: Path, **engine: int) -> WorkerConfig:
     )
 
 
-class WorkerProcess:
-    """A running server process. ``public`` and ``admin`` are its base URLs, known once it listens."""
+class ServerProcess:
+    """A running server process. ``public`` is the base URL of its port, known once it listens."""
+
+    port_name = "public"
 
     def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log = log
@@ -46,40 +48,19 @@ class WorkerProcess:
         variables = {**os.environ, **own, **(environment or {})}
         with log.open("wb") as out:
             self.process = subprocess.Popen(words, stdout=out, stderr=out, env=variables)
-        self.public, self.admin = (self._url(name) for name in ("public", "admin"))
+        self.public = self._url(self.port_name)
 
     @property
     def log(self) -> str:
         return self._log.read_text()
 
     @property
-    def termination_message(self) -> str:
-        """Termination message of the worker, which the fault tests keep next to its log; empty without one."""
-        path = self._log.with_suffix(".termination")
-        return path.read_text() if path.exists() else ""
-
-    @property
-    def engine_pid(self) -> int:
-        """Pid of the engine process: the child that is not multiprocessing's resource tracker."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (engine_pid,) = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return engine_pid
+    def pids(self) -> tuple[int, ...]:
+        """Pids of all processes of the server."""
+        return (self.process.pid,)
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.public + path, timeout=10)
-
-    def call_admin(self, path: str, method: str = "GET", **fields: Any) -> httpx.Response:
-        """Call the admin port with the token that the worker made at start; ``fields`` are those of httpx.request."""
-        headers = {"Authorization": f"Bearer {self.admin_token}", **fields.pop("headers", {})}
-        return httpx.request(method, self.admin + path, headers=headers, **{"timeout": 10, **fields})
-
-    @cached_property
-    def admin_token(self) -> str:
-        """Admin token that the worker made at start, from the file that its log names."""
-        self.wait_until(lambda: "admin token: " in self.log)
-        match = re.search(r"admin token: .* is in (.+)", self.log)
-        assert match
-        return Path(match[1]).read_text().strip()
 
     def wait_ready(self, seconds: float = 240) -> None:
         self.wait_until(lambda: self.get("/ready").status_code == 200, seconds)
@@ -104,6 +85,67 @@ class WorkerProcess:
         match = re.search(rf"{name} port: (\S+)", self.log)
         assert match
         return match[1]
+
+
+class WorkerProcess(ServerProcess):
+    """A running worker. ``admin`` is the base URL of its admin port."""
+
+    def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        super().__init__(words, log, environment)
+        self.admin = self._url("admin")
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Pids of the server and of the engine."""
+        return self.process.pid, self.engine_pid
+
+    @property
+    def termination_message(self) -> str:
+        """Termination message of the worker, which the fault tests keep next to its log; empty without one."""
+        path = self._log.with_suffix(".termination")
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def engine_pid(self) -> int:
+        """Pid of the engine process: the child that is not multiprocessing's resource tracker."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (engine_pid,) = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return engine_pid
+
+    def call_admin(self, path: str, method: str = "GET", **fields: Any) -> httpx.Response:
+        """Call the admin port with the token that the worker made at start; ``fields`` are those of httpx.request."""
+        headers = {"Authorization": f"Bearer {self.admin_token}", **fields.pop("headers", {})}
+        return httpx.request(method, self.admin + path, headers=headers, **{"timeout": 10, **fields})
+
+    @cached_property
+    def admin_token(self) -> str:
+        """Admin token that the worker made at start, from the file that its log names."""
+        self.wait_until(lambda: "admin token: " in self.log)
+        match = re.search(r"admin token: .* is in (.+)", self.log)
+        assert match
+        return Path(match[1]).read_text().strip()
+
+
+class RouterProcess(ServerProcess):
+    """A running router."""
+
+    port_name = "router"
+
+
+@contextlib.contextmanager
+def running_router(admin_urls: Iterable[str], log: Path, token: str, *flags: str) -> Iterator[RouterProcess]:
+    """Yield a router. It must end with code 0 after SIGTERM, unless the test has ended it."""
+    words = [sys.executable, "-m", "specdecode_router", "serve", "--port", "0", "--endpoint-delay-seconds", "0"]
+    words += [*(f"--worker={url}" for url in admin_urls), *flags]
+    router = RouterProcess(words, log, {Env.admin_token: token})
+    try:
+        yield router
+        if router.process.poll() is None:
+            router.terminate()
+            assert router.exit_code(20) == 0, router.log
+    finally:
+        router.process.kill()
+        router.process.wait()
 
 
 @contextlib.contextmanager

@@ -3,55 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from aiohttp import web
 
 from specdecode_router.errors import ApiError
+from specdecode_worker.http_edge.body_budget import BodyBudget, BodyReservation
 
 _DISCARD_FACTOR = 16
 """A client that is still sending cannot read the response, so up to this many times the limit is read and dropped."""
-
-
-class BodyBudget:
-    """Bytes that all bodies may hold together while they arrive."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.held_bytes = 0
-
-
-class _Reservation:
-    """Share of one body in the budget."""
-
-    __slots__ = ("_budget", "_held", "exceeded")
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget, self._held = budget, 0
-        self.exceeded = False
-
-    def grow(self, count: int) -> bool:
-        if self.exceeded or self._budget.held_bytes + count > self._budget.max_bytes:
-            self.exceeded = True
-            self.release()
-            return False
-        self._held += count
-        self._budget.held_bytes += count
-        return True
-
-    def release(self) -> None:
-        self._budget.held_bytes -= self._held
-        self._held = 0
-
-
-@contextmanager
-def _reserved(budget: BodyBudget) -> Iterator[_Reservation]:
-    reservation = _Reservation(budget)
-    try:
-        yield reservation
-    finally:
-        reservation.release()
 
 
 async def read_body(request: web.Request, budget: BodyBudget, max_bytes: int, seconds: float) -> bytes:
@@ -75,7 +34,7 @@ async def read_body(request: web.Request, budget: BodyBudget, max_bytes: int, se
 
 async def _read(request: web.Request, budget: BodyBudget, max_bytes: int) -> bytes:
     body, size = bytearray(), 0
-    with _reserved(budget) as reservation:
+    with BodyReservation(budget) as reservation:
         async for chunk in request.content.iter_any():
             size += len(chunk)
             if size <= max_bytes and reservation.grow(len(chunk)):

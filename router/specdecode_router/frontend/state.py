@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specdecode_router.frontend.bodies import BodyBudget
 from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.placement.placement_state import PlacementState
 from specdecode_router.queueing.admission import Admission
 from specdecode_router.queueing.tenants import TenantTable
 from specdecode_router.relay.context import RelayContext
 from specdecode_router.settings import RouterSettings
+from specdecode_worker.http_edge.body_budget import BodyBudget
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import aiohttp
 from specdecode_router.errors import WorkerFailed
 from specdecode_router.relay.context import RelayContext
 from specdecode_router.relay.suspicion import WorkerSigns
+from specdecode_router.telemetry.metrics import Stage
 from specdecode_router.telemetry.tracing import Span
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.internal_stream import (
@@ -53,7 +54,7 @@ Taker = Callable[["Attempt", Open | Step], Awaitable[None]]
 class Attempt:
     """Internal stream of one worker for one request."""
 
-    __slots__ = ("_body", "_client", "_clock", "_headers", "_resume_index", "_take", "_tracer", "answered", "delivered",
+    __slots__ = ("_body", "_clock", "_context", "_headers", "_resume_index", "_take", "answered", "delivered",
                  "endpoint", "is_paused", "is_suspected", "resumed", "signs", "started")  # fmt: skip
 
     def __init__(
@@ -75,8 +76,8 @@ class Attempt:
         self.is_suspected = False
         self._body, self._headers = encode_request(request), headers
         self._resume_index = sum(len(one.ids) for one in request.resume.choices) if request.resume is not None else 0
-        self._client, self._clock, self._tracer, self._take = context.client, context.clock, context.tracer, take
-        self.started = self._clock()
+        self._context, self._take, self._clock = context, take, context.clock
+        self.started = context.clock()
         self.signs = WorkerSigns(last_frame=self.started)
 
     async def run(self) -> Outcome:
@@ -84,7 +85,7 @@ class Attempt:
 
         Errors of the client of the request pass through.
         """
-        with self._tracer.span(SPAN_NAME, self._headers) as span:
+        with self._context.tracer.span(SPAN_NAME, self._headers) as span:
             span.set_attribute("specdecode.worker", self.endpoint.name)
             span.set_attribute("specdecode.resume_index", self._resume_index)
             outcome = await self._run(span)
@@ -99,7 +100,8 @@ class Attempt:
         # It stays if the attempt is cancelled, because another one was faster or the client left.
         span.set_attribute("specdecode.outcome", "cancelled")
         try:
-            response = await self._client.open_stream(self.endpoint.admin_url, self._body, span.headers)
+            client = self._context.client
+            response = await client.open_stream(self.endpoint.admin_url, self._body, span.headers, self._observe_sent)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return Failed(_text(error), answered=False)
         self._body = b""
@@ -110,6 +112,9 @@ class Attempt:
                 response.release()
             else:
                 response.close()
+
+    def _observe_sent(self) -> None:
+        self._context.metrics.observe_added_latency(Stage.connect, self._clock() - self.started)
 
     async def _read(self, response: aiohttp.ClientResponse) -> Outcome:
         if response.status != 200:

@@ -22,6 +22,7 @@ class RelayLimits:
 
     open_seconds: float
     no_worker_seconds: float
+    hold_seconds: float
     max_refusals: int
     max_crashes: int
     silence: SilenceLimits

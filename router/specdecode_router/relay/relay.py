@@ -26,6 +26,7 @@ from specdecode_router.relay.context import Chooser, RelayContext
 from specdecode_router.relay.continuation_log import ContinuationLog, reason_of
 from specdecode_router.relay.journal import Journal
 from specdecode_router.relay.suspicion import is_suspect
+from specdecode_router.relay.worker_search import WorkerSearch
 from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, Stage
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.internal_stream import ALIVE_SECONDS, End, Error, Moved, Open, OpenStream, Step
@@ -36,8 +37,8 @@ _MAX_RUNNING = 2
 """Attempts of one request at a time."""
 _DEADLINE_GRACE_SECONDS = 1.0
 """Time after the deadline for the worker to report it: its error has the same text for every client."""
-_RETRY_SECONDS = 0.25
-"""Time until a worker is chosen again where none could be chosen."""
+_HEDGE_SECONDS = 0.25
+"""Time until a second attempt is made again where no worker could be chosen."""
 
 
 class Relay:
@@ -68,6 +69,7 @@ class Relay:
         self._wake = asyncio.Event()
         self._journal: Journal | None = None
         self._history = AttemptHistory(context.limits.max_refusals, context.limits.max_crashes)
+        self._search = WorkerSearch(context, chooser, self._history)
         self._silence_factor = 1.0
         self._next_hedge = 0.0
         self._deadline = deadline
@@ -121,33 +123,13 @@ class Relay:
         return is_suspect(attempt.signs, now, ALIVE_SECONDS, self._limits.silence, self._silence_factor)
 
     async def _wait_for_worker(self) -> Endpoint:
-        """Return the worker of the next attempt.
+        continues = self._journal is not None or self._request.delivered is not None
+        return await self._search.wait(self._key, continues=continues, check=self._check_deadline)
 
-        Raises:
-            RefusedByWorker: Every worker has refused the request.
-            ApiError: No worker can serve the request in time.
-        """
-        give_up = self._clock() + self._limits.no_worker_seconds
-        while True:
-            now = self._clock()
-            self._check_deadline(now)
-            if (chosen := self._choose_worker(now)) is not None:
-                return chosen
-            if (refusal := self._history.final_refusal()) is not None:
-                raise RefusedByWorker(refusal)
-            if now >= give_up:
-                continues = self._journal is not None or self._request.delivered is not None
-                raise self._history.no_worker(continues=continues)
-            await self._context.workers.wait_for_change(min(_RETRY_SECONDS, give_up - now))
-
-    def _choose_worker(self, now: float) -> Endpoint | None:
-        busy = {attempt.endpoint.name for attempt in self._running.values()}
-        key = "" if self._journal is None else self._journal.open.compatibility_key
-        exclude = frozenset(busy | self._history.excluded(now))
-        began = self._clock()
-        view = self._chooser.choose(self._context.workers.views(), key, exclude)
-        self._context.metrics.observe_added_latency(Stage.place, self._clock() - began)
-        return None if view is None else view.endpoint
+    @property
+    def _key(self) -> str:
+        """Compatibility key of the workers that can serve the request; empty for any."""
+        return "" if self._journal is None else self._journal.open.compatibility_key
 
     def _start(self, endpoint: Endpoint) -> Attempt:
         """Start an attempt: from the journal, if the request has one."""
@@ -167,9 +149,10 @@ class Relay:
             return
         now = self._clock()
         if now >= self._next_hedge and all(self._is_silent(attempt, now) for attempt in self._running.values()):
-            self._next_hedge = now + _RETRY_SECONDS
+            self._next_hedge = now + _HEDGE_SECONDS
             self._history.check()
-            if (endpoint := self._choose_worker(now)) is not None:
+            busy = [attempt.endpoint.name for attempt in self._running.values()]
+            if (endpoint := self._search.choose(self._key, busy)) is not None:
                 self._log.begin_hedge(self._start(endpoint))
                 if self._journal is not None:
                     self._log.begin(ResumeReason.silence)

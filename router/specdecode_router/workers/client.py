@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 from aiohttp import AddrInfoType
@@ -49,17 +50,30 @@ class WorkerClient:
             read_bufsize=_READ_BYTES,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
+            trace_configs=[_sent_trace()],
             skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
         )
 
     async def open_stream(
-        self, admin_url: str, body: bytes, headers: Mapping[str, str] | None = None
+        self,
+        admin_url: str,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        on_sent: Callable[[], None] | None = None,
     ) -> aiohttp.ClientResponse:
-        """Post a request for an internal stream and return the response once its headers are there."""
+        """Post a request for an internal stream and return the response once its headers are there.
+
+        Args:
+            admin_url: Base URL of the worker's admin port.
+            body: The request.
+            headers: Further headers.
+            on_sent: Called when the headers of the request are sent; its body follows at once.
+        """
         return await self._session.post(
             URL(admin_url + INTERNAL_STREAMS, encoded=True),
             data=body,
             headers={**self._headers(admin_url), "Content-Type": "application/msgpack", **(headers or {})},
+            trace_request_ctx=on_sent,
         )
 
     async def forward(
@@ -88,6 +102,18 @@ class WorkerClient:
 
     def _headers(self, admin_url: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._token(admin_url)}"}
+
+
+def _sent_trace() -> aiohttp.TraceConfig:
+    """Return the trace that calls the function of a request when its headers are sent."""
+
+    async def sent(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_headers_sent.append(sent)
+    return trace
 
 
 def _bounded_socket(address: AddrInfoType) -> socket.socket:

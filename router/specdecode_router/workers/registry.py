@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from specdecode_router.workers.step_speeds import StepKind, StepSpeeds, StepSums
@@ -59,6 +60,10 @@ class WorkerRegistry:
         self._waiters: set[asyncio.Future[None]] = set()
         self.on_change: Callable[[], None] = lambda: None
         """Called when workers or their capacity changed."""
+        self.on_leave: Callable[[str], None] = lambda name: None
+        """Called with the name of a worker that is gone."""
+        self._stranded: dict[object, float] = {}
+        """Requests that have lost their worker and find no other one, by the time since which they wait."""
 
     def update(self, endpoints: Sequence[Endpoint]) -> None:
         """Replace the addresses. A worker that stays keeps its state."""
@@ -67,6 +72,8 @@ class WorkerRegistry:
         for one in endpoints:
             self._workers[one.name].endpoint = one
         self._speeds.retain(self._workers.keys())
+        for name in known.keys() - self._workers.keys():
+            self.on_leave(name)
         if known.keys() != self._workers.keys():
             log.info("%d workers: %s", len(self._workers), ", ".join(sorted(self._workers)) or "none")
         self._notify()
@@ -161,6 +168,26 @@ class WorkerRegistry:
             state.compatibility_key = compatibility_key
         if changed:
             self._notify()
+
+    @contextlib.contextmanager
+    def stranded_request(self) -> Iterator[None]:
+        """Count a request that finds no worker while the block runs."""
+        request = object()
+        self._stranded[request] = self._clock()
+        try:
+            yield
+        finally:
+            del self._stranded[request]
+
+    @property
+    def demand(self) -> tuple[int, float]:
+        """Number of requests that wait while no worker accepts any, and seconds for which the oldest has waited.
+
+        Requests in the queue are not counted here.
+        """
+        if self.capacity or not self._stranded:
+            return 0, 0.0
+        return len(self._stranded), self._clock() - min(self._stranded.values())
 
     async def wait_for_change(self, seconds: float) -> None:
         """Wait until a worker appears or answers again, for at most ``seconds``."""

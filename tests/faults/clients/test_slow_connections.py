@@ -63,10 +63,8 @@ def test_half_open_requests_are_closed_and_delay_no_client(
 
 def _half_open_connections(worker: WorkerProcess) -> Iterator[tuple[raw_clients.Client, float]]:
     """Open half-open requests on both ports, and yield each with the time at which it was opened."""
-    for _ in range(300):
-        yield raw_clients.half_open_post(worker.public, "/v1/completions"), time.monotonic()
+    yield from raw_clients.half_open_requests(worker.public)
     for _ in range(10):
-        yield raw_clients.half_headers(worker.public), time.monotonic()
         yield raw_clients.half_headers(worker.admin), time.monotonic()
         yield raw_clients.half_open_post(worker.admin, "/v1/plan"), time.monotonic()
 

@@ -1,4 +1,4 @@
-"""TLS of both ports: the certificate is read again while the worker serves, and a broken one is not used."""
+"""TLS of all ports: the certificate is read again while the server runs, and a broken one is not used."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 from bounds import HEALTH_P99_SECONDS
-from fake_worker import ADMIN_HEADERS, fake_worker
-from worker_process import WorkerProcess
+from fake_worker import ADMIN_HEADERS, ADMIN_TOKEN, fake_worker
+from worker_process import ServerProcess, WorkerProcess, running_router
 
 RELOAD_SECONDS = 5
 """Time after a change of the files until new connections use the new certificate."""
@@ -34,58 +34,75 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def worker(
-    certificates: Path, small_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[WorkerProcess]:
-    """Yield a worker with TLS and the first certificate, whose files are in ``tmp_path``."""
+@pytest.fixture(params=["worker", "router"])
+def server(
+    certificates: Path,
+    small_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[ServerProcess]:
+    """Yield a server with TLS and the first certificate, whose files are in ``tmp_path``."""
     _install(certificates, "first", tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "first.crt"))  # of the harness, which calls /ready
     files = {"tls_cert_file": str(tmp_path / "tls.crt"), "tls_key_file": str(tmp_path / "tls.key")}
+    if request.param == "router":
+        flags = [f"--header-timeout-seconds={HANDSHAKE_SECONDS}"]
+        flags += [f"--{name.replace('_', '-')}={path}" for name, path in files.items()]
+        with running_router(["http://127.0.0.1:9"], tmp_path / "log", ADMIN_TOKEN, *flags) as router:
+            yield router
+        return
     with fake_worker(small_folder, tmp_path / "log", header_timeout_seconds=HANDSHAKE_SECONDS, **files) as started:
         yield started
 
 
 def test_changed_certificate_is_used_without_a_restart(
-    worker: WorkerProcess, certificates: Path, tmp_path: Path
+    server: ServerProcess, certificates: Path, tmp_path: Path
 ) -> None:
-    assert worker.public.startswith("https://")
+    assert server.public.startswith("https://")
     trusts_first, trusts_second = (_context(certificates / f"{name}.crt") for name in NEW_KEYS)
     with httpx.Client(verify=trusts_first) as open_client:
-        for url in (worker.public + "/health", worker.admin + "/v1/report"):
+        for url in _urls(server):
             assert open_client.get(url, headers=ADMIN_HEADERS).status_code == 200
         _install(certificates, "second", tmp_path)
-        seconds = _seconds_until(lambda: _is_trusted(worker.public, trusts_second))
+        seconds = _seconds_until(lambda: _is_trusted(server.public, trusts_second))
         print(f"the second certificate is used after {seconds:.1f} s")
-        assert open_client.get(worker.public + "/health").status_code == 200
-    assert httpx.get(worker.admin + "/v1/report", headers=ADMIN_HEADERS, verify=trusts_second).status_code == 200
-    assert not _is_trusted(worker.public, trusts_first)
+        assert open_client.get(server.public + "/health").status_code == 200
+    for url in _urls(server):
+        assert httpx.get(url, headers=ADMIN_HEADERS, verify=trusts_second).status_code == 200
+    assert not _is_trusted(server.public, trusts_first)
 
     (tmp_path / "tls.key").write_text("no key")
-    _seconds_until(lambda: "the previous one stays" in worker.log)
+    _seconds_until(lambda: "the previous one stays" in server.log)
     began = time.monotonic()
-    assert httpx.get(worker.public + "/health", verify=trusts_second).status_code == 200
+    assert httpx.get(server.public + "/health", verify=trusts_second).status_code == 200
     assert time.monotonic() - began <= HEALTH_P99_SECONDS
     _install(certificates, "first", tmp_path)
-    _seconds_until(lambda: _is_trusted(worker.public, trusts_first))
+    _seconds_until(lambda: _is_trusted(server.public, trusts_first))
 
 
-def test_old_protocol_versions_and_plain_http_are_refused(worker: WorkerProcess, certificates: Path) -> None:
+def test_old_protocol_versions_and_plain_http_are_refused(server: ServerProcess, certificates: Path) -> None:
     old = _context(certificates / "first.crt")
     old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
     old.set_ciphers("ALL:@SECLEVEL=0")
     with pytest.raises(httpx.ConnectError):
-        httpx.get(worker.public + "/health", verify=old)
+        httpx.get(server.public + "/health", verify=old)
     with pytest.raises(httpx.HTTPError):
-        httpx.get(worker.public.replace("https", "http") + "/health")
+        httpx.get(server.public.replace("https", "http") + "/health")
 
 
-def test_handshake_that_never_ends_is_closed(worker: WorkerProcess) -> None:
-    url = httpx.URL(worker.public)
+def test_handshake_that_never_ends_is_closed(server: ServerProcess) -> None:
+    url = httpx.URL(server.public)
     with socket.create_connection((url.host, url.port or 443), timeout=HANDSHAKE_SECONDS + 1) as connection:
         began = time.monotonic()
         assert connection.recv(1) == b""
     print(f"closed after {time.monotonic() - began:.1f} s")
+
+
+def _urls(server: ServerProcess) -> list[str]:
+    """Return a URL of each port of a server."""
+    admin = [f"{server.admin}/v1/report"] if isinstance(server, WorkerProcess) else []
+    return [f"{server.public}/health", *admin]
 
 
 def _install(certificates: Path, name: str, folder: Path) -> None:

@@ -24,7 +24,7 @@ import small_model
 from internal_client import answer_of
 from numbered_client import Event, events_of
 from openai.types.chat import ChatCompletionChunk
-from worker_process import WorkerProcess, real
+from worker_process import WorkerProcess, real, running_router
 
 from specdecode_worker.contract import Env, Report, Route, SyntheticKnobs
 
@@ -47,7 +47,7 @@ class Site:
 
     workers: list[WorkerProcess]
     url: str
-    log: Path
+    folder: Path
 
     @property
     def client(self) -> openai.OpenAI:
@@ -88,29 +88,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         workers = [stack.enter_context(real(flags, folder / f"log-{number}", environment)) for number in range(3)]
         for worker in workers:
             worker.wait_ready()
-        with running_router([worker.admin for worker in workers], folder / "log-router") as url:
-            yield Site(workers, url, folder / "log-router")
-
-
-@contextlib.contextmanager
-def running_router(admin_urls: list[str], log: Path) -> Iterator[str]:
-    """Yield the URL of a router process. It must end with code 0 after SIGTERM."""
-    words = [sys.executable, "-m", "specdecode_router", "serve", "--port", "0", "--endpoint-delay-seconds", "0"]
-    words += [f"--worker={url}" for url in admin_urls]
-    with log.open("wb") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=out, env={**os.environ, Env.admin_token: TOKEN})
-    try:
-        for _ in range(200):
-            if match := re.search(r"router port: (\S+)", log.read_text()):
-                break
-            time.sleep(0.05)
-        assert match, log.read_text()
-        yield match[1]
-        process.terminate()
-        assert process.wait(10) == 0, log.read_text()
-    finally:
-        process.kill()
-        process.wait()
+        with running_router([worker.admin for worker in workers], folder / "log-router", TOKEN) as router:
+            yield Site(workers, router.public, folder)
 
 
 def text_of(chunks: list[ChatCompletionChunk]) -> str:
@@ -171,12 +150,12 @@ def test_rest_behind_every_event_from_another_router(site: Site) -> None:
         assert answer.status_code == 200, answer.text
         return events_of(answer.content)
 
-    with running_router([worker.admin for worker in site.workers], site.log.with_name("log-second")) as second:
+    with running_router([worker.admin for worker in site.workers], site.folder / "log-second", TOKEN) as second:
         whole = read(site.url, {"X-Specdecode-Event-Ids": "true"})
         expected = answer_of(b"".join(data for _, data in whole), stream=True)
         assert len(whole) > 20
         for count in range(1, len(whole)):
-            rest = read(second, {"Last-Event-ID": whole[count - 1][0]})
+            rest = read(second.public, {"Last-Event-ID": whole[count - 1][0]})
             assert answer_of(b"".join(data for _, data in whole[:count] + rest), stream=True) == expected
 
 

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from specdecode_worker.contract import Env, Plan, SyntheticKnobs, WorkerConfig
+from specdecode_worker.contract import Env, Plan, ServerConfig, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.engine_process import Build
+from specdecode_worker.http_edge.tls import TlsCertificate, UnusableCertificate
 from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.server.access.credentials import load_credentials
 from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
 from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
 from specdecode_worker.server.listening import listening
-from specdecode_worker.server.listening.tls import TlsCertificate
 from specdecode_worker.server.liveness.engine_watch import watch_engine
 from specdecode_worker.server.liveness.exit_deadline import ExitDeadline
 from specdecode_worker.server.liveness.recorder_thread import close_recorder, open_recorder, watch_recorder
@@ -101,7 +101,7 @@ async def serve(
     signals = _Signals.installed()
     plan, knobs = _start_plan(config, standalone_plan), _start_knobs()
     credentials = load_credentials(config.server, os.environ, api_keys)
-    tls = TlsCertificate.from_config(config.server)
+    tls = _certificate(config.server)
     sockets = _bind(config, admin_host=_LOOPBACK if credentials.generated_token else config.server.host)
     recorder = open_recorder(config.capture)
     engine, deadline, parts = EngineClient(config, plan, knobs, build=build), ExitDeadline(), VitalParts()
@@ -201,6 +201,14 @@ async def _fail(service: Service, reason: str) -> int:
     # Probes and clients get a response with the reason instead of a refused connection.
     await asyncio.sleep(_FAILED_SECONDS)
     return 1
+
+
+def _certificate(config: ServerConfig) -> TlsCertificate | None:
+    """Return the certificate of the configuration; None without TLS. Raises CannotStart."""
+    try:
+        return TlsCertificate.of_files(config.tls_cert_file, config.tls_key_file)
+    except UnusableCertificate as error:
+        raise CannotStart(str(error)) from None
 
 
 def _start_plan(config: WorkerConfig, standalone_plan: Plan | None) -> Plan:

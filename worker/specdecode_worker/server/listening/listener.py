@@ -15,10 +15,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from specdecode_worker.contract import ServerConfig
+from specdecode_worker.http_edge.tls import TlsCertificate
 from specdecode_worker.server.listening.connection_state import KEEP_ALIVE_SECONDS, TimeLimits
 from specdecode_worker.server.listening.connection_table import SWEEP_SECONDS, ConnectionTable
 from specdecode_worker.server.listening.http_protocol import BoundedHttpProtocol
-from specdecode_worker.server.listening.tls import TlsCertificate
 from specdecode_worker.server.liveness.vital_parts import VitalParts
 
 # Time for open connections to read the data already written, after the last request has ended.

@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdecode_worker.http_edge.body_budget import BodyBudget, BodyReservation
 from specdecode_worker.server.errors import ApiError, BodyTooLarge, EngineFailed, Unavailable
 from specdecode_worker.server.lifecycle import Lifecycle
-from specdecode_worker.server.routes.body_budget import BodyBudget, BodyReservation
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 # A client that is still sending cannot read the response, so up to this much of an oversized body is read and dropped.

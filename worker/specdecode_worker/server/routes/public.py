@@ -11,12 +11,12 @@ from functools import partial
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from specdecode_worker.http_edge.body_budget import BodyBudget
 from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.request_capture import CAPTURE_HEADER
 from specdecode_worker.server.request_terms import terms_of
 from specdecode_worker.server.routes.api_keys import ApiKeyCheck, client_name
-from specdecode_worker.server.routes.body_budget import BodyBudget
 from specdecode_worker.server.routes.http_app import (
     CloseConnectionsOnShutdown,
     answer_errors,

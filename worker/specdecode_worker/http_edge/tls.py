@@ -1,4 +1,4 @@
-"""TLS of both ports, with a certificate that is read again when its files change."""
+"""TLS of a server, with a certificate that is read again when its files change."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 import ssl
 from pathlib import Path
 
-from specdecode_worker.contract import ServerConfig
-from specdecode_worker.server.errors import CannotStart
-
 log = logging.getLogger(__name__)
 
 _Version = tuple[int, int, int]
 """Modification time, inode and size of a file. A mounted Secret is replaced as a whole, which changes the inode."""
+
+
+class UnusableCertificate(ValueError):
+    """Error for files that are no certificate with its key; the message names them."""
 
 
 class TlsCertificate:
@@ -25,24 +26,22 @@ class TlsCertificate:
         """Read the files.
 
         Raises:
-            CannotStart: A file cannot be read, or certificate and key do not belong together.
+            UnusableCertificate: A file cannot be read, or certificate and key do not belong together.
         """
         self._cert_file, self._key_file = cert_file, key_file
         try:
             self._versions = self._read_versions()
             self._newest = self._load()
         except (OSError, ValueError) as error:
-            raise CannotStart(f"TLS certificate {cert_file} with key {key_file}: {error}") from None
+            raise UnusableCertificate(f"TLS certificate {cert_file} with key {key_file}: {error}") from None
         self.context = self._load()
         """Context for the listeners."""
         self.context.sni_callback = self._take_newest
 
     @classmethod
-    def from_config(cls, config: ServerConfig) -> TlsCertificate | None:
-        """Return the certificate of the configuration; None without TLS. Raises CannotStart as the constructor does."""
-        if config.tls_cert_file is None or config.tls_key_file is None:
-            return None
-        return cls(Path(config.tls_cert_file), Path(config.tls_key_file))
+    def of_files(cls, cert_file: str | None, key_file: str | None) -> TlsCertificate | None:
+        """Return the certificate of two files; None without them. Raises UnusableCertificate."""
+        return None if cert_file is None or key_file is None else cls(Path(cert_file), Path(key_file))
 
     def refresh(self) -> None:
         """Read the files again if they have changed. A pair that cannot be used leaves the certificate in use."""

@@ -1,0 +1,1 @@
+"""Parts that the HTTP servers of workers and routers share: bounds of bodies, and certificates."""
