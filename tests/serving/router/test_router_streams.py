@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
