@@ -69,14 +69,14 @@ async def test_slow_clients_take_bounded_memory_and_delay_no_others() -> None:
         async with asyncio.timeout(30):
             while worker.running < SLOW_CLIENTS:
                 await asyncio.sleep(0.01)
-        beside = await write_p99(router)
+        delayed = await write_p99(router)
         taken = (worker.sent_bytes - FAST_CLIENTS * whole) / SLOW_CLIENTS
-        print(f"p99 between two events: {1000 * alone:.1f} ms alone, {1000 * beside:.1f} ms beside slow clients; "
+        print(f"p99 between two events: {1000 * alone:.1f} ms alone, {1000 * delayed:.1f} ms with slow clients; "
               f"{taken / 1024:.0f} KB taken of a stream of {whole / 1024:.0f} KB")  # fmt: skip
         assert not any(one.done() for one in slow), "they still read"
         assert whole > 2e6
         assert taken < 0.5 * whole, "the rest stays at the worker"
-        assert beside < 2 * alone + 0.1
+        assert delayed < 2 * alone + 0.1
         for one in slow:
             one.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
