@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,9 +167,8 @@ def test_deaf_clients_do_not_use_the_grace_period(small_folder: Path, tmp_path: 
     with contextlib.ExitStack() as stack:
         worker = stack.enter_context(fake_worker(small_folder, tmp_path / "log-worker"))
         router = stack.enter_context(running_router([worker.admin], tmp_path / "log", ADMIN_TOKEN, *FLAGS))
-        clients: list[socket.socket] = [
-            stack.enter_context(raw_clients.deaf_client(router.public, "/v1/completions", LONG)) for _ in range(4)
-        ]
+        for _ in range(4):
+            stack.enter_context(raw_clients.deaf_client(router.public, "/v1/completions", LONG))
         router.wait_until(lambda: _running(router), 30)
         began = time.monotonic()
         router.terminate()
