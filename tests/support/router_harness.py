@@ -47,7 +47,7 @@ class RouterUnderTest:
 
 @contextlib.asynccontextmanager
 async def router_over(
-    *scripts: Script, tracer: Tracer | None = None, demand: Any = None, **settings: Any
+    *scripts: Script, demand: Any = None, tracer: Tracer | None = None, **settings: Any
 ) -> AsyncIterator[RouterUnderTest]:
     """Yield a router over one stand-in for each script."""
     async with contextlib.AsyncExitStack() as stack:

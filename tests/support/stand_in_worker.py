@@ -284,6 +284,7 @@ class _Stream:
 async def running(worker: StandInWorker, port: int = 0) -> AsyncIterator[StandInWorker]:
     """Run a stand-in on a port of loopback; on exit all of its connections are dropped."""
     listener = socket.create_server(("127.0.0.1", port), backlog=2048)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)  # else the kernel takes megabytes of a stream
     runner = web.AppRunner(
         worker.application(), handler_cancellation=True, shutdown_timeout=0.01, access_log=None, keepalive_timeout=75
     )

@@ -162,6 +162,22 @@ def test_worker_refuses_to_send_a_rest(site: Site) -> None:
     assert (answer.status_code, error["param"], error["code"]) == (400, "Last-Event-ID", "unsupported_header")
 
 
+def test_false_suspicion_changes_nothing(site: Site) -> None:
+    """Steps take longer than the silence that this router allows, so it suspects workers that are in order."""
+    fields = {**CHAT, "max_tokens": 16}
+    expected = site.client.chat.completions.create(**fields).choices[0].message.content
+    flags = ("--min-silence-seconds=0.005", "--max-silence-seconds=0.005")
+    admin_urls = [worker.admin for worker in site.workers]
+    with running_router(admin_urls, site.folder / "log-impatient", TOKEN, *flags) as router:
+        other = Site(site.workers, router.public, site.folder)
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(other.client.chat.completions.create(**fields, **options))
+        assert other.metric("specdecode_router_hedges_total") >= 1
+    assert text_of(chunks) == expected
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == fields["max_tokens"]
+
+
 def test_stopped_engine(site: Site, unbroken: str) -> None:
     text, victim, gap = broken_run(site, lambda worker: os.kill(worker.engine_pid, signal.SIGSTOP))
     os.kill(victim.engine_pid, signal.SIGCONT)
