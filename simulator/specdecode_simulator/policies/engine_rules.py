@@ -2,7 +2,7 @@
 
 Rules after public documentation of vLLM (dynamic speculative decoding by batch size; adaptive verification), SGLang
 (adaptive speculative decoding), TensorRT-LLM (acceptance window and threshold, one way) and TurboSpec's paper
-(arXiv 2406.14066); written anew for this simulator. One instance a worker. None sees tasks; what is profiled offline
+(arXiv 2406.14066); written for this simulator. One instance a worker. None sees tasks; what is profiled offline
 is the table of a quiet machine.
 """
 
@@ -70,19 +70,19 @@ class AdaptiveVerification:
         best, pace = dict(depths), self._pace(load, depths)
         for _, level, group in nodes:
             depths[group] = level + 1
-            found = self._pace(load, depths)
-            if found > pace:
-                best, pace = dict(depths), found
+            rate = self._pace(load, depths)
+            if rate > pace:
+                best, pace = dict(depths), rate
         return Segment({group: chain(best[group]) for group in load.groups}, SEGMENT_STEPS, drafted_depth=self.drafted)
 
     def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
-        """What lies beyond the verified depth is known from the draft's confidence alone: taken as calibrated."""
+        """Learn survival by depth. Beyond the verified depth it is the draft's confidence, taken as calibrated."""
         for group, sums in outcome.runs.items():
             steps = max(1.0, load.groups[group] * outcome.steps)
-            kept = self.alpha ** min(outcome.steps, 8)
+            weight = self.alpha ** min(outcome.steps, 8)
             known = self._known(group)
             fresh = [min(1.0, float(sums[level]) / steps) for level in range(self.drafted)]
-            self._survival[group] = [kept * a + (1 - kept) * b for a, b in zip(known, fresh, strict=True)]
+            self._survival[group] = [weight * a + (1 - weight) * b for a, b in zip(known, fresh, strict=True)]
 
     def _known(self, group: Group) -> list[float]:
         return self._survival.get(group) or [0.7**level for level in range(1, self.drafted + 1)]
@@ -117,8 +117,8 @@ class Tiers:
     def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
         steps = max(1.0, outcome.sequences * outcome.steps)
         accepted = sum(float(sums[8]) for sums in outcome.runs.values()) / steps
-        kept = (1 - self.alpha) ** outcome.steps
-        self._average = accepted if self._average is None else kept * self._average + (1 - kept) * accepted
+        weight = (1 - self.alpha) ** outcome.steps
+        self._average = accepted if self._average is None else weight * self._average + (1 - weight) * accepted
         self._batches += outcome.steps
         self._since += outcome.steps
         if self._batches >= self.warmup and self._since >= self.interval:
@@ -190,8 +190,8 @@ class Goodput:
             hits += float(sums[:depth].sum())
             reached += float(sums[: depth - 1].sum())
         reached += steps
-        kept = (1 - self.alpha) ** outcome.steps
-        self._rate = kept * self._rate + (1 - kept) * min(0.99, hits / reached)
+        weight = (1 - self.alpha) ** outcome.steps
+        self._rate = weight * self._rate + (1 - weight) * min(0.99, hits / reached)
 
     def _goodput(self, load: Load, depth: int) -> float:
         tokens = sum(self._rate**level for level in range(depth + 1))

@@ -28,9 +28,15 @@ DEFAULTS = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy=
 
 
 def deployment_for(trace: Trace, *, scaled: bool, given: Mapping[str, Any] | None = None) -> Deployment:
-    """What a user would write for this trace, with ``given`` fields of spec.speculation instead of ours; everything
-    else is as the operator's defaults have it. The trace says model, draft and tasks. Raises pydantic's
-    ValidationError for a field that is none.
+    """Return the resource that a user would write for this trace; other fields have the operator's defaults.
+
+    Args:
+        trace: Trace that says model, draft and tasks.
+        scaled: The operator owns the replicas.
+        given: Fields of spec.speculation that replace the defaults.
+
+    Raises:
+        pydantic.ValidationError: A field does not exist or is invalid.
     """
     speculation: dict[str, Any] = {
         "depth": {"min": 0, "max": DEEPEST, "initial": 3},
@@ -57,9 +63,9 @@ def deployment_for(trace: Trace, *, scaled: bool, given: Mapping[str, Any] | Non
     if scaled:
         scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": trace.most_replicas}
         spec["scaling"] = ScalingSpec.model_validate(scaling).model_dump(by_alias=True)
-    found = Spec.model_validate(spec)
+    validated = Spec.model_validate(spec)
     return Deployment(
-        namespace="simulated", name=trace.name[:40], uid="simulated", generation=1, spec=found, status=Status()
+        namespace="simulated", name=trace.name[:40], uid="simulated", generation=1, spec=validated, status=Status()
     )
 
 
@@ -93,11 +99,11 @@ class Ours:
         def pass_seconds(running: int) -> float:
             return table.pass_seconds[min(running.bit_length() - 1, last)]
 
-        found = PlanPilot(fleet.trace.labels, self._plan(), pass_seconds, DRAFT)
-        found.calibrate(
+        pilot = PlanPilot(fleet.trace.labels, self._plan(), pass_seconds, DRAFT)
+        pilot.calibrate(
             lambda count: table.seconds(count, count, 0, CALIBRATION_CONTEXT * count), self.trace.limits.max_num_seqs
         )
-        return found
+        return pilot
 
     def poll(self, fleet: Fleet, now: float) -> int | None:
         if self.trace.away(now):

@@ -58,9 +58,9 @@ def best_depths(table: StepTable, parts: Sequence[Part], kv_tokens: float, deepe
                 continue
             depths[index] = level
             # The deepest level may not be reached by this prefix: then fewer passes are drafted.
-            found = pace(table, parts, depths, kv_tokens)
-            if found > most:
-                best, most = tuple(depths), found
+            rate = pace(table, parts, depths, kv_tokens)
+            if rate > most:
+                best, most = tuple(depths), rate
     return best
 
 
@@ -75,7 +75,7 @@ class ClairvoyantPilot:
     _known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def next(self, load: Load) -> Segment:
-        """Loads that differ by a few requests of many share an answer: it is the same, and found once."""
+        """Choose the best depths. Loads that differ by a few requests of many share one computed answer."""
         qualities = tuple(round(self.truth.quality(group.kind, load.now), 2) for group in load.groups)
         counts = tuple(_coarse(count) for count in load.groups.values())
         context = 256.0 * max(0.25, round(load.kv_tokens / load.sequences / 256))
@@ -132,7 +132,7 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Constrained:
-    """Knows acceptance and cost. Plans by what runs now; loads where nobody is get the middle of their bucket."""
+    """Oracle that knows acceptance and cost. It plans other loads than the present one by their bucket's middle."""
 
     trace: Trace
     library: Library
@@ -141,12 +141,12 @@ class Constrained:
     plan: Plan = field(default_factory=lambda: Plan(uid="simulated"))
     _rows: dict[RowKey, Row] = field(default_factory=dict)
     _known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
-    _found: Buckets = field(default_factory=Buckets)
+    _buckets: Buckets = field(default_factory=Buckets)
     _mix: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._found = buckets(self.trace.limits.max_num_seqs)
-        self.plan = Plan(uid="simulated", buckets=self._found, guard=False, explore=0)
+        self._buckets = buckets(self.trace.limits.max_num_seqs)
+        self.plan = Plan(uid="simulated", buckets=self._buckets, guard=False, explore=0)
         self._replan(0.0, 1.0, _FIRST_CONTEXT, {})
 
     def pilot(self, fleet: Fleet, index: int) -> PlanPilot:
@@ -163,10 +163,10 @@ class Constrained:
                 pod.worker.pilot.take(self.plan)
         return None
 
-    def _remember(self, found: Sequence[Mapping[tuple[int, int], int]]) -> None:
+    def _remember(self, batches: Sequence[Mapping[tuple[int, int], int]]) -> None:
         """The mix over about half a minute: one moment's batch is no load."""
-        for pair in {*self._mix, *(pair for one in found for pair in one)}:
-            count = sum(one.get(pair, 0) for one in found)
+        for pair in {*self._mix, *(pair for one in batches for pair in one)}:
+            count = sum(one.get(pair, 0) for one in batches)
             self._mix[pair] = 0.85 * self._mix.get(pair, float(count)) + 0.15 * count
         self._mix = {pair: count for pair, count in self._mix.items() if count > 0.02}
 
@@ -194,7 +194,7 @@ class Constrained:
         return {
             (concurrency, bucket, name): row.moved(depth, now) if row else Row(depth)
             for name, depth in zip(names, allowed, strict=True)
-            for bucket in range(len(self._found.context) + 1)
+            for bucket in range(len(self._buckets.context) + 1)
             if (row := self._rows.get((concurrency, bucket, name))) is None or row.depth != depth
         }
 
@@ -206,7 +206,7 @@ class Constrained:
     def _pays(
         self, known: Sequence[Row | None], parts: tuple[Part, ...], after: tuple[int, ...], tokens: float
     ) -> bool:
-        """Whether moving gains the least gain; rows that are not there yet are made."""
+        """Return whether a move gains the least gain. Rows that do not exist yet are always made."""
         before = [row.depth for row in known if row is not None]
         if len(before) < len(after):
             return True
@@ -216,7 +216,7 @@ class Constrained:
 
     def _loads(self, running: float) -> Iterator[tuple[int, float]]:
         """(concurrency bucket, sequences): what runs where it is, else the middle of the bucket."""
-        edges = self._found.concurrency
+        edges = self._buckets.concurrency
         for concurrency in range(len(edges) + 1):
             low = edges[concurrency - 1] if concurrency else 0
             high = edges[concurrency] if concurrency < len(edges) else self.trace.limits.max_num_seqs
@@ -245,8 +245,8 @@ class Constrained:
         return labels, tuple(parts)
 
     def _tokens(self, kind: int, now: float) -> tuple[float, ...]:
-        found = self.trace.kinds[kind]
-        return accepted_tokens(self.library.records, found.domain, found.quality(now))
+        described = self.trace.kinds[kind]
+        return accepted_tokens(self.library.records, described.domain, described.quality(now))
 
     def _best(self, parts: tuple[Part, ...], sequences: int, tokens: float) -> tuple[int, ...]:
         key = (parts, sequences, tokens)

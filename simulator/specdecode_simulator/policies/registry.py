@@ -35,7 +35,7 @@ ALL = ("ours", *DEPTH_POLICIES, *SCALERS, *ORACLES)
 
 
 def judged_on(family: str) -> tuple[str, ...]:
-    """Who runs on traces of a family where nobody is named: rules of scaling on scaled ones, of depth on the others."""
+    """Return the default policies of a family of traces: rules of scaling on scaled ones, of depth on the others."""
     return ("ours", *(SCALERS if family == "scaling" else DEPTH_POLICIES), *ORACLES)
 
 
@@ -67,7 +67,7 @@ class InEngine:
 
 @dataclass(slots=True)
 class Following:
-    """Any controller's depths at somebody else's replicas."""
+    """Depths of one controller at the replicas of another one."""
 
     inner: Controller
     trajectory: tuple[int, ...]
@@ -91,14 +91,14 @@ def controller(
         return Ours(trace, seed, scaled=trace.is_scaled and trace.family == "scaling", given=tuned.get("ours"))
     if name in SCALERS:
         return Scaled(Constrained(trace, library), _rule(name, trace, library, tuned))
-    found: Controller
+    chosen: Controller
     if name == "clairvoyant":
-        found = Clairvoyant(trace)
+        chosen = Clairvoyant(trace)
     elif name == "constrained":
-        found = Constrained(trace, library)
+        chosen = Constrained(trace, library)
     else:
-        found = InEngine(_engine(name, tuned))
-    return found if trajectory is None else Following(found, trajectory)
+        chosen = InEngine(_engine(name, tuned))
+    return chosen if trajectory is None else Following(chosen, trajectory)
 
 
 def _engine(name: str, tuned: Tuned) -> Callable[[StepTable], Pilot]:

@@ -2,7 +2,7 @@
 
 After public documentation: Kubernetes' HorizontalPodAutoscaler (15 s, tolerance 0.1, stabilization), llm-d's Workload
 Variant Autoscaler (saturation of KV and queue, spare triggers), NVIDIA Dynamo's planner (interval, constant predictor,
-profiled throughput, correction factors). Written anew for this simulator.
+profiled throughput, correction factors). Written for this simulator.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Hpa:
         self._wishes.append((now, wish))
         while self._wishes[0][0] < now - self.down_seconds:
             self._wishes.popleft()
-        wish = max(wish, min(current, max(found for _, found in self._wishes)))
+        wish = max(wish, min(current, max(replicas for _, replicas in self._wishes)))
         return max(1, min(wish, max(2 * current, current + 4)))
 
 

@@ -62,8 +62,8 @@ class Walk:
         total = None
         for bit in range(_BITS):
             if steps >> bit & 1:
-                found = self.sums[bit][roots]
-                total = found if total is None else total + found
+                added = self.sums[bit][roots]
+                total = added if total is None else total + added
                 roots = self.jump[bit][roots]
         assert total is not None, "a walk of no steps"
         return roots, total
@@ -85,7 +85,7 @@ class Records:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Records:
-        """Of benchmarks/record_ranks.py."""
+        """Return the records of a document of benchmarks/record_ranks.py."""
         blocks, begin = [], 0
         answers: dict[str, list[tuple[int, int]]] = {}
         for answer in document["answers"]:
@@ -99,7 +99,7 @@ class Records:
             ranks=np.concatenate(blocks),
             first=np.repeat(firsts, lengths),
             length=np.repeat(lengths, lengths),
-            answers={domain: tuple(found) for domain, found in answers.items()},
+            answers={domain: tuple(spans) for domain, spans in answers.items()},
         )
 
     def walk(self, quality: float, form: Form) -> Walk:
@@ -124,8 +124,8 @@ class Records:
     def tail_ranks(self, domain: str) -> Array:
         """[DEPTH, MAX_RANKS + 1] how a rank that is not 0 is distributed, by depth."""
         rows = np.concatenate([np.arange(a, a + n) for a, n in self.answers[domain]])
-        found = self.ranks[rows]
-        counts = np.array([np.bincount(found[:, k], minlength=MAX_RANKS + 1) for k in range(DEPTH)], dtype=float)
+        ranks = self.ranks[rows]
+        counts = np.array([np.bincount(ranks[:, k], minlength=MAX_RANKS + 1) for k in range(DEPTH)], dtype=float)
         counts[:, 0] = 0
         counts[:, MAX_RANKS] += 1e-9
         return counts / counts.sum(axis=1, keepdims=True)
@@ -168,10 +168,10 @@ def _accepted(ranks: Array, form: Form) -> Array:
     children: dict[int, list[int]] = {}
     for index, parent in enumerate(form.parents, start=1):
         children.setdefault(parent, []).append(index)
-    width = max((len(found) for found in children.values()), default=0)
+    width = max((len(nodes) for nodes in children.values()), default=0)
     table = np.zeros((form.nodes + 1, MAX_RANKS + 1), dtype=np.int64)  # 0 is the root: no node leads back to it
-    for parent, found in children.items():
-        table[parent, : len(found)] = found
+    for parent, nodes in children.items():
+        table[parent, : len(nodes)] = nodes
     node, count = np.zeros(len(ranks), dtype=np.int64), np.zeros(len(ranks), dtype=np.int64)
     alive = np.ones(len(ranks), dtype=bool)
     for level in range(min(form.depth, DEPTH) if width else 0):

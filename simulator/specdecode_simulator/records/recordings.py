@@ -28,7 +28,11 @@ class Library:
 
 
 def nearest() -> Path:
-    """Of the checkout that this runs from, or in the working directory. Raises SimulatorError."""
+    """Return the recordings of the working directory, or of the checkout that this runs from.
+
+    Raises:
+        SimulatorError: There are none.
+    """
     for base in (Path.cwd(), *Path(__file__).resolve().parents):
         folder = base / "benchmarks" / "recordings"
         if (folder / FILES[0]).exists():
@@ -38,7 +42,11 @@ def nearest() -> Path:
 
 @lru_cache
 def library(folder: Path) -> Library:
-    """Step tables and rank records of a folder, read once. Raises SimulatorError where a file is missing or wrong."""
+    """Read the step tables and rank records of a folder.
+
+    Raises:
+        SimulatorError: A file is missing or wrong.
+    """
     try:
         ranks, steps, figures = (json.loads((folder / name).read_text()) for name in FILES)
         quiet = {**steps, "series": steps["series"][:QUIET_STEPS]}
@@ -49,7 +57,7 @@ def library(folder: Path) -> Library:
 
 
 def tuned(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    """What ``--tune`` found for the baselines; nothing where it was not run."""
+    """Return the tuned parameters of the other rules (``--tune``); empty if there are none."""
     path = folder / TUNED
     policies: Mapping[str, Mapping[str, Any]] = json.loads(path.read_text())["policies"] if path.exists() else {}
     return policies

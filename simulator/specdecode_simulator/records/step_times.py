@@ -1,4 +1,4 @@
-"""What a step takes in the simulated world: tables recorded of the real worker, or composed of published figures.
+"""Step times of simulated workers: tables recorded of the real worker, or composed of published figures.
 
 Not the planner's model: a table over (sequences, depth, context) with interpolation in logarithms, and noise that is
 replayed from recorded steps, in the order in which it came.
@@ -32,7 +32,7 @@ class StepTable:
     """One draft pass, by the axis of sequences."""
     chunk_tokens: tuple[float, ...]
     chunk_seconds: tuple[float, ...]
-    """A prompt chunk of so many tokens, beside nothing else."""
+    """Seconds of a prompt chunk of ``chunk_tokens`` tokens that runs alone."""
     noise: tuple[float, ...]
     """Seconds over typical seconds of steps in a row, of mean 1."""
     _sums: Any = field(init=False)
@@ -44,7 +44,7 @@ class StepTable:
         self._squares = np.concatenate(([0.0], np.cumsum(looped**2))).tolist()
 
     def seconds(self, sequences: float, verify_tokens: float, passes: float, kv_tokens: float) -> float:
-        """A decoding step without noise. ``verify_tokens`` counts roots; ``passes`` may exceed the deepest shape."""
+        """Return the time of a step without noise. ``verify_tokens`` includes the roots."""
         sequences = max(sequences, 0.5)
         depth = min(max(verify_tokens / sequences - 1.0, 0.0), DEPTHS - 1.0)
         b, v = _place(self.sequences, sequences)
@@ -54,13 +54,13 @@ class StepTable:
         low, high = self.grid[b], self.grid[b + 1]
         near = (1 - v) * _blend(low[d], c, w) + v * _blend(high[d], c, w)
         deep = (1 - v) * _blend(low[d + 1], c, w) + v * _blend(high[d + 1], c, w)
-        found = (1 - u) * near + u * deep
+        seconds_per_step = (1 - u) * near + u * deep
         if abs(passes - depth) > 1e-9:
-            found += (passes - depth) * ((1 - v) * self.pass_seconds[b] + v * self.pass_seconds[b + 1])
-        return max(found, 1e-5)
+            seconds_per_step += (passes - depth) * ((1 - v) * self.pass_seconds[b] + v * self.pass_seconds[b + 1])
+        return max(seconds_per_step, 1e-5)
 
     def prefill_seconds(self, tokens: float) -> float:
-        """What a chunk of so many prompt tokens adds to a step."""
+        """Return the seconds that a chunk of this many prompt tokens adds to a step."""
         at = max(0, min(len(self.chunk_tokens) - 2, bisect_right(self.chunk_tokens, tokens) - 1))
         x0, x1 = self.chunk_tokens[at], self.chunk_tokens[at + 1]
         y0, y1 = self.chunk_seconds[at], self.chunk_seconds[at + 1]
@@ -86,7 +86,7 @@ def _blend(row: list[float], at: int, share: float) -> float:
 
 
 def recorded(document: Mapping[str, Any]) -> StepTable:
-    """Of benchmarks/record_steps.py. Cells that were too large to record are carried along the recorded slope."""
+    """Return the table of benchmarks/record_steps.py. Unrecorded large cells follow the recorded slope."""
     cells = {(c["sequences"], c["context"], c["depth"]): c["seconds"] for c in document["cells"]}
     sequences = sorted({key[0] for key in cells})
     contexts = sorted({key[1] for key in cells})
@@ -138,20 +138,20 @@ def _rising(rows: list[list[float]]) -> list[list[float]]:
 
 def _passes(cells: Mapping[tuple[int, int, int], float], sequences: list[int], context: int) -> tuple[float, ...]:
     """One draft pass: a chain's step less a plain step of as many tokens, by pass; carried where there is no such."""
-    found: list[float] = []
+    passes: list[float] = []
     for b in sequences:
         own = [
             (cells[b, context, d] - cells[b * (d + 1), context, 0]) / d
             for d in range(1, DEPTHS)
             if (b * (d + 1), context, 0) in cells
         ]
-        previous = found[-1] if found else 1e-4
-        found.append(max(float(np.median(own)), 1e-4) if own else 1.5 * previous)
-    return tuple(found)
+        previous = passes[-1] if passes else 1e-4
+        passes.append(max(float(np.median(own)), 1e-4) if own else 1.5 * previous)
+    return tuple(passes)
 
 
 def published(document: Mapping[str, Any]) -> dict[str, StepTable]:
-    """Of benchmarks/recordings/steps-published.json: one table a device, composed of its figures as that file says."""
+    """Return a table per device from benchmarks/recordings/steps-published.json, composed as that file says."""
     return {name: _composed(name, device) for name, device in document["devices"].items()}
 
 

@@ -11,19 +11,19 @@ from typing import Any
 from specdecode_simulator.policies.registry import judged_on
 from specdecode_simulator.records.recordings import library, tuned
 from specdecode_simulator.scoring.run import Run, run_trace
-from specdecode_simulator.scoring.run_store import file_of, keep, kept
+from specdecode_simulator.scoring.run_store import append_run, file_of, read_runs
 from specdecode_simulator.scoring.score import CLAIRVOYANT, ORACLE, by_policy, scored, targets
 from specdecode_simulator.traces.catalogue import TRACES, named
 
 Cell = tuple[str, int, Mapping[str, Run]]
 """Trace, seed, and the runs by policy."""
-Found = Mapping[int, Mapping[str, Run]]
-"""Of one trace: by seed, by policy."""
+TraceRuns = Mapping[int, Mapping[str, Run]]
+"""Runs of one trace, by seed and policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """What to simulate. Without ``policies`` those run that a trace is there to judge, and the oracles always."""
+    """Runs to simulate. Without ``policies``, the default policies of each trace run. The oracles always run."""
 
     traces: tuple[str, ...]
     policies: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Matrix:
         return tuple(dict.fromkeys((*asked, ORACLE, CLAIRVOYANT)))
 
     def cells(self) -> list[tuple[str, int]]:
-        """Seed by seed: what was kept when somebody stopped it is whole for fewer seeds, and not for fewer traces."""
+        """Return (trace, seed), seed by seed, so that a run that is stopped has all traces for fewer seeds."""
         return [(trace, seed) for seed in range(self.seeds) for trace in self.traces]
 
     def run(self, jobs: int = 1) -> Iterator[Cell]:
@@ -64,24 +64,24 @@ class Matrix:
 
     def cell(self, trace: str, seed: int) -> Cell:
         file = None if self.keep is None else file_of(self.keep, trace, self.hours, seed)
-        known = {} if file is None else kept(file)
+        known = {} if file is None else read_runs(file)
         settings = tuned(self.recordings)
         settings = {**settings, "ours": self.speculation} if self.speculation else settings
-        policies, found = self.policies_of(trace), {}
+        policies, ended = self.policies_of(trace), {}
         for policy, run in run_trace(trace, self.hours, seed, policies, library(self.recordings), settings, known):
             if file is not None and policy not in known:
-                keep(file, policy, run)
-            found[policy] = run
-        return trace, seed, found
+                append_run(file, policy, run)
+            ended[policy] = run
+        return trace, seed, ended
 
-    def document(self, runs: Mapping[str, Found], *, decisions: bool = False) -> dict[str, Any]:
+    def document(self, runs: Mapping[str, TraceRuns], *, decisions: bool = False) -> dict[str, Any]:
         """Scores and targets; with ``decisions`` ours' plan changes of the first seed, too."""
         traces = {name: self._trace(name, runs[name], decisions) for name in self.traces}
         head = {"command": self.command, "hours": self.hours, "seeds": list(range(self.seeds))}
         return {**head, "traces": traces, "policies": by_policy(traces), "targets": targets(traces)}
 
-    def _trace(self, trace: str, found: Found, decisions: bool) -> dict[str, Any]:
-        runs = {seed: found[seed] for seed in sorted(found)}
+    def _trace(self, trace: str, by_seed: TraceRuns, decisions: bool) -> dict[str, Any]:
+        runs = {seed: by_seed[seed] for seed in sorted(by_seed)}
         ours = [policies["ours"] for policies in runs.values() if "ours" in policies]
         answers = [answer for run in ours for answer in run.answers]
         document = {"family": self.family(trace), "policies": scored(runs), "answers": answers}
@@ -89,7 +89,7 @@ class Matrix:
 
 
 def by_trace(ended: Iterable[Cell]) -> dict[str, dict[int, Mapping[str, Run]]]:
-    found: dict[str, dict[int, Mapping[str, Run]]] = {}
+    grouped: dict[str, dict[int, Mapping[str, Run]]] = {}
     for trace, seed, runs in ended:
-        found.setdefault(trace, {})[seed] = runs
-    return found
+        grouped.setdefault(trace, {})[seed] = runs
+    return grouped

@@ -28,7 +28,7 @@ def plot(document: Mapping[str, Any], folder: Path) -> list[Path]:
     made = [_regret(document, folder / "simulate-regret.png")]
     if document["policies"]:
         made.append(_policies(document, folder / "simulate-policies.png"))
-    scaled = {name: found for name, found in document["traces"].items() if found["family"] == "scaling"}
+    scaled = {name: trace for name, trace in document["traces"].items() if trace["family"] == "scaling"}
     return [*made, _pareto(scaled, folder / "simulate-scaling.png")] if scaled else made
 
 
@@ -36,14 +36,14 @@ def _regret(document: Mapping[str, Any], path: Path) -> Path:
     from matplotlib import pyplot as plt
 
     traces: Mapping[str, Any] = document["traces"]
-    names = list(dict.fromkeys(name for found in traces.values() for name in found["policies"]))
+    names = list(dict.fromkeys(name for trace in traces.values() for name in trace["policies"]))
     names = sorted((name for name in names if name not in SCALERS), key=FIXED.__contains__)
     figure, axes = plt.subplots(figsize=(10, 0.34 * len(traces) + 2))
     for index, name in enumerate(names):
         rows = [
             (over["mean"], -at)
-            for at, found in enumerate(traces.values())
-            if (over := found["policies"].get(name, {}).get("time_per_token"))
+            for at, trace in enumerate(traces.values())
+            if (over := trace["policies"].get(name, {}).get("time_per_token"))
         ]
         axes.scatter([min(x, 2.0) for x, _ in rows], [y for _, y in rows], **_style(name, index))
     axes.axvline(1.0, color="gray", linewidth=0.8)
@@ -89,10 +89,10 @@ def _pareto(traces: Mapping[str, Any], path: Path) -> Path:
     from matplotlib import pyplot as plt
 
     figure, grid = plt.subplots(1, len(traces), figsize=(3.2 * len(traces), 3.2), squeeze=False)
-    for axes, (name, found) in zip(grid[0], traces.items(), strict=True):
+    for axes, (name, trace) in zip(grid[0], traces.items(), strict=True):
         for index, policy in enumerate(("ours", *SCALERS)):
-            if policy in found["policies"]:
-                figures = found["policies"][policy]
+            if policy in trace["policies"]:
+                figures = trace["policies"][policy]
                 x, y = figures["replica_hours"]["mean"], 100 * figures["slo_misses"]["mean"]
                 axes.scatter(x, y, **_style(policy, index))
         axes.set_title(name, fontsize=9)
@@ -106,7 +106,7 @@ def _pareto(traces: Mapping[str, Any], path: Path) -> Path:
 
 
 def _style(policy: str, index: int) -> dict[str, Any]:
-    """Ours stands out, and in front; a fixed depth is its number in gray; every rule has a mark of its own."""
+    """Ours is in front; a fixed depth is its number in gray; every rule has a mark of its own."""
     if policy == "ours":
         return {"label": policy, "zorder": 3, "marker": "D", "color": "black"}
     if policy in FIXED:

@@ -17,17 +17,20 @@ from specdecode_simulator.traces.trace import Trace
 from specdecode_simulator.world.fleet import Fleet
 
 ANSWERED = (1.03, 1.06)
-"""A step is answered once the depth in use costs at most this much over the best: what hysteresis asks of a move, and
-twice that, since nobody is soon nine-tenths sure to gain 3 % where no more than 5 are to be had."""
+"""Largest costs of the depth in use over the best depth at which a step of acceptance counts as answered.
+
+The first is the gain that hysteresis requires of a move. The second is twice that, because a gain of 3 % where at most
+5 % can be gained takes long to be shown with 90 % confidence.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one run cost. ``time_per_token`` is mean decode seconds of a request per token, over the whole trace."""
+    """Figures of one run. ``time_per_token`` is mean decode seconds of a request per token, over the whole trace."""
 
     time_per_token: float
     plan_changes_per_hour: float
-    """Plans that went out; of rules inside an engine, changes of depth for requests that are alike, by worker."""
+    """Published plans; for rules inside an engine, changes of depth for equal requests, by worker."""
     slo_misses: float
     """Share of requests whose first token or whose mean time between tokens was late."""
     replica_hours: float
@@ -44,7 +47,7 @@ class Run:
     figures: Figures
     decisions: tuple[Mapping[str, Any], ...] = ()
     answers: tuple[Mapping[str, float], ...] = ()
-    """Of every step of acceptance: seconds and drafts until the plan's depth was ``within`` so much of the best."""
+    """For each step of acceptance: seconds and drafts until the plan's depth cost at most ``within`` times the best."""
     replicas: tuple[int, ...] = ()
 
 

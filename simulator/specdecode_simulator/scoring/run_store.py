@@ -13,7 +13,7 @@ def file_of(folder: Path, trace: str, hours: float, seed: int) -> Path:
     return folder / f"{trace}-{hours:g}h-{seed}.jsonl"
 
 
-def kept(file: Path) -> dict[str, Run]:
+def read_runs(file: Path) -> dict[str, Run]:
     """By policy. A last line that was cut off is dropped. Raises SimulatorError."""
     if not file.exists():
         return {}
@@ -24,10 +24,10 @@ def kept(file: Path) -> dict[str, Run]:
     try:
         return {document["policy"]: of_json(document) for document in map(json.loads, whole.splitlines())}
     except (KeyError, TypeError, ValueError) as error:
-        raise SimulatorError(f"--keep: {file} holds no runs of this version; remove it: {error}") from error
+        raise SimulatorError(f"--append_run: {file} holds no runs of this version; remove it: {error}") from error
 
 
-def keep(file: Path, policy: str, run: Run) -> None:
+def append_run(file: Path, policy: str, run: Run) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         out.write(json.dumps({"policy": policy, **as_json(run)}) + "\n")

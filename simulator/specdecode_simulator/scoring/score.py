@@ -1,4 +1,4 @@
-"""What runs say together: every policy over the oracles, paired by seed, with 95 % intervals; and the targets."""
+"""Scores: every policy over the oracles, paired by seed, with 95 % intervals; and the targets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Two-sided 95 % points of Student's t by degrees of freedom, from 1 on."""
 
 Runs = Mapping[int, Mapping[str, Run]]
-"""Of one trace: by seed, by policy."""
+"""Runs of one trace, by seed and policy."""
 
 
 class Interval(NamedTuple):
@@ -24,7 +24,7 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Of values that are paired already; one value has no interval."""
+        """Return the interval of values that are paired already; one value has no interval."""
         mean = sum(values) / len(values)
         if len(values) < 2:
             return cls(mean, mean, mean)
@@ -38,12 +38,12 @@ class Interval(NamedTuple):
 
 def scored(runs: Runs) -> dict[str, Any]:
     """Per policy: time per token over the constrained oracle's and over the clairvoyant's, and the plain figures."""
-    names = list(dict.fromkeys(name for found in runs.values() for name in found))
+    names = list(dict.fromkeys(name for runs_of_seed in runs.values() for name in runs_of_seed))
     return {name: _policy(name, runs) for name in names}
 
 
 def _policy(name: str, runs: Runs) -> dict[str, Any]:
-    own = [found[name].figures for found in runs.values() if name in found]
+    own = [runs_of_seed[name].figures for runs_of_seed in runs.values() if name in runs_of_seed]
     document: dict[str, Any] = {
         "time_per_token": _over(name, ORACLE, runs),
         "time_per_token_over_clairvoyant": _over(name, CLAIRVOYANT, runs),
@@ -58,9 +58,9 @@ def _policy(name: str, runs: Runs) -> dict[str, Any]:
 
 def _over(name: str, oracle: str, runs: Runs) -> dict[str, float] | None:
     ratios = [
-        found[name].figures.time_per_token / found[oracle].figures.time_per_token
-        for found in runs.values()
-        if name in found and oracle in found
+        runs_of_seed[name].figures.time_per_token / runs_of_seed[oracle].figures.time_per_token
+        for runs_of_seed in runs.values()
+        if name in runs_of_seed and oracle in runs_of_seed
     ]
     return Interval.of(ratios).rounded() if ratios else None
 
@@ -69,8 +69,8 @@ def by_policy(traces: Mapping[str, Any]) -> dict[str, Any]:
     """Over the traces that all rules of depth ran: the mean over the constrained oracle, and the worst trace. Best
     first; nothing where no trace has all of them.
     """
-    names = {name for found in traces.values() for name in found["policies"]} - set(SCALERS)
-    common = [trace for trace, found in traces.items() if all(_mean(found, name) is not None for name in names)]
+    names = {name for trace in traces.values() for name in trace["policies"]} - set(SCALERS)
+    common = [label for label, trace in traces.items() if all(_mean(trace, name) is not None for name in names)]
     if not common:
         return {}
     over = {name: {trace: _mean(traces[trace], name) or 0.0 for trace in common} for name in names}
@@ -85,8 +85,8 @@ def _mean_and_worst(over: Mapping[str, float]) -> dict[str, Any]:
 
 
 def targets(traces: Mapping[str, Any]) -> dict[str, Any]:
-    """What is wanted of ours, against a document's traces."""
-    regret = {name: _mean(found, "ours") for name, found in traces.items() if _mean(found, "ours") is not None}
+    """Return the operator's figures that targets exist for."""
+    regret = {name: _mean(trace, "ours") for name, trace in traces.items() if _mean(trace, "ours") is not None}
     if not regret:
         return {}
     worst = max(regret, key=lambda name: regret[name] or 0.0)
@@ -94,27 +94,27 @@ def targets(traces: Mapping[str, Any]) -> dict[str, Any]:
         "mean_over_constrained_oracle": round(sum(value or 0.0 for value in regret.values()) / len(regret), 5),
         "worst_trace": {"trace": worst, "over_constrained_oracle": regret[worst]},
         "plan_changes_per_hour_on_stationary": {
-            name: found["policies"]["ours"]["plan_changes_per_hour"]["mean"]
-            for name, found in traces.items()
-            if found["family"] == "stationary" and "ours" in found["policies"]
+            name: trace["policies"]["ours"]["plan_changes_per_hour"]["mean"]
+            for name, trace in traces.items()
+            if trace["family"] == "stationary" and "ours" in trace["policies"]
         },
-        "beaten_by": {name: beaten for name, found in traces.items() if (beaten := _beaten(found))},
-        "dominated_by": {name: by for name, found in traces.items() if (by := dominated(found))},
+        "beaten_by": {name: beaten for name, trace in traces.items() if (beaten := _beaten(trace))},
+        "dominated_by": {name: by for name, trace in traces.items() if (by := dominated(trace))},
         "answers": _answers(traces),
     }
 
 
-def _mean(found: Mapping[str, Any], policy: str) -> float | None:
-    over = found["policies"].get(policy, {}).get("time_per_token")
+def _mean(trace: Mapping[str, Any], policy: str) -> float | None:
+    over = trace["policies"].get(policy, {}).get("time_per_token")
     return None if over is None else float(over["mean"])
 
 
-def _beaten(found: Mapping[str, Any]) -> dict[str, float]:
+def _beaten(trace: Mapping[str, Any]) -> dict[str, float]:
     """Baselines that were surely faster than ours; on stationary traces by more than 2 %."""
-    margin = 0.98 if found["family"] == "stationary" else 1.0
+    margin = 0.98 if trace["family"] == "stationary" else 1.0
     return {
         name: policy["time_per_token_over_ours"]["mean"]
-        for name, policy in found["policies"].items()
+        for name, policy in trace["policies"].items()
         if name not in (ORACLE, CLAIRVOYANT, *SCALERS)
         and (over := policy.get("time_per_token_over_ours"))
         and over["mean"] < margin
@@ -122,13 +122,13 @@ def _beaten(found: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def dominated(found: Mapping[str, Any]) -> list[str]:
+def dominated(trace: Mapping[str, Any]) -> list[str]:
     """Scaling rules that are no worse than ours in misses and in replica hours, and better in one of them."""
-    ours = found["policies"].get("ours")
-    if ours is None or found["family"] != "scaling":
+    ours = trace["policies"].get("ours")
+    if ours is None or trace["family"] != "scaling":
         return []
-    names = (name for name in SCALERS if name in found["policies"])
-    return [name for name in names if _dominates(_point(found["policies"][name]), _point(ours))]
+    names = (name for name in SCALERS if name in trace["policies"])
+    return [name for name in names if _dominates(_point(trace["policies"][name]), _point(ours))]
 
 
 def _point(policy: Mapping[str, Any]) -> tuple[float, float]:
@@ -142,16 +142,16 @@ def _dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 def _answers(traces: Mapping[str, Any]) -> dict[str, Any]:
     """By what a depth may cost over the best to be an answer."""
-    found = [answer for trace in traces.values() for answer in trace.get("answers", ())]
-    levels = sorted({answer["within"] for answer in found})
-    return {f"{within:g}": _answered([one for one in found if one["within"] == within]) for within in levels}
+    answers = [answer for trace in traces.values() for answer in trace.get("answers", ())]
+    levels = sorted({answer["within"] for answer in answers})
+    return {f"{within:g}": _answered([one for one in answers if one["within"] == within]) for within in levels}
 
 
-def _answered(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    in_time = [one for one in found if one["answered"] and (one["seconds"] <= 30 or one["drafts"] <= 1000)]
+def _answered(answers: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    in_time = [one for one in answers if one["answered"] and (one["seconds"] <= 30 or one["drafts"] <= 1000)]
     return {
-        "steps": len(found),
+        "steps": len(answers),
         "within_30_s_or_1000_drafts": len(in_time),
-        "median_seconds": sorted(one["seconds"] for one in found)[len(found) // 2],
-        "never": sum(not one["answered"] for one in found),
+        "median_seconds": sorted(one["seconds"] for one in answers)[len(answers) // 2],
+        "never": sum(not one["answered"] for one in answers),
     }

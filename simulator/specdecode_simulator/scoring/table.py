@@ -14,9 +14,9 @@ OVERVIEW = ("trace", "family", "ours over oracle", "95 %", "over clairvoyant", "
 
 def text(document: Mapping[str, Any]) -> str:
     lines = [_head(document)]
-    for name, found in document["traces"].items():
-        lines += ["", f"{name} ({found['family']})"]
-        lines += _aligned([COLUMNS, *_rows(found)])
+    for name, trace in document["traces"].items():
+        lines += ["", f"{name} ({trace['family']})"]
+        lines += _aligned([COLUMNS, *_rows(trace)])
     if summary := list(_by_policy(document)):
         lines += ["", _of_all(document), *_aligned([BY_POLICY, *summary])]
     return "\n".join([*lines, "", *_targets(document)])
@@ -28,8 +28,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         lines += ["", _of_all(document), "", *_table(BY_POLICY, summary)]
     if overview := list(_overview(document)):
         lines += ["", *_table(OVERVIEW, overview)]
-    for name, found in document["traces"].items():
-        lines += ["", f"## {name} ({found['family']})", "", *_table(COLUMNS, _rows(found))]
+    for name, trace in document["traces"].items():
+        lines += ["", f"## {name} ({trace['family']})", "", *_table(COLUMNS, _rows(trace))]
     return "\n".join(lines) + "\n"
 
 
@@ -49,18 +49,18 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def _overview(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Ours on every trace, a row each."""
-    for name, found in document["traces"].items():
-        policies = found["policies"]
+    for name, trace in document["traces"].items():
+        policies = trace["policies"]
         if "ours" in policies and ORACLE in policies:
             over, interval, clairvoyant, changes, misses, *_ = _cells(policies["ours"])
             oracles = f"{policies[ORACLE]['plan_changes_per_hour']['mean']:.1f}"
-            yield name, found["family"], over, interval, clairvoyant, changes, oracles, misses
+            yield name, trace["family"], over, interval, clairvoyant, changes, oracles, misses
 
 
 def _by_policy(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Every rule of depth, best first."""
-    for name, found in document["policies"].get("over_constrained_oracle", {}).items():
-        yield name, f"{found['mean']:.3f}", f"{found['worst']:.3f}", found["trace"]
+    for name, over in document["policies"].get("over_constrained_oracle", {}).items():
+        yield name, f"{over['mean']:.3f}", f"{over['worst']:.3f}", over["trace"]
 
 
 def _head(document: Mapping[str, Any]) -> str:
@@ -71,13 +71,13 @@ def _head(document: Mapping[str, Any]) -> str:
     )
 
 
-def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    for name, figures in found["policies"].items():
+def _rows(trace: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, figures in trace["policies"].items():
         yield name, *_cells(figures)
 
 
 def _cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of one policy, in the order of COLUMNS."""
+    """Return the cells of one policy, in the order of COLUMNS."""
     over, clairvoyant = figures["time_per_token"], figures["time_per_token_over_clairvoyant"]
     return (
         f"{over['mean']:.3f}" if over else "-",
@@ -91,22 +91,22 @@ def _cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _targets(document: Mapping[str, Any]) -> list[str]:
-    found = document.get("targets") or {}
-    if not found:
+    targets = document.get("targets") or {}
+    if not targets:
         return []
-    worst = found["worst_trace"]
-    mean = 100 * (found["mean_over_constrained_oracle"] - 1)
+    worst = targets["worst_trace"]
+    mean = 100 * (targets["mean_over_constrained_oracle"] - 1)
     lines = [
         f"- ours over the constrained oracle: {mean:+.1f} % in the mean, "
         f"{100 * (worst['over_constrained_oracle'] - 1):+.1f} % on {worst['trace']}",
         "- plan changes an hour on stationary noise: "
-        + ", ".join(f"{name} {value:.1f}" for name, value in found["plan_changes_per_hour_on_stationary"].items()),
+        + ", ".join(f"{name} {value:.1f}" for name, value in targets["plan_changes_per_hour_on_stationary"].items()),
     ]
-    for name, beaten in found["beaten_by"].items():
+    for name, beaten in targets["beaten_by"].items():
         lines.append(f"- {name}: faster than ours: " + ", ".join(f"{by} {over:.3f}" for by, over in beaten.items()))
-    for name, by in found["dominated_by"].items():
+    for name, by in targets["dominated_by"].items():
         lines.append(f"- {name}: no more misses with no more replica hours than ours: {', '.join(by)}")
-    for within, answers in found["answers"].items():
+    for within, answers in targets["answers"].items():
         lines.append(
             f"- steps of acceptance answered within 30 s or 1,000 drafts by a depth that costs at most {within} of the"
             f" best: {answers['within_30_s_or_1000_drafts']} of {answers['steps']}"

@@ -34,23 +34,23 @@ GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 }
 
 
-def tuned(library: Library, tell: Callable[[str], None] = lambda line: None) -> dict[str, dict[str, Any]]:
+def tuned(library: Library, report: Callable[[str], None] = lambda line: None) -> dict[str, dict[str, Any]]:
     """The best point of every grid: least mean of time per token over the best point's of each trace; of scaling
     rules, least misses and replica hours together.
     """
-    found = {}
+    best = {}
     for name, grid in GRIDS.items():
         points = list(_points(grid))
         traces = list(tuning_traces(scaled=name in SCALERS))
         costs = [[_cost(name, point, trace, library) for point in points] for trace in traces]
         totals = [sum(row[index] / max(min(row), 1e-9) for row in costs) for index in range(len(points))]
-        found[name] = points[totals.index(min(totals))]
-        tell(f"{name}: {found[name]} of {len(points)}")
-    return found
+        best[name] = points[totals.index(min(totals))]
+        report(f"{name}: {best[name]} of {len(points)}")
+    return best
 
 
 def tuning_traces(*, scaled: bool) -> Iterator[Trace]:
-    """Of other forms and seeds than those that policies are judged on."""
+    """Yield traces of other forms and seeds than those that policies are judged on."""
     if scaled:
         base = named("diurnal", HOURS)
         yield replace(base, name="tune-hills", rate=wave(700.0, 0.5, 5.0))

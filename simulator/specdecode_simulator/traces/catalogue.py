@@ -79,8 +79,8 @@ def steady_cpu_full(seconds: float) -> Trace:
 
 @trace
 def steady_noisy_neighbour(seconds: float) -> Trace:
-    found = _cpu("steady-noisy-neighbour", seconds, 0.12, family="stationary")
-    return replace(found, table=BUSY)
+    quiet = _cpu("steady-noisy-neighbour", seconds, 0.12, family="stationary")
+    return replace(quiet, table=BUSY)
 
 
 @trace

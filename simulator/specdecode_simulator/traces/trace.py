@@ -1,4 +1,4 @@
-"""What is asked of the fleet and what befalls it, over time: every trace is one ``Trace``, drawn by seed.
+"""Traces: requests and faults of a fleet over time. Every trace is one ``Trace``, drawn by seed.
 
 Times are seconds from the start. Curves that shape a whole trace are given in shares of its length, so that a short
 run has the same form; what has a natural length (a dwell, a burst) is in seconds.
@@ -30,7 +30,7 @@ class Kind:
     prompt: float = 160.0
     output: float = 160.0
     spread: float = 0.5
-    """Of the logarithm of both lengths."""
+    """Standard deviation of the logarithm of both lengths."""
     prompt_growth: Curve = lambda t: 1.0
     mislabelled: float = 0.0
     """Share that comes with the first label of another kind."""
@@ -54,7 +54,7 @@ class Trace:
     """Above ``replicas`` the fleet is scaled."""
     startup_seconds: float = 90.0
     factor: Callable[[int, float], float] = lambda pod, t: 1.0
-    """Of a pod's step times."""
+    """Factor on a pod's step times."""
     tables: Callable[[int], str | None] = lambda pod: None
     """Another table for this pod."""
     lost: Callable[[int, float], float] = lambda pod, t: 0.0

@@ -41,7 +41,7 @@ QUEUE_EDGES = tuple(edge / 1000 for edge in (1, 2, 5, 10, 20, 50, 100, 200, 500,
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What indices of groups stand for. ``tails`` are Records.tail_ranks by kind."""
+    """Names of the indices in groups. ``tails`` are Records.tail_ranks by kind."""
 
     labels: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -63,7 +63,7 @@ class Features:
 class Counters:
     names: Names
     generator: Any
-    """Of numpy; spreads misses over ranks."""
+    """Random generator of numpy that spreads misses over ranks."""
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
@@ -74,7 +74,7 @@ class Counters:
     preemptions: int = 0
     _runs: Array = field(init=False)
     """[labels, kinds, DEPTH, 2]: depths reached, and right there, on the main path."""
-    _told: Array = field(init=False)
+    _spread_misses: Array = field(init=False)
     """[labels, kinds, DEPTH] misses that are spread over ranks already."""
     _ranks: Array = field(init=False)
     _requests: Array = field(init=False)
@@ -86,7 +86,7 @@ class Counters:
     def __post_init__(self) -> None:
         labels, kinds = len(self.names.labels), len(self.names.kinds)
         self._runs = np.zeros((labels, kinds, DEPTH, 2), dtype=np.int64)
-        self._told = np.zeros((labels, kinds, DEPTH), dtype=np.int64)
+        self._spread_misses = np.zeros((labels, kinds, DEPTH), dtype=np.int64)
         self._ranks = np.zeros((labels, DEPTH, MAX_RANKS + 1), dtype=np.int64)
         self._requests = np.zeros((labels, 6), dtype=np.int64)
         self._traffic = np.zeros((labels, 4))
@@ -190,10 +190,10 @@ class Counters:
     def _spread(self) -> None:
         """New misses get ranks as the records have them: what was counted is whether the first choice was right."""
         missed = self._runs[..., 0] - self._runs[..., 1]
-        for label, kind, depth in np.argwhere(missed > self._told).tolist():
-            new = missed[label, kind, depth] - self._told[label, kind, depth]
+        for label, kind, depth in np.argwhere(missed > self._spread_misses).tolist():
+            new = missed[label, kind, depth] - self._spread_misses[label, kind, depth]
             self._ranks[label, depth] += self.generator.multinomial(new, self.names.tails[kind][depth])
-        self._told = missed
+        self._spread_misses = missed
 
     def _request_cells(self) -> Iterator[RequestCell]:
         for task, sums in zip(self.names.labels, self._requests.tolist(), strict=True):
@@ -240,7 +240,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What holds at the time of a report."""
+    """State of the worker at the time of a report."""
 
     boot_id: str
     worker: str

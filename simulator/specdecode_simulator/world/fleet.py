@@ -104,9 +104,9 @@ class Fleet:
         )
 
     def run(self, controller: Controller) -> None:
-        found = demand(self.trace, self.library.records, self.seed)
+        requests = demand(self.trace, self.library.records, self.seed)
         # Copies: a job carries its own way through this run.
-        self.jobs, self._coins = tuple(replace(job) for job in found.jobs), found.coins
+        self.jobs, self._coins = tuple(replace(job) for job in requests.jobs), requests.coins
         self.wanted = self.trace.replicas
         self._populate(controller, at_once=True)
         while self.now < self.trace.seconds - 1e-9:

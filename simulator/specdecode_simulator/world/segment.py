@@ -1,4 +1,4 @@
-"""What passes between a modelled worker and whoever picks its shapes. Steps come in segments of one kind."""
+"""Messages between a modelled worker and its choice of shapes. Steps come in segments of one kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Array = Any
 
 
 class Group(NamedTuple):
-    """Running requests that are alike: index of their task's label, context bucket, index of what they really are."""
+    """Equal running requests: index of their task's label, context bucket, index of their kind."""
 
     label: int
     context: int
@@ -39,12 +39,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What the next steps run: a shape per group, and how many steps at most."""
+    """Choice for the next steps: a shape per group, and a largest number of steps."""
 
     forms: Mapping[Group, Form]
     most_steps: int = 127
     drafted_depth: int = 0
-    """Depth that is drafted although it is not verified: a shadow, or a budget found after drafting. 0 adds nothing."""
+    """Depth that is drafted but not all verified: a shadow, or a budget known only after drafting. 0 adds nothing."""
     shadow: bool = False
     in_burst: bool = False
     dropped: int = 0
@@ -53,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a segment brought, summed over its steps. ``runs`` has per group 9 sums as walks.Walk says."""
+    """Result of a segment, summed over its steps. ``runs`` has the 9 sums of `Walk` per group."""
 
     steps: int
     seconds: float

@@ -1,4 +1,4 @@
-"""One modelled worker: queue, slots, KV tokens, chunked prefill, and decoding in segments of alike steps.
+"""One modelled worker: queue, slots, KV tokens, chunked prefill, and decoding in segments of equal steps.
 
 What the batch does within a segment is exact for every request (it walks its record); the step time is that of the
 mean batch, and what arrives meanwhile waits for the segment's end, a quarter of a second at most.
@@ -26,7 +26,7 @@ CALIBRATION_STEPS, CALIBRATION_CONTEXT = 6, 20.0
 
 
 class Worker:
-    """``clock`` is the world's; a report tells it less ``born``."""
+    """Modelled worker. ``clock`` is the world's; a report has the time since ``born``."""
 
     def __init__(
         self, index: int, truth: Truth, limits: Limits, pilot: Pilot, counters: Counters, born: float, offset: int
@@ -55,8 +55,9 @@ class Worker:
         return int(self.batch.contexts.sum()) + sum(job.context for job in self.prefilling)
 
     def calibrate(self) -> None:
-        """As the engine does before it serves: steps of a few shapes at the loads of the plan, timed on made-up
-        requests. They are told as steps, and nothing else of them is.
+        """Time steps of a few shapes at the loads of the plan, as the engine does before it serves.
+
+        They are reported as steps, and count for nothing else.
         """
         if not isinstance(self.pilot, Calibrates):
             return
