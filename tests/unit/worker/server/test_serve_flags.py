@@ -68,6 +68,9 @@ def test_quantization_flags_of_target_and_draft_are_read() -> None:
     ("words", "named"),
     [
         (("--speculative-config", '{"method": "ngram", "quantization": "int4"}'), "ngram has no MLP"),
+        (("--speculative-config", '{"method": "suffix", "quantization": "int4"}'), "suffix has no MLP"),
+        (("--speculative-config", '{"method": "suffix", "prompt_lookup_max": 6}'), "suffix takes neither"),
+        (("--method", "suffix", "--draft", "file:///d"), "--method suffix takes no --draft"),
         (
             ("--speculative-config", '{"method": "medusa", "model": "file:///d", "quantization": "fp8"}'),
             "medusa has no",
