@@ -21,7 +21,7 @@ from harness.worker_faults import kill_server, restarts, wait_for_ready_pods
 from kube import Cluster, wait_for
 
 pytestmark = [
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),  # the image of workers is copied to the second node
     pytest.mark.skipif(not os.environ.get("OUTAGE_PROOFS"), reason="minutes: OUTAGE_PROOFS=1, or make outages"),
 ]
 OUTAGE_SECONDS = 60
@@ -38,7 +38,7 @@ def local_cluster(cluster: Cluster, release: Release) -> None:
 def node(cluster: Cluster) -> Iterator[str]:
     if not cluster.local:
         pytest.skip("only the local cluster can get a second node")
-    with extra_node([cluster.worker_image], timeout_s=900) as name:
+    with extra_node([cluster.worker_image], timeout_s=1500) as name:
         yield name
 
 
