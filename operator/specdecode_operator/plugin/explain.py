@@ -128,9 +128,9 @@ def _last_change(decision: Decision, now: float) -> Iterator[str]:
 
 def _measurements(learned: LearnedState) -> Iterator[str]:
     yield f"Last load: {learned.load.sequences:.1f} sequences per step, mostly of task {learned.load.task}."
-    drafts = sum(cell.total for cell in learned.acceptance if (cell.depth, cell.parent) == (1, "main"))
-    if drafts < RELIABLE_DRAFTS:
-        yield f"Measuring: the estimates rest on {drafts:.0f} drafts. They are rough until there are {RELIABLE_DRAFTS}."
+    seen = sum(cell.total for cell in learned.acceptance if (cell.depth, cell.parent) == (1, "main"))
+    if seen < RELIABLE_DRAFTS:
+        yield f"Measuring: the estimates rest on {seen:.0f} drafts. They are rough until there are {RELIABLE_DRAFTS}."
     if learned.parked:
         drafts = ", ".join(parked.draft[:12] for parked in learned.parked)
         yield f"Draft {learned.draft[:12]}. Measurements of other drafts are stored too: {drafts}."
