@@ -66,7 +66,6 @@ class Script:
     key: str = "key-1"
     max_num_seqs: int = 64
     opening: bool = True
-    """True for opening events, which are no chunks of OpenAI's API."""
     event_bytes: int = 0
     """Size up to which each event is padded."""
     alive_seconds: float = ALIVE_SECONDS
@@ -163,9 +162,7 @@ class _Stream:
         self._choices = int(fields.get("n", 1))
         self._streamed = bool(fields.get("stream"))
         resume = asked.resume
-        self._progress = (
-            list(resume.choices) if resume is not None else [ChoiceProgress() for _ in range(self._choices)]
-        )
+        self._progress = list(resume.choices) if resume is not None else [ChoiceProgress()] * self._choices
 
     async def run(self) -> None:
         script = self._script
@@ -210,15 +207,14 @@ class _Stream:
         return None
 
     def _opened(self) -> Open:
-        openings = self._choices if self._script.opening else 0
-        opening = b"".join(b'data: {"opening": %d}\n\n' % choice for choice in range(openings))
+        opening = b"".join(b'data: {"opening": %d}\n\n' % choice for choice in range(self._choices))
         return Open(
             compatibility_key=self._script.key,
             prompts=((1, 2, 3),),
             choices=tuple(ChoiceStart(prompt=0, sampling=b"s%d" % choice) for choice in range(self._choices)),
             created=1_700_000_000,
             stream=self._streamed,
-            opening=opening if self._streamed else b"",
+            opening=opening if self._streamed and self._script.opening else b"",
         )
 
     async def _step(self, choice: int, index: int) -> None:
@@ -238,17 +234,15 @@ class _Stream:
         cuts = [index, *([delivered] if index < delivered < end else []), end]
         for first, last in itertools.pairwise(cuts):
             step = self._step_frame(choice, first, last - first)
-            if last <= delivered:
-                step = msgspec.structs.replace(step, events=b"")
-            await self._send(step)
-            if self._script.repeat_steps:
-                await self._send(step)
+            bare = msgspec.structs.replace(step, events=b"") if last <= delivered else step
+            for _ in range(2 if self._script.repeat_steps else 1):
+                await self._send(bare)
 
     def _step_frame(self, choice: int, index: int, count: int) -> Step:
         ids = tuple(token_id(self._asked.body, choice, index + offset) for offset in range(count))
         text = "".join(f"{one} " for one in ids)
-        event = msgspec.json.encode({"choices": [{"index": choice, "delta": {"content": text}}]})
-        event = event.ljust(self._script.event_bytes)
+        chunk = {"choices": [{"index": choice, "delta": {"content": text}}]}
+        event = msgspec.json.encode(chunk).ljust(self._script.event_bytes)
         return Step(
             choice=choice,
             index=index,
