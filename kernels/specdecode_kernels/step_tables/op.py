@@ -12,12 +12,21 @@ from specdecode_kernels.step_tables.tables import Committed, PackedRows, Samplin
 
 
 def _path(x: Tensor) -> ModuleType:
-    """Return the module that serves this tensor."""
+    """Return the module that packs and drafts for this tensor."""
     if not dispatch.on_gpu(x):
         return reference
     from specdecode_kernels.step_tables import kernel
 
     return kernel
+
+
+def _commit_path(x: Tensor) -> ModuleType:
+    """Return the module that commits for this tensor."""
+    if not dispatch.on_gpu(x):
+        return reference
+    from specdecode_kernels.step_tables import commit_kernel
+
+    return commit_kernel
 
 
 def begin(state: SlotState, slots_B1: Tensor, live_B1: Tensor) -> StepRows:
@@ -63,7 +72,7 @@ def commit(
     depth: int,
 ) -> Committed:
     """Accept and commit as `reference.commit` does."""
-    done: Committed = _path(trees.chosen_T).commit(state, rows, trees, ranked_BNK, depth_limit_B, depth)
+    done: Committed = _commit_path(trees.chosen_T).commit(state, rows, trees, ranked_BNK, depth_limit_B, depth)
     return done
 
 
@@ -78,4 +87,4 @@ def store_states(
     page: int,
 ) -> None:
     """Store auxiliary states as `reference.store_states` does."""
-    _path(out).store_states(rows, query_start, out, depth, aux_TA, ring_SRA, block_aux_NA, page)
+    _commit_path(out).store_states(rows, query_start, out, depth, aux_TA, ring_SRA, block_aux_NA, page)

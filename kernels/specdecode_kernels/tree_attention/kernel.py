@@ -16,7 +16,7 @@ from specdecode_kernels.tree_attention.plan import BLOCK_N, FIELDS, Plan
 _STAGES = 5
 """Pipeline stages: block addresses come from the block table and take two stages, so five keep two blocks in flight."""
 _CHUNKS_AT_ONCE = 4
-"""Number of chunks that a merging program loads at a time."""
+"""Number of chunks that a program merges at a time if its tile has 16 rows. Larger tiles take fewer, for registers."""
 
 
 @triton.jit
@@ -253,7 +253,7 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         PRECISION="tf32x3" if wide else "tf32",
-        CHUNKS=_CHUNKS_AT_ONCE,
+        CHUNKS=max(_CHUNKS_AT_ONCE * 16 // block_m, 1),
         num_warps=4,
         num_stages=3 if wide else _STAGES,
     )

@@ -36,6 +36,7 @@ from specdecode_kernels.sample import kernel as sample
 from specdecode_kernels.silu_mul import kernel as silu_mul
 from specdecode_kernels.small_linear import kernel as small_linear
 from specdecode_kernels.small_linear.reference import InputNorm
+from specdecode_kernels.step_tables import commit_kernel
 from specdecode_kernels.step_tables import kernel as step_tables
 from specdecode_kernels.step_tables.tables import SamplingTables, SlotState, Verified
 from specdecode_kernels.top_k import kernel as top_k
@@ -188,9 +189,9 @@ def bookkeeping(*, cuts: bool, depth: int) -> None:
     if ranked is not None:
         step_tables.write_children(state, rows, ints(4, 8), ints(4), ints(4), 0, trees, ranked)
     verified = Verified(ints(5), ints(4, 65), packed.tokens_T, ints(24))
-    done = step_tables.commit(state, rows, verified, ranked, ints(4), depth)
+    done = commit_kernel.commit(state, rows, verified, ranked, ints(4), depth)
     for blocks in (None, zeros(33, 12288)):
-        step_tables.store_states(rows, ints(5), done.out, depth, zeros(24, 12288), zeros(9, 65, 12288), blocks, 16)
+        commit_kernel.store_states(rows, ints(5), done.out, depth, zeros(24, 12288), zeros(9, 65, 12288), blocks, 16)
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import astuple, dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specdecode_kernels.step_tables import kernel, reference
+from specdecode_kernels.step_tables import commit_kernel, kernel, reference
 from specdecode_kernels.step_tables.tables import SamplingTables, SlotState, Verified
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -20,6 +21,14 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 Plant = Callable[[ModuleType, str, str], ModuleType]
 NODES, PAGE, COLUMNS, RANKS, RING, WIDTH, SLOTS = 9, 4, 12, 3, 5, 6, 7
 REACH = PAGE * COLUMNS
+
+
+def functions(*modules: ModuleType) -> Any:
+    """Return an object with the functions of several modules."""
+    return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
+
+
+KERNELS = functions(kernel, commit_kernel)
 
 
 @dataclass
@@ -77,7 +86,7 @@ def make(trees: list[list[int]], seed: int = 0, *, cuts: bool = True) -> Step:
     return Step(state, slots_B1, live_B1, SamplingTables(rates[0], ints(99, batch + 1), truncation), trees, depth)
 
 
-def packed_of(module: ModuleType, step: Step, rows: Any, *, depths: bool) -> Any:
+def packed_of(module: Any, step: Step, rows: Any, *, depths: bool) -> Any:
     sequence = [b for b, tree in enumerate(step.trees) for _ in tree] + [len(step.trees)] * 2
     offset = [node for tree in step.trees for node in range(len(tree))] + [0, 0]
     depth = [depth_of(tree, node) for tree in step.trees for node in range(len(tree))] + [0, 0]
@@ -85,7 +94,7 @@ def packed_of(module: ModuleType, step: Step, rows: Any, *, depths: bool) -> Any
     return module.pack(step.state, rows, step.sampling, *tables, 20)
 
 
-def draft(module: ModuleType, step: Step, rows: Any, seed: int) -> Tensor:
+def draft(module: Any, step: Step, rows: Any, seed: int) -> Tensor:
     """Write random proposals behind all inner nodes, level by level, with a padding node in every level."""
     generator = torch.Generator().manual_seed(seed)
     trees = step.table(lambda tree, node: tree[node], -1), step.table(rank_of, 0), step.table(depth_of, -1)
@@ -100,7 +109,7 @@ def draft(module: ModuleType, step: Step, rows: Any, seed: int) -> Tensor:
     return ranked_BNK
 
 
-def run(module: ModuleType, step: Step, *, seed: int, drafts: bool, limited: bool) -> list[Any]:
+def run(module: Any, step: Step, *, seed: int, drafts: bool, limited: bool) -> list[Any]:
     """Return all results of a step and its state afterwards, without what padding rows may write in any order."""
     step = deepcopy(step)
     generator = torch.Generator().manual_seed(seed)
@@ -130,7 +139,7 @@ def run(module: ModuleType, step: Step, *, seed: int, drafts: bool, limited: boo
     return [part for result in results for part in (result if isinstance(result, tuple) else (result,))]
 
 
-def matches(module: ModuleType, step: Step, **how: Any) -> bool:
+def matches(module: Any, step: Step, **how: Any) -> bool:
     pairs = zip(run(module, step, **how), run(reference, step, **how), strict=True)
     return all(actual is wanted is None or torch.equal(actual, wanted) for actual, wanted in pairs)
 
@@ -140,14 +149,14 @@ def matches(module: ModuleType, step: Step, **how: Any) -> bool:
 def test_a_step(name: str, cuts: bool) -> None:
     for seed in range(6):
         step = make(TREES[name], seed, cuts=cuts)
-        assert matches(kernel, step, seed=seed, drafts=step.depth > 0, limited=bool(seed % 2))
-        assert matches(kernel, step, seed=seed, drafts=False, limited=False)
+        assert matches(KERNELS, step, seed=seed, drafts=step.depth > 0, limited=bool(seed % 2))
+        assert matches(KERNELS, step, seed=seed, drafts=False, limited=False)
 
 
 def test_states_are_not_stored_by_block_without_a_place_for_them() -> None:
     step = make(TREES["chains"])
     rings = []
-    for module in (kernel, reference):
+    for module in (KERNELS, reference):
         rows = module.begin(step.state, step.slots_B1, step.live_B1)
         out = torch.full((3, 3 * step.depth + 3), -1)
         ring = torch.zeros(SLOTS, RING + 1, WIDTH)
@@ -180,6 +189,9 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(bug: str, plant: Plant) -> None:
-    wrong = plant(kernel, *BUGS[bug])
+    old, new = BUGS[bug]
+    drafting = old in inspect.getsource(kernel)
+    planted = plant(kernel if drafting else commit_kernel, old, new)
+    wrong = functions(planted, commit_kernel) if drafting else functions(kernel, planted)
     steps = [(make(TREES[name], seed), seed) for name in ("a tree and padding", "chains") for seed in range(6)]
     assert not all(matches(wrong, step, seed=seed, drafts=True, limited=bool(seed % 2)) for step, seed in steps)
