@@ -50,7 +50,7 @@ class FusedAttention(nn.Module):
 
     def attended(self, layer: int, projected: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         """Return the attended values [T, H * D] of the output of ``qkv_proj``."""
-        heads_THD = projected.unflatten(-1, (-1, self.head_dim))
+        heads_THD = projected.reshape(*projected.shape[:-1], -1, self.head_dim)
         v_TKD = heads_THD[:, self.queries + self.keys :]
         turning_THD = heads_THD[:, : self.queries + self.keys]
         if self.norm_HD is not None:
