@@ -72,8 +72,10 @@ def use_gpu_blocks(model: nn.Module) -> None:
 def _tail(layer: GpuBlock | GpuMidlayer, attended: Tensor, residual_TE: Tensor) -> Tensor:
     """Return the layer's output [T, E]: the output projection of its attention, and its MLP."""
     norm, mlp = layer.post_attention_layernorm, layer.mlp
-    output, joined, down = layer.self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj
-    if not (_few(output, attended) and _few(joined, residual_TE) and _is_unquantised(down)):
+    output: nn.Module = layer.self_attn.o_proj
+    joined: nn.Module = mlp.gate_up_proj
+    down: nn.Module = mlp.down_proj
+    if not (_few(output, attended) and _few(joined, residual_TE) and _is_plain(down)):
         normed_TE, x_TE = norm.of_sum(output(attended), residual_TE)
         return _add_linear(x_TE, down, silu_mul(joined(normed_TE)))
     x_TE = small_linear(attended, output.weight, output.bias, residual_TN=residual_TE)
@@ -83,22 +85,18 @@ def _tail(layer: GpuBlock | GpuMidlayer, attended: Tensor, residual_TE: Tensor) 
     return small_linear(inner, down.weight, down.bias, residual_TN=x_TE)
 
 
-def _is_unquantised(linear: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a product is one of plain weights: quantised ones are subclasses."""
+def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether the matrix is neither quantised nor split over devices."""
     return type(linear) is nn.Linear
 
 
 def _few(linear: nn.Module, x_TK: Tensor) -> TypeGuard[nn.Linear]:
-    return _is_unquantised(linear) and fits(x_TK, linear.weight)
-
-
-def _bias_of(linear: nn.Linear) -> Tensor | None:
-    return linear.bias  # torch declares it without None
+    return _is_plain(linear) and fits(x_TK, linear.weight)
 
 
 def _add_linear(x_TE: Tensor, linear: nn.Module, inner: Tensor) -> Tensor:
     """Return ``x + linear(inner)``. ``x_TE``, which no caller reads again, is overwritten by plain matrices."""
-    if _is_unquantised(linear) and _bias_of(linear) is None:
+    if _is_plain(linear) and getattr(linear, "bias", None) is None:
         return x_TE.addmm_(inner, linear.weight.t())
     result: Tensor = x_TE + linear(inner)
     return result
