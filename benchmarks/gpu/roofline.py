@@ -127,12 +127,12 @@ def main() -> None:
     parser.add_argument("--gpu", choices=GPUS, default="H200")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    found = list(expectations(GPUS[args.gpu]))
+    expected = list(expectations(GPUS[args.gpu]))
     if args.json:
-        print(json.dumps({"gpu": args.gpu, "expected": [asdict(one) for one in found], "assumes": ASSUMPTIONS}))
+        print(json.dumps({"gpu": args.gpu, "expected": [asdict(one) for one in expected], "assumes": ASSUMPTIONS}))
         return
     print(f"expected on one {args.gpu}, Llama-3.1-8B in bf16 (an estimate, nothing was measured)\n")
-    for one in found:
+    for one in expected:
         print(f"  {one.figure:38} {one.expected:8.2f} {one.unit:9} goal {one.goal:g}, rests on: {one.rests_on}")
     print("\nassumptions:")
     for assumption in ASSUMPTIONS:

@@ -128,14 +128,8 @@ def run(module: Any, step: Step, *, seed: int, drafts: bool, limited: bool) -> l
     module.store_states(rows, trees.query_start, done.out, step.depth, aux_TA, ring, blocks, PAGE)
     step.state.tokens_SP[:, -1] = 0
     step.state.tokens_SP[-1] = 0
-    rows_written = step.state.tokens_SP, step.state.length_S[:-1], ring[:-1, :RING], blocks[1:]
-    results = [
-        *astuple(rows),
-        ranked_BNK,
-        *(part for one in passes for part in astuple(one)),
-        *astuple(done),
-        *rows_written,
-    ]
+    stored = step.state.tokens_SP, step.state.length_S[:-1], ring[:-1, :RING], blocks[1:]
+    results = [*astuple(rows), ranked_BNK, *(part for one in passes for part in astuple(one)), *astuple(done), *stored]
     return [part for result in results for part in (result if isinstance(result, tuple) else (result,))]
 
 
