@@ -92,11 +92,15 @@ class RouterSpec(Api):
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(
-                "self.trafficSplit.all(one, self.trafficSplit.exists_one(other, other.deployment == one.deployment))",
+                # A default is checked before its own defaults are filled in, so the field may be missing.
+                "!has(self.trafficSplit) || self.trafficSplit.all(one, "
+                "self.trafficSplit.exists_one(other, other.deployment == one.deployment))",
                 _SPLIT_ONCE_MESSAGE,
             ),
-            rule("self.trafficSplit.map(one, one.percent).sum() <= 100", _SPLIT_SUM_MESSAGE),
-            rule("self.trafficSplit.size() == 0 || self.replicas > 0", _SPLIT_ROUTERS_MESSAGE),
+            rule("!has(self.trafficSplit) || self.trafficSplit.map(one, one.percent).sum() <= 100", _SPLIT_SUM_MESSAGE),
+            rule(
+                "!has(self.trafficSplit) || self.trafficSplit.size() == 0 || self.replicas > 0", _SPLIT_ROUTERS_MESSAGE
+            ),
         )
     )
 
