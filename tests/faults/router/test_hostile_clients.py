@@ -61,7 +61,8 @@ def router(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         ttft_seconds(started, model="small")
         yield started
         started.wait_until(lambda: _running(started) == 0, 30)
-        assert "Traceback" not in started.log
+        # aiohttp writes a traceback of its own for a request that it cannot parse; none may pass through our code.
+        assert "/specdecode_router/" not in started.log
 
 
 @contextlib.contextmanager
