@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def _wanted(name: str, args: argparse.Namespace) -> bool:
-    """Whether a stage runs. The copy rate is the reference of all figures, so it is measured for every choice."""
+    """Return True if a stage runs. The copy rate, the reference of all figures, is measured for every choice."""
     return name not in args.skip and (not args.stage or name in args.stage or name == "copy")
 
 

@@ -50,7 +50,7 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One expected figure beside its goal; ``rests_on`` is the assumption that matters most."""
+    """Expected figure and its goal; ``rests_on`` is the assumption that matters most."""
 
     figure: str
     expected: float

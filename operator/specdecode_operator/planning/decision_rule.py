@@ -36,7 +36,7 @@ class Change:
 
     @property
     def is_move(self) -> bool:
-        """Whether the shape changed, and not the state alone."""
+        """True if the shape changed, and not the state alone."""
         return self.before != self.row.shape
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the workers: the mean request, the objectives, and the tasks that share a load."""
+"""Load on the workers: the mean request, the objectives, and the tasks that share a load."""
 
 from __future__ import annotations
 

@@ -15,6 +15,11 @@ def write_json(path: Path, document: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` through a temporary file and one rename."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` through a temporary file and one rename."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
+    partial.write_bytes(content)
     os.rename(partial, path)

@@ -13,7 +13,6 @@ Every stage resumes where it stopped: repeat a preempted run with the same flags
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.weights import load_eagle3
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.artifacts.atomic_files import write_text
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor, lineage, read_lineage
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.distillation.mixture import Weighted
@@ -114,9 +114,7 @@ class Distillation:
         training_run = self._train_student(golden, summary)
         document = self._compare_with_deployed(golden, summary) | self._describe_run(summary, training_run)
         self._write_lineage(golden, summary, document)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(document, indent=2) + "\n")
-        os.rename(partial, path)
+        write_text(path, json.dumps(document, indent=2) + "\n")
         return document
 
     def _load_golden(self) -> Golden:

@@ -14,7 +14,6 @@ import hashlib
 import heapq
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,7 @@ import msgspec
 
 from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.artifacts.atomic_files import write_text
 from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.record_replay import DropReason, Replayed, replay, static_drop_reason
 from specdecode_worker.training.distillation.splits import Runs, Split, Text, overlapping, runs_of, split_of
@@ -240,17 +240,20 @@ def _add_up(summary: Summary, folder: Path) -> None:
 
 def _records(folder: Path) -> Iterator[Record]:
     for path in shard_paths(folder):
-        yield from msgspec.msgpack.decode(path.with_suffix(".records").read_bytes(), type=list[Record])
+        yield from read_records_of(path)
+
+
+def read_records_of(shard: Path) -> list[Record]:
+    """Return the records that a shard was made from, in the shard's order."""
+    return msgspec.msgpack.decode(shard.with_suffix(".records").read_bytes(), type=list[Record])
 
 
 def read_samples(folder: Path) -> Iterator[Sample]:
     """Yield the samples of the split in ``folder``."""
     for path in shard_paths(folder):
-        records = msgspec.msgpack.decode(path.with_suffix(".records").read_bytes(), type=list[Record])
+        records = read_records_of(path)
         yield from (Sample(record, c) for record, c in zip(records, read_shard(path), strict=True))
 
 
 def _write_json(path: Path, document: Mapping[str, object]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=2) + "\n")
-    os.rename(partial, path)
+    write_text(path, json.dumps(document, indent=2) + "\n")

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from specdecode_worker.capture import Record
 from specdecode_worker.training.data.batches import DataSet
 from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths
+from specdecode_worker.training.distillation.record_shards import read_records_of
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN
 
@@ -94,8 +92,7 @@ def _read(folder: Path, most_tokens: int, oldest_seconds: float) -> list[Convers
 
 
 def _unexpired(shard: Path, oldest_seconds: float) -> list[Conversation]:
-    records = msgspec.msgpack.decode(shard.with_suffix(".records").read_bytes(), type=list[Record])
-    pairs = zip(records, read_shard(shard), strict=True)
+    pairs = zip(read_records_of(shard), read_shard(shard), strict=True)
     return [conversation for record, conversation in pairs if record.time_seconds >= oldest_seconds]
 
 

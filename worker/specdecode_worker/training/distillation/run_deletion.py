@@ -6,7 +6,6 @@ replaying records starts that stage again. Weights and counts of a run are not c
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
@@ -14,7 +13,9 @@ from typing import get_args
 import msgspec
 
 from specdecode_worker.capture import Record
+from specdecode_worker.training.artifacts.atomic_files import write_bytes
 from specdecode_worker.training.data.shards import normalisers_path, read_shard, shard_paths, write_shard
+from specdecode_worker.training.distillation.record_shards import read_records_of
 from specdecode_worker.training.distillation.splits import Split
 from specdecode_worker.training.errors import TrainingError
 
@@ -60,14 +61,13 @@ def _delete_selected(data: Path, unwanted: Unwanted) -> int:
     for split in get_args(Split):
         for shard in shard_paths(data / split):
             _unlink_shard(shard)
-    _replace(path, wanted)
+    _write(path, wanted)
     return len(records) - len(wanted)
 
 
 def _delete_from_shard(shard: Path, unwanted: Unwanted) -> int:
     """Delete from a shard and its records. A pair that an interrupted deletion left unequal is deleted."""
-    path = shard.with_suffix(".records")
-    records = msgspec.msgpack.decode(path.read_bytes(), type=list[Record])
+    records = read_records_of(shard)
     conversations = list(read_shard(shard))
     if len(records) != len(conversations):
         _unlink_shard(shard)
@@ -78,7 +78,7 @@ def _delete_from_shard(shard: Path, unwanted: Unwanted) -> int:
     normalisers_path(shard).unlink(missing_ok=True)
     if pairs:
         write_shard(shard.parent, int(shard.stem.removeprefix("shard-")), [conversation for _, conversation in pairs])
-        _replace(path, [record for record, _ in pairs])
+        _write(shard.with_suffix(".records"), [record for record, _ in pairs])
     else:
         _unlink_shard(shard)
     return len(records) - len(pairs)
@@ -90,7 +90,5 @@ def _unlink_shard(shard: Path) -> None:
     normalisers_path(shard).unlink(missing_ok=True)
 
 
-def _replace(path: Path, records: Sequence[Record]) -> None:
-    partial = path.with_suffix(".partial-records")
-    partial.write_bytes(msgspec.msgpack.encode(list(records)))
-    os.replace(partial, path)
+def _write(path: Path, records: Sequence[Record]) -> None:
+    write_bytes(path, msgspec.msgpack.encode(list(records)))
