@@ -8,7 +8,6 @@ veto: a candidate is promoted only when each task is shown not to lose more than
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -165,11 +164,6 @@ def task_differences(incumbent: Block, candidate: Block, tasks: Iterable[str]) -
     """Return the pair's difference by task, for the tasks that have a shared cell."""
     differences = {task: pair_difference(incumbent, candidate, task) for task in tasks}
     return {task: value for task, value in differences.items() if value is not None}
-
-
-def candidate_first(uid: str, candidate: str, pair: int) -> bool:
-    """Return whether the candidate runs the first block of a pair: a coin that a restart tosses the same way."""
-    return hashlib.blake2b(f"{uid}/{candidate}/{pair}".encode(), digest_size=1).digest()[0] % 2 == 1
 
 
 def _is_measured(cost: Cost) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
 from specdecode_operator.planning.row_states import Trial, dwell_seconds, next_row, outdated_seconds, state_of
 from specdecode_operator.planning.shape_search import NORMAL, Choice, Shapes, ShapeSearch
-from specdecode_operator.planning.tuning import HOUR_SECONDS, TUNING
+from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import TreeShape
 
@@ -157,7 +157,8 @@ class LoadDecision:
     def _trial_error(self, now: Choice, other: Choice) -> float:
         """Return the standard error of a gain that only a trial can measure; 0 where it is measured anyway.
 
-        Workers that explore time other chains by themselves while they draft. While they decode plainly, gains drift.
+        Workers that explore time other chains by themselves while they draft. While they decode plainly, gains drift;
+        ``minDwellSeconds`` says how soon users expect conditions to change.
         """
         is_busy = self.is_present and self.now - self.learned.load.at <= TUNING.sweep_seconds
         if other.is_plain or not is_busy:
@@ -169,7 +170,7 @@ class LoadDecision:
         elif other.is_timed and now.is_plain:
             newest = max((cell.at for cell in self.learned.costs if cell.draft_passes), default=0.0)
             age = max(0.0, self.now - newest - TUNING.window_seconds)
-            variance = TUNING.drift_per_hour**2 * age / HOUR_SECONDS
+            variance = TUNING.drift_per_dwell**2 * age / max(1, self.speculation.hysteresis.min_dwell_seconds)
         return math.sqrt(max(0.0, variance - TUNING.measured_error**2))
 
     def _bound(self, now: Choice, other: Choice, z: float) -> float:

@@ -63,8 +63,8 @@ class Tuning:
     """Expected relative loss at which speculation stops while the workers' guards suspend it. Trade."""
     measured_error: float = 0.03
     """Relative error that a trial leaves, and smallest loss that is believed: recorded noise of 15 s."""
-    drift_per_hour: float = 0.5
-    """Standard deviation per square root of an hour by which an unmeasured gain drifts. Trade."""
+    drift_per_dwell: float = 0.065
+    """Standard deviation per square root of ``minDwellSeconds`` by which an unmeasured gain drifts. Trade."""
     growth: float = 2.0
     """Factor of the cost of a change per further change within an hour; the dwell grows by its square. Trade."""
     sweep_seconds: float = 30.0

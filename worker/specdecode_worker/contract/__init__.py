@@ -7,6 +7,15 @@ its own (see ``wire.SUPPORTED_CONTRACT_VERSIONS``). Unknown fields of documents 
 are refused (see ``wire.Written``).
 """
 
+from specdecode_worker.contract.assignment import (
+    Artifact,
+    DraftAssignment,
+    DraftTrial,
+    TrialCost,
+    TrialPair,
+    TrialState,
+    candidate_first,
+)
 from specdecode_worker.contract.capture import CaptureConfig
 from specdecode_worker.contract.config import (
     DRAFT_FREE,
@@ -74,12 +83,15 @@ __all__ = [
     "SUPPORTED_CONTRACT_VERSIONS",
     "WITH_MLP",
     "AcceptanceCell",
+    "Artifact",
     "Buckets",
     "CaptureConfig",
     "CheckVerdict",
+    "DraftAssignment",
     "DraftConfig",
     "DraftQuantization",
     "DraftState",
+    "DraftTrial",
     "Dtype",
     "EngineConfig",
     "Env",
@@ -116,6 +128,10 @@ __all__ = [
     "ToolFormat",
     "TrafficCell",
     "TreeShape",
+    "TrialCost",
+    "TrialPair",
+    "TrialState",
     "WorkerConfig",
     "Written",
+    "candidate_first",
 ]

@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from specdecode_worker.contract.assignment import DraftAssignment
 from specdecode_worker.contract.shape import TreeShape
 from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, MAX_TASKS, OTHER_TASK, Received, TaskName
 
@@ -79,6 +80,8 @@ class Plan(Received):
     It then gets no rows and no initial shape, at the same version as the other workers.
     """
     tasks: tuple[TaskMatch, ...] = Field(default=(), max_length=MAX_TASKS)
+    assignment: DraftAssignment | None = None
+    """Drafts of the workers. None: each worker runs the draft of its config."""
 
     @model_validator(mode="after")
     def _rows_lie_in_buckets(self) -> Self:

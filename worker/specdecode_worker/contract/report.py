@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from specdecode_worker.contract.assignment import TrialState
 from specdecode_worker.contract.plan import Buckets, TaskMatch
 from specdecode_worker.contract.synthetic import SyntheticKnobs
 from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, MAX_TASKS, DraftQuantization, Method, Received
@@ -221,6 +222,8 @@ class Report(Received):
     draft: DraftState = DraftState()
     named_drafts: tuple[DraftState, ...] = ()
     """Additional drafts. Rows of the plan are computed for ``draft``, but apply to the draft of each task."""
+    trial: TrialState | None = None
+    """Trial of a candidate that this worker runs, or that failed here. None: the plan assigns it none."""
     plan: PlanState = PlanState()
     synthetic: SyntheticKnobs | None = None
     draining: bool = False

@@ -16,11 +16,11 @@ from specdecode_operator.drafts.crossover import (
     CrossoverTuning,
     Evidence,
     Verdict,
-    candidate_first,
     pair_difference,
     task_differences,
 )
 from specdecode_operator.drafts.evidence import increments
+from specdecode_worker.contract import candidate_first
 
 TUNING = CrossoverTuning()
 CODE, PROSE = CellKey("code", 2, 0), CellKey("prose", 2, 0)
@@ -109,7 +109,7 @@ def test_exchanged_blocks_have_the_opposite_difference(
 
 
 def test_the_order_of_a_pair_is_a_fair_coin_that_a_restart_repeats() -> None:
-    tosses = [candidate_first("uid", "hash", pair) for pair in range(2000)]
-    assert tosses == [candidate_first("uid", "hash", pair) for pair in range(2000)]
+    tosses = [candidate_first("trial", pair) for pair in range(2000)]
+    assert tosses == [candidate_first("trial", pair) for pair in range(2000)]
     assert 900 < sum(tosses) < 1100
-    assert tosses != [candidate_first("uid", "other", pair) for pair in range(2000)]
+    assert tosses != [candidate_first("other", pair) for pair in range(2000)]
