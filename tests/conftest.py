@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # makes `kube` importable
+sys.path.insert(0, str(Path(__file__).parents[1] / "hack" / "cluster"))  # makes `localcluster` importable
 # tests/kernels runs kernels in Triton's interpreter. Triton reads this variable when it is first imported, which other
 # packages (transformers) do too. tests/gpu compiles its kernels and runs separately with 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")

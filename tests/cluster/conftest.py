@@ -1,14 +1,10 @@
-"""Fixtures for the tests of hack/cluster. Its Python code becomes importable as `localcluster`."""
+"""Fixtures for the tests of hack/cluster."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "hack" / "cluster"))
-
 from localcluster.settings import Layout
 
 

@@ -8,14 +8,10 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "hack" / "cluster"))
 
 from localcluster import control_plane, daemons
 from localcluster.settings import Layout
