@@ -195,5 +195,6 @@ def resource(name: str, pods: int) -> dict[str, Any]:
             "speculation": speculation,
             "replicas": pods,
             "workers": {"accelerator": {"count": 0}},
+            "router": {"replicas": 0},
         },
     }

@@ -16,12 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
+from harness.loop import deployed
 from harness.release import Release
-from harness.routed import NAME, TWO_WORKERS, Routed, routed_deployment
+from harness.routed import NAME, TWO_WORKERS, WORKERS, Routed, routed_deployment
 from harness.streams import PROMPTS, connect, failures, stream_answer
 from harness.worker_faults import evict, kill_pod, restarts, signal_engine, swap_draft, wait_for_ready_pods
-from kube import wait_for
+from kube import Manifest, wait_for
 
+OTHER = "routed-next"
+"""Deployment that gets a share of the traffic."""
 pytestmark = pytest.mark.timeout(900)
 PROOFS = pytest.mark.skipif(not os.environ.get("ROUTER_PROOFS"), reason="minutes: ROUTER_PROOFS=1, or make router")
 
@@ -127,6 +130,42 @@ def test_all_changes_in_one_run_are_not_noticed(routed: Routed) -> None:
         before = set(routed.endpoint.ready_pods())
         routed.endpoint.patch({"speculation": {"draft": {"quantization": "int8"}}})
         wait_for("all pods are new", lambda: not before & routed.endpoint.all_pods(), timeout_s=300, every_s=2)
+
+
+def answered(endpoint: Endpoint) -> int:
+    """Return how many requests the endpoint's workers have finished."""
+    reports = [endpoint.report(pod) for pod in endpoint.ready_pods()]
+    return sum(cell.finished for report in reports for cell in report.traffic)
+
+
+def split(endpoint: Endpoint, *shares: Manifest) -> None:
+    """Set ``router.trafficSplit`` and wait until all routers run with it."""
+    endpoint.patch({"router": {"trafficSplit": list(shares)}})
+    routers = f"{endpoint.name}-router"
+
+    def is_template_new() -> bool:
+        template = json.dumps(endpoint.namespace.get("deployment", routers)["spec"]["template"])
+        return (OTHER in template) == bool(shares)
+
+    wait_for("the routers' template has the shares", is_template_new, timeout_s=60)
+    endpoint.namespace.kubectl("rollout", "status", f"deployment/{routers}", "--timeout=180s")
+
+
+@PROOFS
+def test_a_share_of_the_traffic_goes_to_another_deployment_and_back(routed: Routed, watched: Namespace) -> None:
+    """The other deployment has the same weights, so that answers can be compared wherever they come from."""
+    with (
+        deployed(watched, OTHER, {}, WORKERS, router={"replicas": 0}) as other,
+        routed.unnoticed("half of the conversations to another deployment and back"),
+    ):
+        assert answered(other) == 0
+        split(routed.endpoint, {"deployment": OTHER, "percent": 50})
+        wait_for("the other deployment answers", lambda: answered(other) >= 4, timeout_s=180, every_s=2)
+        split(routed.endpoint)
+        wait_for("it has answered all", lambda: not sum(other.report(pod).running for pod in other.ready_pods()))
+        before = answered(other)
+        time.sleep(20)
+        assert answered(other) == before, "traffic goes on, and none of it there"
 
 
 @PROOFS

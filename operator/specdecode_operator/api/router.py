@@ -105,10 +105,11 @@ class RouterSpec(Api):
     )
 
     replicas: int = Field(
-        default=0,
+        default=2,
         ge=0,
         le=100,
-        description="Number of routers. 0: the Service selects the workers, and clients reach them directly.",
+        description="Number of routers. 0: the Service selects the workers, clients reach them directly, and a lost "
+        "worker breaks its streams.",
     )
     autoscaled: bool = Field(
         default=False,

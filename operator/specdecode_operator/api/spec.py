@@ -219,7 +219,7 @@ class Spec(Api):
     router: RouterSpec = Field(
         default=RouterSpec(),
         description="Routers before the workers: one endpoint whose streams survive their worker.",
-        examples=[{"replicas": 2}],
+        examples=[{"replicas": 3}],
     )
     tls: TlsSpec | None = Field(
         default=None,

@@ -61,6 +61,7 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
                 **(workers or {}),
             },
             "drain": {"endpointDelaySeconds": 1, "gracePeriodSeconds": 10},
+            "router": {"replicas": 0},
         },
     }
 

@@ -57,9 +57,20 @@ class Revision:
     @cached_property
     def workers_properties(self) -> frozenset[str]:
         """Names of the fields below ``spec.workers`` in this revision's CRD."""
+        return frozenset(self._spec_properties["workers"]["properties"])
+
+    @cached_property
+    def _spec_properties(self) -> dict[str, Any]:
+        """Schemas of the fields of ``spec`` in this revision's CRD."""
         document = yaml.safe_load(self.crd.read_text())
         schema = document["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-        return frozenset(schema["properties"]["spec"]["properties"]["workers"]["properties"])
+        properties: dict[str, Any] = schema["properties"]["spec"]["properties"]
+        return properties
+
+    @property
+    def direct_access(self) -> dict[str, Any]:
+        """Fields of ``spec`` that keep routers away, so that clients reach the workers."""
+        return {"router": {"replicas": 0}} if "router" in self._spec_properties else {}
 
     @cached_property
     def chart_values(self) -> Manifest:

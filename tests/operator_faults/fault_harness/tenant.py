@@ -74,6 +74,7 @@ class Tenant:
                     **requested,
                     **(workers or {}),
                 },
+                **self.revision.direct_access,
                 **spec,
             },
         }

@@ -194,6 +194,7 @@ SPEC: dict[str, Any] = {
     "model": {"uri": "embedded://t"},
     "speculation": {"method": "eagle3", "draft": {"uri": "embedded://d"}},
     "workers": {"accelerator": {"count": 0}, "maxNumSeqs": 16},
+    "router": {"replicas": 0},
 }
 
 
