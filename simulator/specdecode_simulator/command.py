@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         help="repeat for more (default: rules of scaling on traces that are scaled, rules of depth on the others)",
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of every trace (default: %(default)s)")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="first of the seeds; 10 to 19 are for final tables only (default: 0)"
+    )
     parser.add_argument("--hours", type=float, default=4.0, help="simulated, of every trace (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.add_argument(
@@ -82,8 +85,8 @@ def _problem(args: argparse.Namespace) -> str | None:
     unknown = [name for name in args.trace if name not in TRACES] + [name for name in args.policy if name not in ALL]
     if unknown:
         return f"no such trace or policy: {', '.join(unknown)}"
-    if args.seeds < 1 or args.hours <= 0 or args.jobs < 1:
-        return "--seeds, --hours, --jobs are positive"
+    if args.seeds < 1 or args.hours <= 0 or args.jobs < 1 or args.first_seed < 0:
+        return "--seeds, --hours, --jobs are positive, and --first-seed is not negative"
     return None
 
 
@@ -93,6 +96,7 @@ def _simulate(args: argparse.Namespace) -> int:
         traces=tuple(args.trace or TRACES),
         policies=tuple(args.policy),
         seeds=args.seeds,
+        first_seed=args.first_seed,
         hours=args.hours,
         recordings=args.recordings or nearest(),
         speculation=_speculation(args.deployment) if args.deployment else None,

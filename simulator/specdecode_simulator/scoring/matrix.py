@@ -28,6 +28,8 @@ class Matrix:
     traces: tuple[str, ...]
     policies: tuple[str, ...] = ()
     seeds: int
+    """Runs of every trace, of as many seeds in a row."""
+    first_seed: int = 0
     hours: float
     recordings: Path
     speculation: Mapping[str, Any] | None = None
@@ -39,7 +41,12 @@ class Matrix:
     def command(self) -> str:
         which = "" if set(self.traces) == set(TRACES) else "".join(f" --trace {name}" for name in self.traces)
         which += "".join(f" --policy {name}" for name in self.policies)
+        which += f" --first-seed {self.first_seed}" if self.first_seed else ""
         return f"specdecode-simulate{which} --seeds {self.seeds} --hours {self.hours:g}"
+
+    @property
+    def seed_range(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     def family(self, trace: str) -> str:
         return named(trace, self.hours).family
@@ -50,7 +57,7 @@ class Matrix:
 
     def cells(self) -> list[tuple[str, int]]:
         """Return (trace, seed), seed by seed, so that a run that is stopped has all traces for fewer seeds."""
-        return [(trace, seed) for seed in range(self.seeds) for trace in self.traces]
+        return [(trace, seed) for seed in self.seed_range for trace in self.traces]
 
     def run(self, jobs: int = 1) -> Iterator[Cell]:
         """(trace, seed, runs by policy) as they end."""
@@ -77,7 +84,7 @@ class Matrix:
     def document(self, runs: Mapping[str, TraceRuns], *, decisions: bool = False) -> dict[str, Any]:
         """Scores and targets; with ``decisions`` ours' plan changes of the first seed, too."""
         traces = {name: self._trace(name, runs[name], decisions) for name in self.traces}
-        head = {"command": self.command, "hours": self.hours, "seeds": list(range(self.seeds))}
+        head = {"command": self.command, "hours": self.hours, "seeds": list(self.seed_range)}
         return {**head, "traces": traces, "policies": by_policy(traces), "targets": targets(traces)}
 
     def _trace(self, trace: str, by_seed: TraceRuns, decisions: bool) -> dict[str, Any]:

@@ -32,6 +32,17 @@ def test_json_is_one_document_with_the_figures_of_every_policy(
     assert "steady-cpu-quiet, seed 1" in err
 
 
+def test_seeds_begin_at_the_first_seed(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SHORT, "--hours", "0.02", "--json", "--recordings", str(recordings)]
+    documents = []
+    for first in ("1", "2"):
+        assert main([*flags, "--first-seed", first]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    assert [document["seeds"] for document in documents] == [[1, 2], [2, 3]]
+    assert "--first-seed 2 --seeds 2" in documents[1]["command"]
+    assert documents[0]["traces"] != documents[1]["traces"]
+
+
 def test_rules_of_scaling_are_judged_on_scaled_traces_and_rules_of_depth_on_the_others(
     recordings: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +142,9 @@ def test_plots_without_matplotlib_say_what_to_install(
     assert "steady-cpu-quiet" not in err, "before anything was simulated"
 
 
-@pytest.mark.parametrize("flags", [["--trace", "no-such"], ["--policy", "no-such"], ["--seeds", "0"]])
+@pytest.mark.parametrize(
+    "flags", [["--trace", "no-such"], ["--policy", "no-such"], ["--seeds", "0"], ["--first-seed", "-1"]]
+)
 def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags) == 2
     assert "--list" in capsys.readouterr().err
