@@ -1,0 +1,128 @@
+"""A candidate draft on the real cluster: tried on one of two workers, promoted, and kept by new pods; or rolled back.
+
+The incumbent is a copy of the embedded head with noise on its weights; its files are on the node. Steps are padded to one
+duration, so that the gain is that of tokens per step, on every processor.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.endpoint import EQUAL_STEPS, MODEL, Endpoint
+from harness.kube import Namespace
+from harness.loop import deployed, with_knobs
+from harness.release import Release
+from harness.streams import StreamTraffic, failures, unbroken_answers
+from harness.worker_faults import kill_pod, wait_for_ready_pods
+from kube import Cluster, Manifest, wait_for
+
+from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.models.checkpoints.model_store import resolve
+
+NAME = "drafts"
+GOOD_URI, NOISED_URI = "embedded://smollm2-135m-instruct-eagle3", "file:///drafts/noised"
+VERDICT_SECONDS = 600
+CLIENTS = 6
+pytestmark = pytest.mark.timeout(1500)
+
+
+@pytest.fixture(scope="module")
+def drafts(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder on the node with the noised head."""
+    if not cluster.local:
+        pytest.skip("the files of the incumbent lie on this machine")
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("drafts")
+    head = folder / "noised"
+    shutil.copytree(resolve(GOOD_URI), head)
+    (path,) = head.glob("*.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: _with_noise(tensor, generator) for name, tensor in load_file(path).items()}
+    for entry in (folder, head, *head.iterdir()):
+        entry.chmod(0o755 if entry.is_dir() else 0o644)
+    save_file(tensors, path)
+    path.chmod(0o644)
+    return folder
+
+
+def _with_noise(tensor: Any, generator: Any) -> Any:
+    import torch
+
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor + 0.5 * tensor.std() * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+
+@contextmanager
+def two_workers(namespace: Namespace, folder: Path, draft: str) -> Iterator[Endpoint]:
+    """Deploy two workers that draft chains of three tokens with ``draft``."""
+    template = with_knobs(EQUAL_STEPS)
+    template["spec"]["volumes"] = [{"name": "drafts", "hostPath": {"path": str(folder), "type": "Directory"}}]
+    template["spec"]["containers"][0]["volumeMounts"] = [{"name": "drafts", "mountPath": "/drafts", "readOnly": True}]
+    speculation = {"mode": "Static", "draft": {"uri": draft}}
+    with deployed(namespace, NAME, speculation, {"template": template}, replicas=2) as endpoint:
+        wait_for_ready_pods(endpoint, 2)
+        yield endpoint
+
+
+def offer(endpoint: Endpoint, uri: str, digest: str) -> None:
+    """Offer a candidate, with blocks that are short enough for a test."""
+    endpoint.patch({"rollout": {"draft": {"candidate": {"uri": uri, "hash": digest}, "blockRequests": 2}}})
+
+
+def draft_status(endpoint: Endpoint) -> Manifest:
+    return endpoint.status().get("draft") or {}
+
+
+def running_hashes(endpoint: Endpoint) -> set[str]:
+    """Return the hashes of the drafts that the ready workers run."""
+    return {endpoint.report(pod).draft.hash for pod in endpoint.ready_pods()}
+
+
+def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watched: Namespace, drafts: Path) -> None:
+    release.start()
+    good = model_hash(resolve(GOOD_URI))
+    with two_workers(watched, drafts, NOISED_URI) as endpoint, watched.reach("service", NAME, 80) as url:
+        expected, before = unbroken_answers(url, MODEL), endpoint.identities()
+        assert running_hashes(endpoint) == {model_hash(drafts / "noised")}
+        with StreamTraffic(url, MODEL, CLIENTS) as traffic:
+            offer(endpoint, GOOD_URI, good)
+            wait_for("a pod tries it", lambda: draft_status(endpoint).get("trial", {}).get("pod"), timeout_s=60)
+            wait_for("all workers run it", lambda: _is_promoted(endpoint, good), timeout_s=VERDICT_SECONDS, every_s=2)
+            assert endpoint.identities() == before, "no pod was replaced"
+            kill_pod(endpoint, sorted(endpoint.ready_pods())[0])
+            wait_for_ready_pods(endpoint, 2)
+            wait_for("the new pod runs it, too", lambda: running_hashes(endpoint) == {good}, timeout_s=60)
+        status = draft_status(endpoint)
+        print(f"\npromoted after {status['lineage'][0]['pairs']} pairs: {status['lastVerdict']}")
+        assert status["lineage"][0]["outcome"] == "Promoted"
+        differing = [problem for problem in failures(traffic.answers, expected) if problem.startswith("text differs")]
+        assert differing == []
+
+
+def _is_promoted(endpoint: Endpoint, digest: str) -> bool:
+    current = draft_status(endpoint).get("current") or {}
+    return current.get("hash") == digest and running_hashes(endpoint) == {digest}
+
+
+def test_worse_candidate_is_rolled_back(release: Release, watched: Namespace, drafts: Path) -> None:
+    release.start()
+    good, noised = model_hash(resolve(GOOD_URI)), model_hash(drafts / "noised")
+    with two_workers(watched, drafts, GOOD_URI) as endpoint, watched.reach("service", NAME, 80) as url:
+        expected, before = unbroken_answers(url, MODEL), endpoint.identities()
+        with StreamTraffic(url, MODEL, CLIENTS) as traffic:
+            offer(endpoint, NOISED_URI, noised)
+            wait_for("a verdict", lambda: draft_status(endpoint).get("lineage"), timeout_s=VERDICT_SECONDS, every_s=2)
+            wait_for("all workers run the old draft", lambda: running_hashes(endpoint) == {good}, timeout_s=10)
+        (ended,) = draft_status(endpoint)["lineage"]
+        print(f"\nrolled back after {ended['pairs']} pairs: {ended['reason']}")
+        assert ended["outcome"] == "RolledBack"
+        assert endpoint.identities() == before
+        assert failures(traffic.answers, expected) == []
