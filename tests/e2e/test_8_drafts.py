@@ -1,7 +1,7 @@
 """A candidate draft on the real cluster: tried on one of two workers, promoted, and kept by new pods; or rolled back.
 
-The incumbent is a copy of the embedded head with noise on its weights; its files are on the node. Steps are padded to one
-duration, so that the gain is that of tokens per step, on every processor.
+The incumbent is a copy of the embedded head with noise on its weights; its files are on the node. Steps are padded to
+one duration, so that the gain is that of tokens per step, on every processor.
 """
 
 from __future__ import annotations
