@@ -78,6 +78,10 @@ class DraftRegistry:
         drafters = [loaded.drafter for loaded in self._drafts.values()]
         return drafters[0] if len(drafters) == 1 and isinstance(drafters[0], PagedDrafter) else None
 
+    def loaded(self, name: str = DEFAULT_DRAFT) -> LoadedDraft | None:
+        """Return the draft of this name, or None if it is not loaded."""
+        return self._drafts.get(name)
+
     def state(self, name: str = DEFAULT_DRAFT) -> DraftState:
         """Return the state of the draft of this name, loaded or not; an empty DraftState if there is none."""
         loaded = self._drafts.get(name)
