@@ -1,8 +1,9 @@
 """Command ``pull``: fetch models into the cache and verify them.
 
 The init container of a worker pod runs it without URIs. It then takes target and draft from the configuration of the
-pod, and the drafts that the mounted plan assigns to it. In a pod, the commits of models whose URI names none become the termination message, which the operator reads, and
-commits that the operator knows already are fetched instead of newer ones.
+pod, and the drafts that the mounted plan assigns to it. In a pod, the commits of models whose URI names none become the
+termination message, which the operator reads, and commits that the operator knows already are fetched instead of newer
+ones.
 """
 
 from __future__ import annotations
