@@ -297,6 +297,8 @@ class Engine:
         for row in rows:
             if row.is_first_chunk:
                 self._recorder.record_admission(row.request, began)
+                if self._drafts.uses_default(row.request):
+                    self._recorder.admit_to_block(row.request)
         launched = self._launcher.launch(rows, batch.choice, began_seconds=began, draft_prefill=draft_prefill)
         for row in rows:
             row.request.in_flight.append(row.max_committed)

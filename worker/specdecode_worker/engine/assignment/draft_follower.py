@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from specdecode_worker.contract import DraftConfig, DraftState, DraftTrial, Plan, TrialState, WorkerConfig
+from specdecode_worker.contract import DraftTrial, Plan, TrialState, WorkerConfig
 from specdecode_worker.engine.assignment.assigned_draft import (
     DraftGoal,
     artifact_config,
@@ -23,51 +23,24 @@ from specdecode_worker.engine.assignment.assigned_draft import (
     worker_name,
 )
 from specdecode_worker.engine.assignment.convergence import Convergence
+from specdecode_worker.engine.assignment.default_draft import DefaultDraft
 from specdecode_worker.engine.assignment.trial_run import TrialRun
-from specdecode_worker.engine.drafts.draft_swap import DraftSwap, DraftSwapQueue
-from specdecode_worker.engine.ipc.messages import SetDraft
-from specdecode_worker.models.errors import ModelError
 from specdecode_worker.speculation.draft_trial import TrialSchedule
-from specdecode_worker.speculation.trial_costs import BlockCosts
 
 if TYPE_CHECKING:  # imported in the server process, which must not import torch
-    from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+    from specdecode_worker.engine.drafts.draft_swap import DraftSwap
 
-_DEFAULT_DRAFT = ""
 _REPLACED_BY_REQUEST = "a request to PUT /v1/draft replaced the draft during the trial"
 
 log = logging.getLogger(__name__)
 
 
-class FollowedEngine(Protocol):
-    """Engine as the follower sees it."""
-
-    @property
-    def draft(self) -> DraftState:
-        """State of the default draft."""
-        ...
-
-    def loaded_draft(self) -> LoadedDraft | None:
-        """Return the default draft, or None if it is not loaded."""
-        ...
-
-    def set_plan(self, plan: Plan) -> None:
-        """Replace the plan. Raise ValueError if the engine refuses it."""
-        ...
-
-    def set_block(self, block: BlockCosts | None) -> None:
-        """Begin a block of a trial; None ends the trial."""
-        ...
-
-
 class _Load(Enum):
-    """Reason why a default draft is loading."""
+    """Purpose of a draft that the follower loads."""
 
-    REQUEST = auto()
-    """A client of the admin port asked for it."""
     GOAL = auto()
     FALLBACK = auto()
-    """The draft of the config, because the assigned one could not be loaded at start."""
+    """Draft of the config, because the assigned one could not be loaded at start."""
     CANDIDATE = auto()
 
 
@@ -76,26 +49,23 @@ class DraftFollower:
 
     def __init__(
         self,
-        engine: FollowedEngine,
-        swaps: DraftSwapQueue,
+        draft: DefaultDraft,
         config: WorkerConfig,
-        install: Callable[[LoadedDraft], None],
+        set_plan: Callable[[Plan], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a follower without an assignment.
 
         Args:
-            engine: Engine whose default draft is replaced.
-            swaps: Queue that loads drafts.
+            draft: Default draft of the engine, which the follower replaces.
             config: Config of the worker, with the draft of the spec.
-            install: Function that passes a loaded draft to the engine. It raises ModelError if that fails.
+            set_plan: Function that puts a plan in force. It raises ValueError if the engine refuses the plan.
             clock: Monotonic clock.
         """
-        self._engine, self._swaps, self._config = engine, swaps, config
-        self._install, self._clock = install, clock
+        self._draft, self._config, self._set_plan, self._clock = draft, config, set_plan, clock
         self._worker = worker_name()
         self._convergence = Convergence()
-        self._load = _Load.REQUEST
+        self._load: _Load | None = None
         self._follows = False
         self._needs_fallback = False
         self._last_problem = ""
@@ -120,9 +90,9 @@ class DraftFollower:
         goal = self._convergence.goal
         if problem and goal is not None:
             self._record_failure(problem)
-        elif goal is not None and not self._engine.draft.hash:
+        elif goal is not None and not self._draft.state.hash:
             self._needs_fallback = bool(goal.hash) and self._config.draft.method != "none"
-            self._record_failure(self._engine.draft.problem or "the assigned draft was not loaded")
+            self._record_failure(self._draft.state.problem or "the assigned draft was not loaded")
 
     def take_plan(self, plan: Plan) -> None:
         """Take a plan, now or at the end of the pair that runs. Raise ValueError if the engine refuses it."""
@@ -130,13 +100,13 @@ class DraftFollower:
         if run is not None and run.block is not None and run.is_same(*self._assigned(plan)):
             self._held = plan
             return
-        self._engine.set_plan(plan)
+        self._set_plan(plan)
         self._held = None
         self._follow(plan)
 
     def give_way(self) -> None:
         """Let the request of a client for another default draft pass. The next plan with an assignment ends it."""
-        self._load, self._needs_fallback = _Load.REQUEST, False
+        self._load, self._needs_fallback = None, False
         self._convergence.clear()
         if self._run is not None and not self._run.problem:
             self._fail_trial(_REPLACED_BY_REQUEST)
@@ -144,8 +114,8 @@ class DraftFollower:
 
     def take_swap(self, swap: DraftSwap) -> None:
         """Take a default draft that has loaded, or the reason why it has not."""
-        load, self._load = self._load, _Load.REQUEST
-        problem = self._try_install(swap.loaded) if swap.loaded and load is not _Load.CANDIDATE else swap.problem
+        load, self._load = self._load, None
+        problem = self._draft.install(swap.loaded) if swap.loaded and load is not _Load.CANDIDATE else swap.problem
         if load is _Load.CANDIDATE and self._run is not None:
             self._begin_trial(self._run, swap)
         elif load is _Load.GOAL and problem:
@@ -153,7 +123,7 @@ class DraftFollower:
         elif load is _Load.GOAL:
             self._convergence.clear()
         elif load is _Load.FALLBACK and not problem:
-            self._swaps.record_problem(_DEFAULT_DRAFT, f"the draft of the spec runs: {self._last_problem}")
+            self._draft.record_problem(f"the draft of the spec runs: {self._last_problem}")
 
     def advance(self) -> None:
         """Do what is due between two steps: the next block of a trial, or an attempt to load a draft."""
@@ -163,7 +133,7 @@ class DraftFollower:
                 run.schedule.end_block(run.block)
                 self._next_block(run)
             return
-        if self._load is not _Load.REQUEST:
+        if self._load is not None:
             return
         if self._needs_fallback:
             self._needs_fallback = False
@@ -199,44 +169,37 @@ class DraftFollower:
 
     def _aim(self, goal: DraftGoal) -> None:
         """Make a draft the goal, unless it runs and no other one is loading to replace it."""
-        if goal.is_met(self._engine.draft) and not self._is_replaced(goal):
+        if goal.is_met(self._draft.state) and not self._draft.is_replaced(goal):
             self._convergence.clear()
         else:
             self._convergence.aim(goal, self._clock())
-            if self._load is _Load.GOAL and self._is_replaced(goal):
-                self._load = _Load.REQUEST  # it loads the goal before, which the next attempt replaces
-
-    def _is_replaced(self, goal: DraftGoal) -> bool:
-        """Return whether another default draft than ``goal`` is loading."""
-        pending = self._swaps.pending_draft(_DEFAULT_DRAFT)
-        return pending is not None and (pending.hash, pending.uri) != (goal.hash, goal.config.uri or "")
+            if self._load is _Load.GOAL and self._draft.is_replaced(goal):
+                self._load = None  # it loads the goal before, which the next attempt replaces
 
     def _converge(self) -> None:
         """Start to load the goal, or clear it if it runs already."""
         goal = self._convergence.goal
         assert goal is not None
-        if goal.is_met(self._engine.draft):
-            if self._is_replaced(goal):
-                self._swaps.cancel(_DEFAULT_DRAFT)
+        if goal.is_met(self._draft.state):
+            if self._draft.is_replaced(goal):
+                self._draft.cancel()
             self._convergence.clear()
         else:
             self._begin(_Load.GOAL, goal)
 
     def _begin(self, load: _Load, goal: DraftGoal) -> None:
-        """Start to load a default draft. It replaces one that is loading."""
-        try:
-            self._swaps.begin(SetDraft(0, _json(goal.config), _DEFAULT_DRAFT, goal.hash))
-        except ModelError as error:
-            if load is _Load.CANDIDATE:
-                self._fail_trial(str(error))
-            elif load is _Load.GOAL:
-                self._record_failure(str(error))
-            return
-        self._load = load
+        """Start to load a draft. It replaces one that is loading."""
+        problem = self._draft.begin(goal)
+        if not problem:
+            self._load = load
+        elif load is _Load.CANDIDATE:
+            self._fail_trial(problem)
+        elif load is _Load.GOAL:
+            self._record_failure(problem)
 
     def _begin_trial(self, run: TrialRun, swap: DraftSwap) -> None:
         """Begin the first block with the candidate that has loaded, or end the trial with the reason of its failure."""
-        run.incumbent, run.candidate = self._engine.loaded_draft(), swap.loaded
+        run.incumbent, run.candidate = self._draft.loaded, swap.loaded
         if run.candidate is None:
             self._fail_trial(swap.problem)
         elif run.incumbent is None:
@@ -251,11 +214,11 @@ class DraftFollower:
         """
         if run.schedule.is_between_pairs:
             self._take_held(run)
-        if problem := self._try_install(run.next_draft):
+        if problem := self._draft.install(run.next_draft):
             self._fail_trial(problem)
             return
         run.block = run.schedule.new_block()
-        self._engine.set_block(run.block)
+        self._draft.set_block(run.block)
 
     def _take_held(self, run: TrialRun) -> None:
         """Put the plan in force that has waited for the end of the pair, if there is one."""
@@ -266,7 +229,7 @@ class DraftFollower:
         assert trial is not None, "a plan that ends the trial does not wait"
         run.schedule.trial = trial
         try:
-            self._engine.set_plan(plan)
+            self._set_plan(plan)
         except ValueError as error:
             log.warning("the plan that waited for the end of a pair is refused: %s", error)
 
@@ -289,32 +252,19 @@ class DraftFollower:
     def _stop(self, run: TrialRun, goal: DraftGoal) -> None:
         """End the blocks of a trial and install ``goal`` or the incumbent, whichever is loaded."""
         if self._load is _Load.CANDIDATE:
-            self._swaps.cancel(_DEFAULT_DRAFT)
-            self._load = _Load.REQUEST
+            self._draft.cancel()
+            self._load = None
         if run.block is None:
             return
-        self._engine.set_block(None)
+        self._draft.set_block(None)
         chosen = next((draft for draft in run.loaded if goal.is_met(draft.state)), run.loaded[0])
-        if chosen is not self._engine.loaded_draft() and self._try_install(chosen):
+        if chosen is not self._draft.loaded and self._draft.install(chosen):
             self._convergence.aim(goal, self._clock())
-
-    def _try_install(self, loaded: LoadedDraft) -> str:
-        """Pass a draft to the engine. Return the reason if it cannot be used; the report then shows it too."""
-        try:
-            self._install(loaded)
-        except ModelError as error:
-            self._swaps.record_problem(_DEFAULT_DRAFT, str(error))
-            return str(error)
-        return ""
 
     def _record_failure(self, problem: str) -> None:
         """Record a failed attempt to reach the goal. A trial cannot begin without its incumbent."""
         self._last_problem = problem
-        self._swaps.record_problem(_DEFAULT_DRAFT, problem)
+        self._draft.record_problem(problem)
         self._convergence.record_failure(self._clock())
         if self._run is not None and self._run.is_loading:
             self._fail_trial(f"the incumbent cannot be loaded: {problem}")
-
-
-def _json(config: DraftConfig) -> bytes:
-    return config.model_dump_json(exclude={"name"}).encode()

@@ -116,6 +116,10 @@ class DraftRegistry:
         if loaded is not None:
             self._restart_if_changed(request, loaded.state.hash)
 
+    def uses_default(self, request: Request) -> bool:
+        """Return whether the request uses the default draft and not one of its task."""
+        return self._name(request) == DEFAULT_DRAFT
+
     def ready(self, request: Request) -> bool:
         """Return whether a draft can propose for the request in the next step.
 

@@ -14,15 +14,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
-from specdecode_worker.contract import Plan, Report, SyntheticKnobs, TrialState, WorkerConfig
+from specdecode_worker.contract import Plan, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.assignment.assigned_draft import start_draft
-from specdecode_worker.engine.assignment.draft_follower import DraftFollower, FollowedEngine
-from specdecode_worker.engine.drafts.draft_swap import POLL_SECONDS, DraftSwap, DraftSwapQueue, SwapStatus
+from specdecode_worker.engine.assignment.default_draft import DefaultDraft
+from specdecode_worker.engine.assignment.draft_follower import DraftFollower
+from specdecode_worker.engine.drafts.draft_swap import POLL_SECONDS, DraftSwap, DraftSwapQueue
 from specdecode_worker.engine.errors import RankLost, is_sticky_device_error
+from specdecode_worker.engine.ipc.engine_interface import Build, Engine
 from specdecode_worker.engine.ipc.engine_port import EnginePort
 from specdecode_worker.engine.ipc.heartbeat import BEAT_SECONDS, HeartbeatBlock, HeartbeatWriter, Phase
 from specdecode_worker.engine.ipc.messages import (
@@ -42,13 +43,13 @@ from specdecode_worker.engine.ipc.messages import (
     Tokens,
 )
 from specdecode_worker.engine.ipc.stack_dump import install_stack_dump
-from specdecode_worker.engine.stats.step_time_calibration import CalibrationTarget, calibrate
+from specdecode_worker.engine.stats.step_time_calibration import calibrate
 from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import CannotServe, ModelError
 from specdecode_worker.termination import write_termination_message
 
 if TYPE_CHECKING:  # the server process imports this module and must not import torch
-    from specdecode_worker.engine.drafts.draft_registry import LoadDraft, LoadedDraft
+    from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 
 
 CALIBRATION_SECONDS = 5.0
@@ -60,48 +61,6 @@ EXIT_SECONDS = 3.0
 """Time limit of the regular exit of the interpreter after a crash, in seconds."""
 
 
-class Engine(CalibrationTarget, FollowedEngine, Protocol):
-    """Interface of the engine that the loop drives; ``engine.engine.Engine`` implements it."""
-
-    on_launch: Callable[[int, int], None] | None
-    """Called with the numbers of rows and prefill tokens of each step that is launched."""
-
-    @property
-    def idle(self) -> bool:
-        """True if there is nothing to compute until the next message."""
-        ...
-
-    def report(self, swaps: Mapping[str, SwapStatus] = ..., trial: TrialState | None = ...) -> Report:
-        """Return the worker report, with the swaps of drafts by name and the draft trial."""
-        ...
-
-    @property
-    def draft_names(self) -> Sequence[str]:
-        """Names of the drafts, loaded or not; empty for the default draft."""
-        ...
-
-    def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
-        """Replace the synthetic knobs; None clears them."""
-        ...
-
-    @property
-    def load_draft(self) -> LoadDraft | None:
-        """Callable that loads a draft in another thread while the engine runs; None if no draft can be loaded."""
-        ...
-
-    def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
-        """Replace the draft of this name. Return the tokens of the steps that were in flight.
-
-        Raises:
-            ModelError: The draft cannot be used; nothing has changed.
-        """
-        ...
-
-
-Build = Callable[[WorkerConfig], tuple[Engine, Loaded]]
-"""Callable that loads the models. It runs in the engine process, which may import torch."""
-
-
 class EngineLoop:
     """Loop of the engine process: handle messages, take over loaded drafts, run a step, send its tokens."""
 
@@ -111,7 +70,8 @@ class EngineLoop:
         self._port = port
         self._heartbeat = heartbeat
         self._swaps = DraftSwapQueue(engine.load_draft)
-        self._follower = DraftFollower(engine, self._swaps, config, lambda loaded: self._install("", loaded))
+        draft = DefaultDraft(engine, self._swaps, lambda loaded: self._install("", loaded))
+        self._follower = DraftFollower(draft, config, self._set_plan)
         self._running = True
 
     def follow(self, plan: Plan | None, problem: str) -> None:
@@ -155,6 +115,10 @@ class EngineLoop:
             tokens = self._engine.set_draft(name, loaded)
         self._port.send(tokens)
 
+    def _set_plan(self, plan: Plan) -> None:
+        with self._heartbeat.during(Phase.CAPTURING):  # a plan may start the capture of graphs
+            self._engine.set_plan(plan)
+
     def _handle(self, message: ToEngine) -> list[FromEngine]:
         match message:
             case Submit():
@@ -196,8 +160,7 @@ class EngineLoop:
                 if not call.name:
                     self._follower.give_way()
             case SetPlan(_, plan_json):
-                with self._heartbeat.during(Phase.CAPTURING):  # the first plan starts the capture of graphs
-                    self._follower.take_plan(Plan.model_validate_json(plan_json))
+                self._follower.take_plan(Plan.model_validate_json(plan_json))
             case SetSynthetic(_, knobs_json):
                 self._engine.set_synthetic(
                     None if knobs_json == b"null" else SyntheticKnobs.model_validate_json(knobs_json)

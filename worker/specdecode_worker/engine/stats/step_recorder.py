@@ -53,11 +53,14 @@ class StepRecorder:
 
     def record_admission(self, request: Request, now: float) -> None:
         """Record the queue time and cached tokens of a request at its first chunk. Re-admission does not count."""
-        if self.block is not None and request.epoch == int(bool(request.submit.emitted)):
-            self.block.admit(request.id)
         if request.epoch == 0 and not request.is_continued:
             self.statistics.queue.add(now - request.arrived_seconds)
             self.statistics.traffic(request.submit.task).cached_tokens += request.cached_tokens
+
+    def admit_to_block(self, request: Request) -> None:
+        """Make a request that starts to run a member of the block of a draft trial, unless it has run before."""
+        if self.block is not None and request.epoch == int(bool(request.submit.emitted)):
+            self.block.admit(request.id)
 
     def record_row(self, row: Row, result: RowResult, taken: list[int], now: float) -> None:
         """Record a row that emitted tokens. ``taken`` are those that count; tokens after a stop are dropped."""

@@ -23,6 +23,7 @@ from specdecode_worker.contract import (
 )
 from specdecode_worker.engine.assignment.assigned_draft import StartDraft, start_draft
 from specdecode_worker.engine.assignment.convergence import FIRST_RETRY_SECONDS
+from specdecode_worker.engine.assignment.default_draft import DefaultDraft
 from specdecode_worker.engine.assignment.draft_follower import DraftFollower
 from specdecode_worker.engine.drafts.draft_loader import paged_cache
 from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
@@ -54,7 +55,8 @@ class Harness:
         self.emitted: list[Any] = []
         self.version = 0
         self.swaps = DraftSwapQueue(self._load)
-        self.follower = DraftFollower(self.engine, self.swaps, CONFIG, self._install, clock=lambda: self.now)
+        draft = DefaultDraft(self.engine, self.swaps, self._install)
+        self.follower = DraftFollower(draft, CONFIG, self.engine.set_plan, clock=lambda: self.now)
         self.engine._drafts._drafts[""] = self._draft("d", SPEC)
 
     def _draft(self, draft_hash: str, uri: str) -> LoadedDraft:
