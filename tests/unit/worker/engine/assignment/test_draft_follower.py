@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from small_engine import CPU, drain, networks, plan_of, small_engine, submit, texts
 
@@ -18,6 +19,7 @@ from specdecode_worker.contract import (
     Env,
     ModelConfig,
     Plan,
+    TaskMatch,
     WorkerConfig,
     candidate_first,
 )
@@ -31,6 +33,8 @@ from specdecode_worker.engine.drafts.draft_swap import DraftSwapQueue
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.ipc.messages import SetDraft
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.speculation.draft_trial import MAX_PAIRS, MAX_PAIRS_BYTES
+from specdecode_worker.speculation.trial_costs import MAX_CELLS, CellSums, CostCell, pair_of
 
 SPEC, TARGET = "file:///spec", "file:///target"
 CONFIG = WorkerConfig(model=ModelConfig(uri=TARGET, served_name="m"), draft=DraftConfig(method="eagle3", uri=SPEC))
@@ -395,3 +399,32 @@ def test_a_start_without_any_draft_loads_the_draft_of_the_config_first(run: Harn
     run.settle()
     assert (run.hash, run.loads) == ("d", [SPEC])
     assert run.problem.startswith("the draft of the spec runs: ")
+
+
+def test_tasks_with_a_draft_of_their_own_and_continued_requests(run: Harness) -> None:
+    """A task with a draft of its own says nothing about the candidate. A request from another worker begins here."""
+    run.engine.set_draft("own", run._draft("named", "file:///named"))
+    tasks = (TaskMatch(name="t1", draft="own"), TaskMatch(name="t2"))
+    run.push(None, trial(block_requests=3), tasks=tasks)
+    run.serve("a", task="t1")
+    block = run.engine._recorder.block
+    assert block is not None
+    assert (block.cells, block.is_complete) == ({}, False)
+    continued = submit("b", task="t2")
+    run.engine.add(msgspec.structs.replace(continued, emitted=(4, 5)))
+    drain(run.engine)
+    assert {cell.task for cell in block.cells} == {"t2"}
+
+
+def test_the_report_with_a_large_trial_keeps_its_limit(run: Harness) -> None:
+    run.push(None, trial(block_requests=1))
+    run.serve(*(f"r{index}" for index in range(4)))
+    follower = run.follower._run
+    assert follower is not None
+    cells = {CostCell("t" * 32, load, load): CellSums(1.23456789, 10**6) for load in range(MAX_CELLS)}
+    for index in range(MAX_PAIRS):
+        follower.schedule._pairs.append(pair_of(index, cells, cells))
+    report = run.engine.report(trial=run.follower.trial)
+    assert report.trial is not None
+    assert report.trial.pairs[-1].index == MAX_PAIRS - 1
+    assert len(report.trial.model_dump_json()) < MAX_PAIRS_BYTES + 1024
