@@ -28,6 +28,7 @@ from specdecode_worker.contract import (
     SyntheticKnobs,
     TrafficCell,
     TreeShape,
+    TrialState,
     WorkerConfig,
 )
 from specdecode_worker.engine.drafts.draft_hash import draft_hash
@@ -35,6 +36,7 @@ from specdecode_worker.engine.drafts.draft_swap import SwapStatus
 from specdecode_worker.engine.ipc.messages import Loaded, Logprobs, Submit, Tokens
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.speculation.trial_costs import BlockCosts
 
 TEXT = "Grüße an alle: 你好, world! ✨ " * 4
 TOKENS_PER_STEP = 3
@@ -112,7 +114,17 @@ class FakeEngine:
     def draft_names(self) -> list[str]:
         return ["", *self._named]
 
-    def report(self, swaps: Mapping[str, SwapStatus] | None = None) -> Report:
+    @property
+    def draft(self) -> DraftState:
+        return self._draft
+
+    def loaded_draft(self) -> Any:
+        return SimpleNamespace(state=self._draft)
+
+    def set_block(self, block: BlockCosts | None) -> None:
+        pass
+
+    def report(self, swaps: Mapping[str, SwapStatus] | None = None, trial: TrialState | None = None) -> Report:
         states = {"": self._draft} | self._named
         for name, swap in (swaps or {}).items():
             shown = {"name": name, "pending": swap.pending, "swap_problem": swap.problem}
@@ -127,6 +139,7 @@ class FakeEngine:
             clock_seconds=time.monotonic(),
             model="fake",
             draft=states.pop(""),
+            trial=trial,
             named_drafts=tuple(states.values()),
             plan=PlanState(uid=self._plan.uid, version=self._plan.version),
             synthetic=self._knobs,

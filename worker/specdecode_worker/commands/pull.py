@@ -1,8 +1,9 @@
 """Command ``pull``: fetch models into the cache and verify them.
 
 The init container of a worker pod runs it without URIs. It then takes target and draft from the configuration of the
-pod. In a pod, the commits of models whose URI names none become the termination message, which the operator reads, and
-commits that the operator knows already are fetched instead of newer ones.
+pod, and the drafts that the mounted plan assigns to it. In a pod, the commits of models whose URI names none become the
+termination message, which the operator reads, and commits that the operator knows already are fetched instead of newer
+ones.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from specdecode_worker.contract import Env, Revisions, WorkerConfig
+from specdecode_worker.engine.assignment.assigned_draft import assigned_uris, worker_name
 from specdecode_worker.models.checkpoints import hub, model_store
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.server.plan_store import read_plan
 from specdecode_worker.termination import write_termination_message
 
 _SECONDS_BETWEEN_LINES = 2.0
@@ -69,11 +72,23 @@ def _pod_config() -> WorkerConfig:
 def _pull_for_pod(config: WorkerConfig, cache: Path) -> int:
     """Fetch target and draft of a pod. A draft that is not required may fail."""
     code = _pull(config.model.uri, cache)
+    _pull_assigned(config, cache)
     if config.draft.uri is not None and _pull(config.draft.uri, cache) != 0:
         if config.draft.required:
             return 1
         _print_progress("the draft is not required: the worker will serve without it")
     return code
+
+
+def _pull_assigned(config: WorkerConfig, cache: Path) -> None:
+    """Fetch the drafts that the mounted plan assigns to this pod. The worker can serve without them."""
+    path = os.environ.get(Env.plan_path)
+    plan = read_plan(Path(path), config.deployment_uid) if path else None
+    for uri in assigned_uris(plan, config, worker_name()) if plan is not None else ():
+        if uri.startswith("hf://") and _pull(uri, cache) != 0:
+            _print_progress(
+                "the draft is assigned by the plan: without it the worker serves with the draft of the spec"
+            )
 
 
 def _pull(uri: str, cache: Path) -> int:

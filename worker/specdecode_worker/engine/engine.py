@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape
+from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
 from specdecode_worker.engine.drafts.draft_problem import describe_failure
 from specdecode_worker.engine.drafts.draft_registry import (
     DEFAULT_DRAFT,
@@ -50,6 +50,7 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 from specdecode_worker.speculation.synthetic import Synthetic
+from specdecode_worker.speculation.trial_costs import BlockCosts
 
 GRAMMAR_WAIT_SECONDS = 0.002
 """Longest wait for a compilation while no request runs, so that the engine still reads its messages."""
@@ -206,6 +207,15 @@ class Engine:
         self._shape_selector.set_draft_hash(self._drafts.state().hash)
         return collected
 
+    def loaded_draft(self) -> LoadedDraft | None:
+        """Return the first draft, or None if it is not loaded."""
+        return self._drafts.loaded()
+
+    def set_block(self, block: BlockCosts | None) -> None:
+        """Begin a block of a draft trial, which counts the requests admitted from now on. None ends the trial."""
+        self._recorder.block = block
+        self._shape_selector.set_trial(active=block is not None)
+
     def calibration_loads(self) -> tuple[int, ...]:
         """Return the batch sizes at which step times are calibrated, ascending.
 
@@ -287,6 +297,8 @@ class Engine:
         for row in rows:
             if row.is_first_chunk:
                 self._recorder.record_admission(row.request, began)
+                if self._drafts.uses_default(row.request):
+                    self._recorder.admit_to_block(row.request)
         launched = self._launcher.launch(rows, batch.choice, began_seconds=began, draft_prefill=draft_prefill)
         for row in rows:
             row.request.in_flight.append(row.max_committed)
@@ -323,14 +335,15 @@ class Engine:
         """Names of the drafts, loaded or not; empty for the default draft."""
         return self._drafts.names
 
-    def report(self, swaps: Mapping[str, SwapStatus] = NO_SWAPS) -> Report:
-        """Build the report of this worker for the operator, with the swaps of drafts by name."""
+    def report(self, swaps: Mapping[str, SwapStatus] = NO_SWAPS, trial: TrialState | None = None) -> Report:
+        """Build the report of this worker for the operator, with the swaps of drafts by name and the draft trial."""
         now = time.monotonic()
         self._add_request_seconds(now)
         snapshot = WorkerSnapshot(
             clock_seconds=now,
             draft=self._drafts.reported(DEFAULT_DRAFT, swaps),
             named_drafts=self._drafts.named(swaps),
+            trial=trial,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             kv_tokens_total=self._scheduler.kv_tokens_total,
@@ -424,6 +437,7 @@ class Engine:
     def _measure(self, step: LaunchedStep, seconds: float, emitted: int) -> None:
         """Record the step time; steps without prefill also inform the guard and exploration."""
         self._scheduler.record_step_time(step.size.prefill_tokens, seconds)
+        self._recorder.record_block_step(step.choice.concurrency, step.choice.context, seconds)
         if step.choice.counted or step.size.prefill_tokens:
             self._recorder.record_step(step.choice.context, step.size, emitted, seconds)
         if step.size.prefill_tokens == 0 and step.size.sequences:

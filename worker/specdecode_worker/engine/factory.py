@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import uuid
 from pathlib import Path
 
 import torch
 
-from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Env, WorkerConfig
+from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, WorkerConfig
+from specdecode_worker.engine.assignment.assigned_draft import worker_name
 from specdecode_worker.engine.drafts.draft_loader import DraftLoader, Resolve, paged_cache
 from specdecode_worker.engine.drafts.draft_problem import describe_failure
 from specdecode_worker.engine.drafts.draft_registry import (
@@ -208,7 +208,7 @@ def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft 
 def _identity(target_hash: str, worker: WorkerConfig, budget: Budget) -> WorkerIdentity:
     return WorkerIdentity(
         boot_id=uuid.uuid4().hex,
-        worker=os.environ.get(Env.pod_name) or socket.gethostname(),
+        worker=worker_name(),
         model=worker.model.served_name,
         target=target_hash,
         max_num_seqs=worker.engine.max_num_seqs,

@@ -75,6 +75,7 @@ class ShapeSelector:
         self._dispatcher, self._drafts = dispatcher, drafts
         self._guard = Guard()
         self._exploration = Exploration()
+        self._explores = True
         self._curve = PlainStepTimes()
 
     @property
@@ -117,11 +118,22 @@ class ShapeSelector:
     def set_draft_hash(self, first_hash: str) -> None:
         """Handle a change of drafts: reset the guard and set the hash that the plan's rows are matched against.
 
+        The guard keeps its times of plain steps, which do not depend on the draft.
+
         Args:
             first_hash: Hash of the first draft. Plan rows apply only if they were planned for it.
         """
         self._dispatcher.draft_hash = first_hash
-        self._guard = Guard()
+        self._guard = self._guard.without_shapes()
+
+    def set_trial(self, *, active: bool) -> None:
+        """Begin or end a draft trial.
+
+        During it the rows of the plan apply to any draft, and nothing is explored: bursts and shadow passes take time,
+        and could fall into the blocks of one draft more often than into those of the other.
+        """
+        self._dispatcher.accepts_any_draft = active
+        self._explores = not active
 
     def select(self, requests: Sequence[Request]) -> Selection:
         """Return the trees of the decoding requests, at least one, and the choice that they follow.
@@ -140,13 +152,14 @@ class ShapeSelector:
         tasks = [request.submit.task for request in requests]
         shapes = {task: self._shape(Load(concurrency, context, task)) for task in set(tasks)}
         first, planned = shapes[tasks[0]], self._dispatcher.shape(Load(concurrency, context, tasks[0]))
-        burst = self._exploration.burst_for(concurrency, first, planned, self.plan.max_depth, self.plan.explore)
+        max_depth = self.plan.max_depth if self._explores else 0
+        burst = self._exploration.burst_for(concurrency, first, planned, max_depth, self.plan.explore)
         counted = True
-        if burst is not None and self.plan.max_depth:
+        if burst is not None and max_depth:
             burst.done += 1
             counted = burst.done > DROPPED_STEPS
             shapes = dict.fromkeys(shapes, burst.shape)
-        shadow = self._shadow_depth() if burst is None else 0
+        shadow = self._shadow_depth() if burst is None and self._explores else 0
         tree_by_task = {task: tree_of(shape, shadow) for task, shape in shapes.items()}
         ready = [self._drafts.ready(request) for request in requests]
         trees = [tree_by_task[task] if can else PLAIN for task, can in zip(tasks, ready, strict=True)]
@@ -174,7 +187,8 @@ class ShapeSelector:
             return
         edge = self._edge(choice.concurrency)
         full, shadow = (self._curve.scaled(part, choice.sequences, edge) for part in (seconds, shadow_seconds))
-        self._exploration.passed(choice.concurrency, full, tokens, explores=choice.explores, shadow_seconds=shadow)
+        if self._explores:  # else the share of a whole trial would be explored at once after it
+            self._exploration.passed(choice.concurrency, full, tokens, explores=choice.explores, shadow_seconds=shadow)
         if choice.shape is not None and choice.counted:
             self._guard.record_step(choice.concurrency, choice.context, choice.shape, full - shadow, tokens)
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from specdecode_worker.contract import Env, Plan, ServerConfig, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.ipc.engine_client import EngineClient
-from specdecode_worker.engine.ipc.engine_process import Build
+from specdecode_worker.engine.ipc.engine_interface import Build
 from specdecode_worker.http_edge.tls import TlsCertificate, UnusableCertificate
 from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import ModelError

@@ -27,12 +27,14 @@ class Dispatcher:
     def __init__(self, uid: str, draft_hash: str, plan: Plan | None = None) -> None:
         self.plan = plan or Plan(uid=uid)
         self._uid, self.draft_hash = uid, draft_hash
+        self.accepts_any_draft = False
+        """True during a draft trial, whose two drafts both run the rows of the plan, as all other workers do."""
         self._concurrency_bucket = 0
 
     @property
     def matches_draft(self) -> bool:
-        """True if the plan has no rows, or its rows were planned for the loaded draft."""
-        return not self.plan.rows or self.plan.draft == self.draft_hash
+        """True if the plan has no rows, or its rows apply to the loaded draft."""
+        return not self.plan.rows or self.accepts_any_draft or self.plan.draft == self.draft_hash
 
     @property
     def state(self) -> PlanState:

@@ -176,6 +176,12 @@ class Guard:
         self._plain: dict[Cell, TimePerToken] = {}
         self._states: dict[tuple[Cell, TreeShape], ShapeState] = {}
 
+    def without_shapes(self) -> Guard:
+        """Return a guard that knows the plain times of this one and nothing of any shape."""
+        guard = Guard()
+        guard._plain = self._plain
+        return guard
+
     def retain_planned(self, planned: Callable[[Cell, TreeShape], bool]) -> None:
         """Forget shapes for which ``planned`` returns False.
 

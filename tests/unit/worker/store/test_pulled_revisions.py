@@ -11,7 +11,17 @@ import pytest
 from fake_hub import COMMIT, NEWER_COMMIT, Repository, StandInHub
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.contract import Env, Revisions
+from specdecode_worker.contract import (
+    Artifact,
+    DraftAssignment,
+    DraftConfig,
+    DraftTrial,
+    Env,
+    ModelConfig,
+    Plan,
+    Revisions,
+    WorkerConfig,
+)
 from specdecode_worker.models.checkpoints.model_store import commit_in, hub_model, resolve
 from specdecode_worker.models.errors import NotPresent
 from specdecode_worker.termination import ENV_PATH
@@ -119,3 +129,29 @@ def test_without_a_pull_the_model_is_not_present(pod: Pod) -> None:
     pod.mount(COMMIT)
     with pytest.raises(NotPresent):
         resolve(URI, pod.cache)
+
+
+@pytest.mark.parametrize("spec_draft", ["file:///spec", "file:///of-another-spec"])
+def test_a_pod_pulls_the_drafts_that_its_plan_assigns_to_it(
+    pod: Pod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec_draft: str
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    config = WorkerConfig(
+        model=ModelConfig(uri=f"file://{target}", served_name="m"), draft=DraftConfig(uri="file:///spec")
+    )
+    assignment = DraftAssignment(
+        spec_draft=spec_draft,
+        target=config.model.uri,
+        stable=Artifact(uri="hf://org/absent", hash="a"),
+        trial=DraftTrial(id="t", candidate=Artifact(uri=URI, hash="c"), pod="me"),
+    )
+    (tmp_path / "plan.json").write_text(Plan(assignment=assignment).model_dump_json())
+    monkeypatch.setenv(Env.config, config.model_dump_json())
+    monkeypatch.setenv(Env.plan_path, str(tmp_path / "plan.json"))
+    monkeypatch.setenv(Env.pod_name, "me")
+    assert pod.pull() == 0, "a draft that cannot be fetched does not keep the pod from serving"
+    assert (pod.cache / "hf").exists() == (spec_draft == "file:///spec")
+    if spec_draft == "file:///spec":
+        assert pod.has(COMMIT)

@@ -78,6 +78,10 @@ class DraftRegistry:
         drafters = [loaded.drafter for loaded in self._drafts.values()]
         return drafters[0] if len(drafters) == 1 and isinstance(drafters[0], PagedDrafter) else None
 
+    def loaded(self, name: str = DEFAULT_DRAFT) -> LoadedDraft | None:
+        """Return the draft of this name, or None if it is not loaded."""
+        return self._drafts.get(name)
+
     def state(self, name: str = DEFAULT_DRAFT) -> DraftState:
         """Return the state of the draft of this name, loaded or not; an empty DraftState if there is none."""
         loaded = self._drafts.get(name)
@@ -111,6 +115,10 @@ class DraftRegistry:
         loaded = self._of(request)
         if loaded is not None:
             self._restart_if_changed(request, loaded.state.hash)
+
+    def uses_default(self, request: Request) -> bool:
+        """Return whether the request uses the default draft and not one of its task."""
+        return self._name(request) == DEFAULT_DRAFT
 
     def ready(self, request: Request) -> bool:
         """Return whether a draft can propose for the request in the next step.

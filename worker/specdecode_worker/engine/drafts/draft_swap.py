@@ -72,6 +72,15 @@ class DraftSwapQueue:
         pending = {name: SwapStatus(pending=draft) for name, (draft, _) in self._swaps.items()}
         return {name: SwapStatus(problem=problem) for name, problem in self._problems.items()} | pending
 
+    def pending_draft(self, name: str) -> PendingDraft | None:
+        """Return the draft that is loading to replace the one of this name, or None."""
+        return self._swaps[name][0] if name in self._swaps else None
+
+    def cancel(self, name: str) -> None:
+        """Discard the pending swap of this name, if there is one."""
+        if (cancelled := self._swaps.pop(name, None)) is not None:
+            cancelled[1].cancel()
+
     def begin(self, message: SetDraft, in_use: Collection[str] = ()) -> None:
         """Start or queue the loading of a draft.
 
@@ -95,8 +104,7 @@ class DraftSwapQueue:
         )
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="draft")
-        if (replaced := self._swaps.pop(message.name, None)) is not None:
-            replaced[1].cancel()
+        self.cancel(message.name)
         self._problems.pop(message.name, None)
         future = self._worker.submit(_attempt, self._load, config, message.name, message.expected_hash)
         self._swaps[message.name] = pending, future
@@ -153,8 +161,8 @@ def _attempt(load: LoadDraft, config: DraftConfig, name: str, expected_hash: str
         loaded_hash = loaded.state.hash
         if expected_hash not in ("", loaded_hash):
             raise ModelError(
-                f"{config.uri} has hash {loaded_hash}, and had {expected_hash} at the request; its files changed while "
-                "they were read, so ask again when they are complete"
+                f"{config.uri} has the hash {loaded_hash} and not {expected_hash}, the expected one: its files are "
+                "another draft's, or its files changed while they were read; check them and ask again"
             )
         return DraftSwap(name, loaded)
     except BaseException as error:  # a panic of a Rust library is not an Exception

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from specdecode_worker.contract import Plan, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.ipc import engine_process
+from specdecode_worker.engine.ipc.engine_interface import Build
 from specdecode_worker.engine.ipc.heartbeat import Heartbeat, HeartbeatBlock
 from specdecode_worker.engine.ipc.stack_dump import request_stacks
 
@@ -30,7 +31,7 @@ class EngineChild:
         config: WorkerConfig,
         plan: Plan | None,
         knobs: SyntheticKnobs | None,
-        build: engine_process.Build | None,
+        build: Build | None,
         on_end: Callable[[], None],
     ) -> None:
         """Prepare the process. ``on_end`` is called after it has ended, unless `remove` comes first."""

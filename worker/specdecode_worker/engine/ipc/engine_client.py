@@ -20,7 +20,7 @@ import zmq.asyncio
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.ipc.engine_child import EngineChild
-from specdecode_worker.engine.ipc.engine_process import Build
+from specdecode_worker.engine.ipc.engine_interface import Build
 from specdecode_worker.engine.ipc.heartbeat import Heartbeat
 from specdecode_worker.engine.ipc.messages import (
     Abort,

@@ -14,13 +14,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
-from specdecode_worker.contract import Plan, Report, SyntheticKnobs, WorkerConfig
-from specdecode_worker.engine.drafts.draft_swap import POLL_SECONDS, DraftSwap, DraftSwapQueue, SwapStatus
+from specdecode_worker.contract import Plan, SyntheticKnobs, WorkerConfig
+from specdecode_worker.engine.assignment.assigned_draft import start_draft
+from specdecode_worker.engine.assignment.default_draft import DefaultDraft
+from specdecode_worker.engine.assignment.draft_follower import DraftFollower
+from specdecode_worker.engine.drafts.draft_swap import POLL_SECONDS, DraftSwap, DraftSwapQueue
 from specdecode_worker.engine.errors import RankLost, is_sticky_device_error
+from specdecode_worker.engine.ipc.engine_interface import Build, Engine
 from specdecode_worker.engine.ipc.engine_port import EnginePort
 from specdecode_worker.engine.ipc.heartbeat import BEAT_SECONDS, HeartbeatBlock, HeartbeatWriter, Phase
 from specdecode_worker.engine.ipc.messages import (
@@ -40,13 +43,13 @@ from specdecode_worker.engine.ipc.messages import (
     Tokens,
 )
 from specdecode_worker.engine.ipc.stack_dump import install_stack_dump
-from specdecode_worker.engine.stats.step_time_calibration import CalibrationTarget, calibrate
+from specdecode_worker.engine.stats.step_time_calibration import calibrate
 from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import CannotServe, ModelError
 from specdecode_worker.termination import write_termination_message
 
 if TYPE_CHECKING:  # the server process imports this module and must not import torch
-    from specdecode_worker.engine.drafts.draft_registry import LoadDraft, LoadedDraft
+    from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 
 
 CALIBRATION_SECONDS = 5.0
@@ -58,61 +61,22 @@ EXIT_SECONDS = 3.0
 """Time limit of the regular exit of the interpreter after a crash, in seconds."""
 
 
-class Engine(CalibrationTarget, Protocol):
-    """Interface of the engine that the loop drives; ``engine.engine.Engine`` implements it."""
-
-    on_launch: Callable[[int, int], None] | None
-    """Called with the numbers of rows and prefill tokens of each step that is launched."""
-
-    @property
-    def idle(self) -> bool:
-        """True if there is nothing to compute until the next message."""
-        ...
-
-    def report(self, swaps: Mapping[str, SwapStatus] = ...) -> Report:
-        """Return the worker report, with the swaps of drafts by name."""
-        ...
-
-    @property
-    def draft_names(self) -> Sequence[str]:
-        """Names of the drafts, loaded or not; empty for the default draft."""
-        ...
-
-    def set_plan(self, plan: Plan) -> None:
-        """Replace the plan."""
-        ...
-
-    def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
-        """Replace the synthetic knobs; None clears them."""
-        ...
-
-    @property
-    def load_draft(self) -> LoadDraft | None:
-        """Callable that loads a draft in another thread while the engine runs; None if no draft can be loaded."""
-        ...
-
-    def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
-        """Replace the draft of this name. Return the tokens of the steps that were in flight.
-
-        Raises:
-            ModelError: The draft cannot be used; nothing has changed.
-        """
-        ...
-
-
-Build = Callable[[WorkerConfig], tuple[Engine, Loaded]]
-"""Callable that loads the models. It runs in the engine process, which may import torch."""
-
-
 class EngineLoop:
     """Loop of the engine process: handle messages, take over loaded drafts, run a step, send its tokens."""
 
-    def __init__(self, engine: Engine, port: EnginePort, heartbeat: HeartbeatWriter) -> None:
+    def __init__(self, engine: Engine, port: EnginePort, heartbeat: HeartbeatWriter, config: WorkerConfig) -> None:
+        """Create the loop of an engine that was built from ``config``."""
         self._engine = engine
         self._port = port
         self._heartbeat = heartbeat
         self._swaps = DraftSwapQueue(engine.load_draft)
+        draft = DefaultDraft(engine, self._swaps, lambda loaded: self._install("", loaded))
+        self._follower = DraftFollower(draft, config, self._set_plan)
         self._running = True
+
+    def follow(self, plan: Plan | None, problem: str) -> None:
+        """Follow the assignment of the initial plan; see `DraftFollower.start`."""
+        self._follower.start(plan, problem)
 
     def run(self) -> None:
         """Run until a Shutdown message arrives."""
@@ -122,7 +86,8 @@ class EngineLoop:
             for message in self._port.receive(self._wait_seconds()):
                 self._port.send(self._handle(message))
             for swap in self._swaps.finished():
-                self._port.send(self._apply_swap(swap))
+                self._take_swap(swap)
+            self._follower.advance()
             if self._running and not self._engine.idle:
                 self._heartbeat.enter(Phase.STEP)
                 self._port.send(self._engine.step())
@@ -134,16 +99,25 @@ class EngineLoop:
             return 0
         return POLL_SECONDS if self._swaps.pending else BEAT_SECONDS
 
-    def _apply_swap(self, swap: DraftSwap) -> list[FromEngine]:
+    def _take_swap(self, swap: DraftSwap) -> None:
         """Pass a loaded draft to the engine. If that fails, the previous draft stays in use."""
-        if swap.loaded is None:
-            return []
-        try:
-            with self._heartbeat.during(Phase.SWAPPING):
-                return list(self._engine.set_draft(swap.name, swap.loaded))
-        except ModelError as error:
-            self._swaps.record_problem(swap.name, str(error))
-            return []
+        if not swap.name:
+            self._follower.take_swap(swap)
+        elif swap.loaded is not None:
+            try:
+                self._install(swap.name, swap.loaded)
+            except ModelError as error:
+                self._swaps.record_problem(swap.name, str(error))
+
+    def _install(self, name: str, loaded: LoadedDraft) -> None:
+        """Replace a draft and send the tokens of the steps in flight. Raise ModelError if it cannot be used."""
+        with self._heartbeat.during(Phase.SWAPPING):
+            tokens = self._engine.set_draft(name, loaded)
+        self._port.send(tokens)
+
+    def _set_plan(self, plan: Plan) -> None:
+        with self._heartbeat.during(Phase.CAPTURING):  # a plan may start the capture of graphs
+            self._engine.set_plan(plan)
 
     def _handle(self, message: ToEngine) -> list[FromEngine]:
         match message:
@@ -183,15 +157,17 @@ class EngineLoop:
         match call:
             case SetDraft():
                 self._swaps.begin(call, self._engine.draft_names)
+                if not call.name:
+                    self._follower.give_way()
             case SetPlan(_, plan_json):
-                with self._heartbeat.during(Phase.CAPTURING):  # the first plan starts the capture of graphs
-                    self._engine.set_plan(Plan.model_validate_json(plan_json))
+                self._follower.take_plan(Plan.model_validate_json(plan_json))
             case SetSynthetic(_, knobs_json):
                 self._engine.set_synthetic(
                     None if knobs_json == b"null" else SyntheticKnobs.model_validate_json(knobs_json)
                 )
             case GetReport():
-                return self._engine.report(self._swaps.status()).model_dump_json().encode()
+                report = self._engine.report(self._swaps.status(), self._follower.trial)
+                return report.model_dump_json().encode()
         return b""
 
 
@@ -231,11 +207,16 @@ def main(
     install_stack_dump(Path(stacks_path))
     port, heartbeat = EnginePort(address), HeartbeatWriter(block)
     try:
-        engine, loaded = (build or _build)(WorkerConfig.model_validate_json(config_json))
+        config = WorkerConfig.model_validate_json(config_json)
+        plan = None if plan_json is None else Plan.model_validate_json(plan_json)
+        started = start_draft(config, plan, lambda uri: model_store.resolve(uri, Path(config.cache_dir)))
+        engine, loaded = (build or _build)(started.config)
         engine.on_launch = heartbeat.record_launch
-        _prepare(engine, heartbeat, plan_json, knobs_json)
+        _prepare(engine, heartbeat, plan, knobs_json)
         port.send([loaded])
-        EngineLoop(engine, port, heartbeat).run()
+        loop = EngineLoop(engine, port, heartbeat, config)
+        loop.follow(plan, started.problem)
+        loop.run()
     except Exception as error:
         if isinstance(error, CannotServe):
             write_termination_message(error.verdict.model_dump_json())
@@ -245,11 +226,11 @@ def main(
     port.close()
 
 
-def _prepare(engine: Engine, heartbeat: HeartbeatWriter, plan_json: str | None, knobs_json: str | None) -> None:
+def _prepare(engine: Engine, heartbeat: HeartbeatWriter, plan: Plan | None, knobs_json: str | None) -> None:
     """Apply the initial plan and knobs, warm up and calibrate, each as a phase of the heartbeat."""
-    if plan_json is not None:
+    if plan is not None:
         heartbeat.enter(Phase.CAPTURING)
-        engine.set_plan(Plan.model_validate_json(plan_json))
+        engine.set_plan(plan)
     if knobs_json is not None:
         # Set before the calibration, so that the calibrated step times include the padding of the knobs.
         engine.set_synthetic(SyntheticKnobs.model_validate_json(knobs_json))

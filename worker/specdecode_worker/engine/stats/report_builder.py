@@ -13,6 +13,7 @@ from specdecode_worker.contract import (
     PlanState,
     Report,
     SyntheticKnobs,
+    TrialState,
 )
 from specdecode_worker.engine.scheduler import Counters
 from specdecode_worker.engine.stats.statistics import MAX_ACCEPTANCE_CELLS, MAX_STEP_CELLS, Statistics
@@ -40,6 +41,7 @@ class WorkerSnapshot:
     clock_seconds: float
     draft: DraftState
     named_drafts: tuple[DraftState, ...]
+    trial: TrialState | None = None
     running: int
     waiting: int
     kv_tokens_total: int
@@ -68,6 +70,7 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
             target=identity.target,
             draft=snapshot.draft,
             named_drafts=snapshot.named_drafts,
+            trial=snapshot.trial,
             plan=snapshot.plan,
             synthetic=snapshot.synthetic,
             phases=snapshot.phases,

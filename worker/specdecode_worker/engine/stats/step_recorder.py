@@ -12,6 +12,7 @@ from specdecode_worker.engine.stats.statistics import AcceptanceCategory, Statis
 from specdecode_worker.engine.stats.step_costs import StepSize
 from specdecode_worker.speculation.shadow_scores import ShadowDraft, scores
 from specdecode_worker.speculation.trees import Tree
+from specdecode_worker.speculation.trial_costs import BlockCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class StepRecorder:
 
     def __init__(self, statistics: Statistics) -> None:
         self.statistics = statistics
+        self.block: BlockCosts | None = None
+        """Costs of the block of a draft trial that runs; None without one."""
         self._shadows: dict[str, list[ShadowDraft]] = {}
 
     def record_arrival(self, request: Request) -> None:
@@ -54,6 +57,11 @@ class StepRecorder:
             self.statistics.queue.add(now - request.arrived_seconds)
             self.statistics.traffic(request.submit.task).cached_tokens += request.cached_tokens
 
+    def admit_to_block(self, request: Request) -> None:
+        """Make a request that starts to run a member of the block of a draft trial, unless it has run before."""
+        if self.block is not None and request.epoch == int(bool(request.submit.emitted)):
+            self.block.admit(request.id)
+
     def record_row(self, row: Row, result: RowResult, taken: list[int], now: float) -> None:
         """Record a row that emitted tokens. ``taken`` are those that count; tokens after a stop are dropped."""
         request = row.request
@@ -63,6 +71,8 @@ class StepRecorder:
             traffic.decode_tokens += len(result.tokens)
             if not row.tree.given:
                 self.statistics.record_draft(row.tree.verified - 1, len(result.tokens) - 1)
+            if self.block is not None:
+                self.block.add_row(request.id, request.submit.task, len(taken))
             self._count_ranks(row.tree, category_of(request), result, len(taken))
             self._store_shadow(row, result)
         self._count_latency(request, traffic, len(taken), now)
@@ -75,6 +85,8 @@ class StepRecorder:
         The latency of a request that continues an earlier attempt is unknown.
         """
         self._shadows.pop(request.id, None)
+        if self.block is not None:
+            self.block.end_request(request.id, emitted=request.generated > 0)
         if request.finish not in ("stop", "length"):
             return
         self.statistics.record_request(category_of(request), request.accepted, request.drafts)
@@ -86,6 +98,11 @@ class StepRecorder:
         """Record the cost of a step, in seconds of wall time."""
         # Device time equals wall time on a CPU, and as long as no step is queued behind another.
         self.statistics.costs.add(context_bucket, size, emitted, seconds, seconds)
+
+    def record_block_step(self, concurrency: int, context: int, seconds: float) -> None:
+        """Add the duration of a step to the block of a draft trial, with the buckets that the step ran in."""
+        if self.block is not None:
+            self.block.end_step(concurrency, context, seconds)
 
     def _count_ranks(self, tree: Tree, category: AcceptanceCategory, result: RowResult, taken: int) -> None:
         main = True

@@ -1,0 +1,238 @@
+"""Assigned drafts and the trial of a candidate, on a worker with the embedded model and head."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from bounds import healthy
+from worker_process import WorkerProcess, real
+
+from specdecode_worker.contract import (
+    Artifact,
+    DraftAssignment,
+    DraftConfig,
+    DraftTrial,
+    EngineConfig,
+    Env,
+    ModelConfig,
+    Plan,
+    PlanRow,
+    Report,
+    Route,
+    ServerConfig,
+    TreeShape,
+    WorkerConfig,
+)
+from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.models.checkpoints.model_store import resolve
+
+TARGET, SPEC = "embedded://smollm2-135m-instruct", "embedded://smollm2-135m-instruct-eagle3"
+POD = "pod-a"
+CONFIG = WorkerConfig(
+    deployment_uid="uid-1",
+    model=ModelConfig(uri=TARGET, served_name="m", dtype="float32"),
+    draft=DraftConfig(method="eagle3", uri=SPEC),
+    engine=EngineConfig(max_num_seqs=2, kv_cache_tokens=4096, device="cpu", threads=1),
+    server=ServerConfig(host="127.0.0.1", port=0, admin_port=0),
+)
+PROMPTS = ("def add(a, b):", "The capital of France is", "1, 2, 3, 4,", "Dear Sir,", "x = [", "Once upon a time")
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def noised(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """Return a copy of the embedded head with noise on its weights."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("noised") / "head"
+    shutil.copytree(resolve(SPEC), folder)
+    (path,) = folder.glob("*.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in load_file(path).items()
+    }
+    path.chmod(0o644)
+    save_file(tensors, path)
+    return Artifact(uri=f"file://{folder}", hash=model_hash(folder))
+
+
+class Pod:
+    """Worker with plans of rising versions."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        self.worker = worker
+        self.version = 10
+        self.spec_hash = model_hash(resolve(SPEC))
+
+    def plan(self, stable: Artifact | None = None, trial: DraftTrial | None = None, *, drafts: bool = True) -> Plan:
+        self.version += 1
+        rows = tuple(PlanRow(concurrency=load, context=0, shape=TreeShape.chain(3)) for load in range(3))
+        return Plan(
+            uid="uid-1",
+            draft=self.spec_hash,
+            version=self.version,
+            rows=rows if drafts else (),
+            explore=0,
+            guard=False,
+            assignment=DraftAssignment(spec_draft=SPEC, target=TARGET, stable=stable, trial=trial),
+        )
+
+    def push(self, *args: Any, **fields: Any) -> None:
+        answer = self.worker.call_admin(
+            Route.plan, "PUT", content=self.plan(*args, **fields).model_dump_json(), timeout=30
+        )
+        assert answer.status_code == 200, answer.text
+
+    def report(self) -> Report:
+        return Report.model_validate_json(self.worker.call_admin(Route.report, timeout=30).content)
+
+    def wait(self, condition: Callable[[Report], object]) -> Report:
+        deadline = time.monotonic() + SECONDS
+        while not condition(report := self.report()):
+            assert time.monotonic() < deadline, report.model_dump_json(include={"draft", "trial", "plan"})
+            time.sleep(0.05)
+        return report
+
+    def text(self, prompt: str) -> str:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{self.worker.public}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def texts(self) -> list[str]:
+        """Return the answers to all prompts, two requests at once."""
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(self.text, PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
+    folder = tmp_path_factory.mktemp("pod")
+    environment = {Env.config: CONFIG.model_dump_json(), Env.pod_name: POD}
+    with real([], folder / "worker.log", environment) as worker:
+        worker.wait_ready()
+        yield Pod(worker)
+
+
+def trial(candidate: Artifact, **fields: Any) -> DraftTrial:
+    return DraftTrial(**{"id": "t1", "candidate": candidate, "pod": POD, "block_requests": 2, **fields})
+
+
+def test_a_live_worker_follows_the_assignment(pod: Pod, noised: Artifact) -> None:
+    with healthy(pod.worker):
+        pod.push(noised)
+        pod.wait(lambda report: report.draft.hash == noised.hash)
+        pod.push(None)
+        report = pod.wait(lambda report: report.draft.hash == pod.spec_hash and report.draft.pending is None)
+    assert (report.draft.swap_problem, report.trial) == (None, None)
+
+
+def test_files_with_another_hash_are_refused_by_a_live_worker(pod: Pod, noised: Artifact) -> None:
+    pod.push(noised.model_copy(update={"hash": "0123456789abcdef"}))
+    report = pod.wait(lambda report: report.draft.swap_problem)
+    assert report.draft.hash == pod.spec_hash
+    assert noised.hash in (report.draft.swap_problem or "")
+    pod.push(None)
+
+
+def test_texts_of_a_trial_equal_plain_decoding(pod: Pod, noised: Artifact) -> None:
+    pod.push(None, drafts=False)
+    plain = pod.texts()
+    pod.push(None, trial(noised, id="texts"))
+    while (state := pod.report().trial) is None or len(state.pairs) < 2:
+        assert state is None or state.state != "Failed", state
+        assert pod.texts() == plain
+    report = pod.report()
+    assert report.plan.matches_draft
+    assert [pair.index for pair in state.pairs] == list(range(len(state.pairs)))
+    assert all(side and all(cost.tokens for cost in side) for p in state.pairs for side in (p.incumbent, p.candidate))
+    drafts = {cell.draft for cell in report.acceptance}
+    assert {pod.spec_hash, noised.hash} <= drafts
+    pod.push(None)
+    pod.wait(lambda report: report.draft.hash == pod.spec_hash and report.trial is None)
+
+
+def test_a_trial_that_ends_in_the_middle_returns_to_the_stable_draft(pod: Pod, noised: Artifact) -> None:
+    pod.push(None, trial(noised, id="middle"))
+    pod.wait(lambda report: report.trial is not None and report.trial.state == "Running")
+    while pod.report().draft.hash != noised.hash:
+        pod.text(PROMPTS[0])
+    before = pod.text(PROMPTS[0])
+    began = time.monotonic()
+    pod.push(None, trial(noised, id="middle", pod="pod-b"))
+    report = pod.report()
+    print(f"back on the stable draft after {time.monotonic() - began:.3f} s")
+    assert (report.draft.hash, report.trial) == (pod.spec_hash, None)
+    assert pod.text(PROMPTS[0]) == before
+
+
+@pytest.mark.parametrize("kind", ["missing", "truncated", "nan"])
+def test_a_candidate_that_cannot_be_loaded_fails_the_trial(
+    pod: Pod, noised: Artifact, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "bad"
+    if kind != "missing":
+        shutil.copytree(noised.uri.removeprefix("file://"), folder)
+        _spoil(folder, kind)
+    bad = Artifact(uri=f"file://{folder}", hash=noised.hash if kind == "missing" else model_hash(folder))
+    with healthy(pod.worker):
+        pod.push(None, trial(bad, id=kind))
+        report = pod.wait(lambda report: report.trial is not None and report.trial.state == "Failed")
+        pod.text(PROMPTS[0])
+    assert report.trial is not None
+    print(kind, report.trial.problem)
+    assert report.draft.hash == pod.spec_hash
+    assert report.trial.problem == report.draft.swap_problem
+    pod.push(None)
+    pod.wait(lambda report: report.trial is None)
+
+
+def _spoil(folder: Path, kind: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (path,) = folder.glob("*.safetensors")
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+        return
+    tensors = load_file(path)
+    name = next(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.dim() == 2)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, path)
+
+
+def test_a_draft_of_a_person_lasts_until_the_next_plan(pod: Pod, noised: Artifact) -> None:
+    answer = pod.worker.call_admin(Route.draft, "PUT", json={"uri": noised.uri, "method": "eagle3"}, timeout=30)
+    assert answer.status_code == 202, answer.text
+    pod.wait(lambda report: report.draft.hash == noised.hash)
+    pod.push(None)
+    pod.wait(lambda report: report.draft.hash == pod.spec_hash)
+
+
+@pytest.mark.parametrize("files", ["right", "wrong"])
+def test_a_worker_starts_with_the_assigned_draft(noised: Artifact, tmp_path: Path, files: str) -> None:
+    stable = noised if files == "right" else noised.model_copy(update={"hash": "0123456789abcdef"})
+    assignment = DraftAssignment(spec_draft=SPEC, target=TARGET, stable=stable)
+    plan = Plan(uid="uid-1", draft=stable.hash, version=1, initial=TreeShape.chain(3), explore=0, assignment=assignment)
+    (tmp_path / "plan.json").write_text(plan.model_dump_json())
+    environment = {Env.config: CONFIG.model_dump_json(), Env.plan_path: str(tmp_path / "plan.json")}
+    with real([], tmp_path / "worker.log", environment) as worker:
+        worker.wait_ready()
+        started = Pod(worker)
+        report = started.report()
+        assert started.text(PROMPTS[1])
+    if files == "right":
+        assert (report.draft.hash, report.draft.uri, report.draft.swap_problem) == (stable.hash, stable.uri, None)
+    else:
+        assert report.draft.hash == started.spec_hash
+        assert f"has the hash {noised.hash}" in (report.draft.swap_problem or "")
