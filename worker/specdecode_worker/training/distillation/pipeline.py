@@ -42,7 +42,7 @@ from specdecode_worker.training.distillation.record_shards import (
 from specdecode_worker.training.distillation.replay_pool import Pool, merge_pools, read_pool, split_pool
 from specdecode_worker.training.distillation.splits import union_of_runs
 from specdecode_worker.training.distillation.student_training import StudentData, StudentSettings, StudentTraining
-from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.errors import PoisonedCapture, TrainingError
 from specdecode_worker.training.evaluation.candidate_judge import Comparison, compare_drafts
 from specdecode_worker.training.evaluation.draft_calibration import write_calibration
 from specdecode_worker.training.evaluation.golden_set import Golden, exclude_overlapping, golden_set, runs_of_samples
@@ -63,7 +63,8 @@ class DistillationSettings:
     target are replayed as well; a draft from elsewhere has no runs. ``oldest_seconds`` is the Unix time before which
     records are ignored. ``most_tokens`` limits the training text, captured and replayed each. ``wanted_gain`` is the
     relative gain in tokens per second that a better candidate must
-    exceed.
+    exceed. A run ends with PoisonedCapture if the target does not reproduce more than ``max_not_reproduced`` of the
+    captured text.
     """
 
     target: Ancestor
@@ -79,6 +80,7 @@ class DistillationSettings:
     oldest_seconds: float = 0.0
     most_tokens: int = 400_000
     golden_tokens: int = 128
+    max_not_reproduced: float = 1.0
 
 
 class Distillation:
@@ -111,6 +113,7 @@ class Distillation:
         self._log(
             f"distill: {sum(summary.used.values())} of {summary.records} records used, dropped: {summary.dropped}"
         )
+        self._check_not_poisoned(summary)
         training_run = self._train_student(golden, summary)
         document = self._compare_with_deployed(golden, summary) | self._describe_run(summary, training_run)
         self._write_lineage(golden, summary, document)
@@ -146,6 +149,15 @@ class Distillation:
             most_tokens=job.most_tokens,
         )
         return prepare_shards(self._target, source, job.out / "data", self._log, self._stopped)
+
+    def _check_not_poisoned(self, summary: Summary) -> None:
+        """Raise PoisonedCapture if too much of the captured text is not the target's own."""
+        share, most = summary.not_reproduced_share, self._job.max_not_reproduced
+        if share > most:
+            raise PoisonedCapture(
+                f"the target does not reproduce {share:.0%} of the captured text, more than {most:.0%}: it was changed "
+                "by a redaction hook, forged, or served by another target or dtype; nothing was learnt from it"
+            )
 
     def _train_student(self, golden: Golden, summary: Summary) -> StudentTraining | None:
         """Train the candidate and write it to OUT/head.

@@ -55,10 +55,19 @@ class Summary:
     mix: dict[str, float] = field(default_factory=dict)
     output_tokens: int = 0
     near_ties: int = 0
+    replayed_tokens: int = 0
+    """Output tokens of all records that the target replayed."""
+    not_reproduced_tokens: int = 0
+    """Those of the records that the target does not reproduce."""
     window_seconds: tuple[float, float] = (0.0, 0.0)
     sha256: str = ""
     torn_segments: int = 0
     unreadable: int = 0
+
+    @property
+    def not_reproduced_share(self) -> float:
+        """Share of the replayed text, in output tokens, that the target does not reproduce."""
+        return self.not_reproduced_tokens / self.replayed_tokens if self.replayed_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,20 +209,22 @@ def _replay_chunk(target: Llama, chunk: Sequence[Record], folder: Path, number: 
     """
     parts: dict[Split, list[tuple[Record, Conversation]]] = {split: [] for split in get_args(Split)}
     dropped: Counter[str] = Counter()
-    ties = 0
+    ties, tokens = 0, Counter[str]()
     for record in chunk:
         replayed = replay(target, record)
+        tokens["replayed"] += record.output_length
         if isinstance(replayed, Replayed):
             parts[split_of(record.opening)].append((record, replayed.conversation))
             ties += replayed.ties
         else:
             dropped[replayed] += 1
+            tokens["not_reproduced"] += record.output_length
     for split, pairs in parts.items():
         if pairs:
             (folder / split).mkdir(exist_ok=True)
             path = write_shard(folder / split, number, [conversation for _, conversation in pairs])
             path.with_suffix(".records").write_bytes(msgspec.msgpack.encode([record for record, _ in pairs]))
-    _write_json(folder / f"done-{number:05}.json", {"dropped": dropped, "near_ties": ties})
+    _write_json(folder / f"done-{number:05}.json", {"dropped": dropped, "near_ties": ties, "tokens": tokens})
 
 
 def _add_up(summary: Summary, folder: Path) -> None:
@@ -223,6 +234,8 @@ def _add_up(summary: Summary, folder: Path) -> None:
         note = json.loads(path.read_text())
         dropped.update(note["dropped"])
         summary.near_ties += note["near_ties"]
+        summary.replayed_tokens += note["tokens"].get("replayed", 0)
+        summary.not_reproduced_tokens += note["tokens"].get("not_reproduced", 0)
     summary.dropped = dict(dropped)
     tokens: Counter[str] = Counter()
     weighted: Counter[str] = Counter()
