@@ -32,14 +32,9 @@ from specdecode_worker.training.artifacts.atomic_files import write_text
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor, lineage, read_lineage
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.distillation.mixture import Weighted
-from specdecode_worker.training.distillation.record_shards import (
-    CaptureSelection,
-    Stopped,
-    Summary,
-    prepare_shards,
-    read_samples,
-)
+from specdecode_worker.training.distillation.record_shards import CaptureSelection, Stopped, Summary, prepare_shards
 from specdecode_worker.training.distillation.replay_pool import Pool, merge_pools, read_pool, split_pool
+from specdecode_worker.training.distillation.sample_shards import read_samples
 from specdecode_worker.training.distillation.splits import union_of_runs
 from specdecode_worker.training.distillation.student_training import StudentData, StudentSettings, StudentTraining
 from specdecode_worker.training.errors import PoisonedCapture, TrainingError
