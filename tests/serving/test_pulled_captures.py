@@ -272,6 +272,10 @@ def test_unusable_source_is_refused(address: str, token: str, named: str) -> Non
         pull_source(address, token, None, 1)
 
 
+def test_first_line_of_a_rotated_token_counts() -> None:
+    assert pull_source("a:1", "new\nold\n", None, 1).token == "new"
+
+
 def test_wrong_token_is_reported(
     port: int, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ def pull_source(address: str, token: str | None, ca_file: str | None, max_bytes:
 
     Args:
         address: ``HOST:PORT``, with ``https://`` in front for TLS.
-        token: Token with the scope capture.
+        token: Token with the scope capture. Of several lines, as the tokens Secret has them, the first counts.
         ca_file: Certificates that sign those of the workers; implies TLS.
         max_bytes: Bound of what is stored.
 
@@ -78,6 +78,7 @@ def pull_source(address: str, token: str | None, ca_file: str | None, max_bytes:
         host = port = None
     if host is None or port is None or parts.scheme not in ("", "http", "https") or parts.path.strip("/"):
         raise PullFailed(f"--capture-from {address!r}: write HOST:PORT, or https://HOST:PORT")
+    token = (token or "").partition("\n")[0].strip()
     if not token or re.fullmatch(r"[!-~]+", token) is None:
         raise PullFailed("--capture-from needs a token with the scope capture in $SPECDECODE_CAPTURE_TOKEN")
     return PullSource(host, port, token, _tls(ca_file) if ca_file or parts.scheme == "https" else None, max_bytes)

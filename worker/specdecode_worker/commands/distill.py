@@ -27,8 +27,9 @@ from specdecode_worker.commands.common.capture_sources import (
     delete_fetched,
 )
 from specdecode_worker.commands.common.distillation_job import MAX_NOT_REPRODUCED, add_job_flags, run_as_job
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_shape_flags
+from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_device_flag, add_shape_flags
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_llama
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_flags(parser)
     add_shape_flags(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="as the worker serves")
+    add_device_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads (default: all)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where models are kept")
     _exit_apart(parser)
@@ -174,7 +176,7 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
     settings = _settings(args)
     capture = capture_folders(args, _log, stopped)
     target, parent = (_ancestor(uri, args.cache_dir) for uri in (args.model, args.draft))
-    model = load_llama(target.folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
+    model = load_llama(target.folder, dtype=getattr(torch, args.dtype), device=device_of(args.device))
     job = DistillationSettings(
         target=target,
         parent=parent,

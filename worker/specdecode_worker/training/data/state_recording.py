@@ -77,10 +77,12 @@ def text_conversations(target: Llama, chat: Chat, path: Path, skip_tokens: int) 
 
 @torch.inference_mode()
 def read_states(target: Llama, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the target's layer states [N, 3E] and last hidden state [N, E] over one text, from one pass."""
-    out = target(tokens_N, torch.arange(len(tokens_N)), _causal, TargetStates(target.config.aux_layers))
+    """Return the target's layer states [N, 3E] and last hidden state [N, E] over one text, on the CPU."""
+    device = target.lm_head.weight.device
+    positions_N = torch.arange(len(tokens_N), device=device)
+    out = target(tokens_N.to(device), positions_N, _causal, TargetStates(target.config.aux_layers))
     assert isinstance(out.aux_TA, Tensor)
-    return out.aux_TA, out.hidden_TE
+    return out.aux_TA.cpu(), out.hidden_TE.cpu()
 
 
 def _causal(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

@@ -165,10 +165,12 @@ class Distillation:
             shutil.copytree(self._job.parent.folder, head_folder, dirs_exist_ok=True)
             return None
         student_data = self._student_data(golden, summary)
-        origin = self._load(self._job.parent.folder, torch.float32)
+        origin = self._load(self._job.parent.folder, torch.float32, torch.device("cpu"))
         head = prepare_eagle3_head(origin, self._target, origin.target_ids.clone())
         output_VE, eos = self._target.lm_head.weight, self._target.config.eos_token_ids
-        training_run = StudentTraining(head, output_VE, student_data, self._job.settings, self._job.out, eos)
+        training_run = StudentTraining(
+            head.to(output_VE.device), output_VE, student_data, self._job.settings, self._job.out, eos
+        )
         training_run.run(self._log, self._stopped)
         shutil.copytree(self._job.out / "best", head_folder, dirs_exist_ok=True)
         texts = [sample.conversation for sample in student_data.validation] + list(student_data.old_validation)
@@ -234,8 +236,9 @@ class Distillation:
     def _load_calibrated(self, folder: Path) -> CalibratedDraft:
         return CalibratedDraft(self._load(folder, self._target.lm_head.weight.dtype), read_sharpness(folder))
 
-    def _load(self, folder: Path, dtype: torch.dtype) -> Eagle3Head:
-        return load_eagle3(folder, self._target, dtype=dtype, device=torch.device("cpu"))
+    def _load(self, folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> Eagle3Head:
+        """Load a head, by default to the device of the target."""
+        return load_eagle3(folder, self._target, dtype=dtype, device=device or self._target.lm_head.weight.device)
 
     def _describe_run(self, summary: Summary, training_run: StudentTraining | None) -> dict[str, Any]:
         """Return the part of the document that describes the data and the training."""

@@ -82,7 +82,7 @@ def _record(target: Llama, conversation: Conversation) -> Record:
 
     The record ends with the token that the target chooses after the conversation's last one.
     """
-    last = int(target.logits(conversation.hidden_NE[-1:]).argmax())
+    last = int(target.logits(conversation.hidden_NE[-1:].to(target.lm_head.weight.device)).argmax())
     tokens = conversation.tokens_N.tolist()
     prompt = tokens[: conversation.answer_start]
     return Record(
