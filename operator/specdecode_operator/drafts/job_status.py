@@ -12,10 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specdecode_worker.contract.distillation import DistillationVerdict
+from specdecode_worker.contract.distillation import JOB_CONTAINER, DistillationVerdict
 
-CONTAINER = "distill"
-"""Container whose termination message has the verdict."""
 MAX_REASON = 500
 """Longest reason, in characters."""
 _OUT_OF_MEMORY = "OOMKilled"
@@ -72,7 +70,7 @@ def job_status(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> Job
         pods: Manifests of its pods, in any order.
     """
     pods = sorted(pods, key=_created)
-    verdict = next((found for pod in reversed(pods) if (found := _verdict(pod)) is not None), None)
+    verdict = next((read for pod in reversed(pods) if (read := _verdict(pod)) is not None), None)
     conditions = _conditions(job)
     failed = sum(_ended_without_result(pod) for pod in pods)
     failed = max(failed, int((job.get("status") or {}).get("failed") or 0))
@@ -132,7 +130,7 @@ def _unfinished(
 
 def _verdict(pod: Mapping[str, Any]) -> DistillationVerdict | None:
     """Return the verdict in a pod's termination message. Its text is validated, because a pod may write anything."""
-    ended = _terminated(pod, CONTAINER)
+    ended = _terminated(pod, JOB_CONTAINER)
     message = str(ended.get("message") or "")
     if ended.get("exitCode") != 0 or not message.startswith("{"):
         return None
@@ -174,13 +172,13 @@ def _waiting_reasons(pod: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _last_message(pod: Mapping[str, Any]) -> str:
-    return _last_line(str(_terminated(pod, CONTAINER).get("message") or ""))
+    return _last_line(str(_terminated(pod, JOB_CONTAINER).get("message") or ""))
 
 
 def _terminated(pod: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return how a container ended; empty if it has not."""
-    found = (one["state"]["terminated"] for one in _ended_containers(pod) if one.get("name") == name)
-    return next(found, {})
+    terminations = (one["state"]["terminated"] for one in _ended_containers(pod) if one.get("name") == name)
+    return next(terminations, {})
 
 
 def _ended_containers(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:

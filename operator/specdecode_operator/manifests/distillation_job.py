@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.manifests.config import CACHE_DIR, TLS_DIR, unpinned_uris
 from specdecode_operator.manifests.identity import (
     NAME_LABEL,
@@ -24,10 +25,9 @@ from specdecode_operator.manifests.identity import (
 from specdecode_operator.manifests.volumes import REVISIONS_PATH, pull_mounts, secret_volume, volumes
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
+from specdecode_worker.contract.distillation import JOB_CONTAINER
 
-CONTAINER = "distill"
-"""Container whose termination message has the verdict."""
-RUN_LABEL = "specdecode.io/run"
+RUN_LABEL = f"{GROUP}/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 SCRATCH_DIR = "/var/lib/specdecode/distillation"
 PROMPTS_DIR = "/etc/specdecode/prompts"
@@ -68,7 +68,7 @@ class DistillationJob:
     queue_name: str | None = None
     """LocalQueue of Kueue; None for a Job that starts at once."""
     scratch_claim: str | None = None
-    """Claim for checkpoints and data. None for an emptyDir, with which a new pod begins anew."""
+    """Claim for checkpoints and data. None for an emptyDir, with which a new pod starts from the beginning."""
     scratch_size: str = "50Gi"
     """Size limit of the emptyDir."""
     head_uri: str | None = None
@@ -121,7 +121,7 @@ def _failure_policy() -> dict[str, Any]:
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {
                 "action": "FailJob",
-                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [USAGE_EXIT_CODE]},
+                "onExitCodes": {"containerName": JOB_CONTAINER, "operator": "In", "values": [USAGE_EXIT_CODE]},
             },
         ]
     }
@@ -199,7 +199,7 @@ def _distill(deployment: Deployment, settings: DistillationJob, defaults: Defaul
         _from_secret(Env.capture_token, tokens_name(deployment.name), TokenScope.capture.value),
     ]
     return {
-        **_container(deployment, settings, defaults, CONTAINER),
+        **_container(deployment, settings, defaults, JOB_CONTAINER),
         "command": ["specdecode-worker", "distill", *arguments(deployment, settings)],
         "env": env,
         "resources": _resources(settings),

@@ -250,10 +250,10 @@ def _response(connection: http.client.HTTPConnection, path: str, token: str) -> 
 def _addresses(source: PullSource) -> list[str]:
     """Return all addresses of the workers, each once."""
     try:
-        found = socket.getaddrinfo(source.host, source.port, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(source.host, source.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise PullFailed(f"{source.host} has no address: {error.strerror or error}; is a worker ready?") from None
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def _read(response: http.client.HTTPResponse, count: int) -> bytes:

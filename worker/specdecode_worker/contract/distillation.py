@@ -13,8 +13,10 @@ from specdecode_worker.contract.assignment import Artifact
 from specdecode_worker.contract.verdict import MAX_VERDICT_BYTES
 from specdecode_worker.contract.wire import CONTRACT_VERSION, Received
 
+JOB_CONTAINER = "distill"
+"""Container of the Job's pods whose termination message has the document."""
 DistillationFailure = Literal["capture", "poisoned", "disk-full", "out-of-memory", "time-limit", "input", "error"]
-"""Kind of a failure.
+"""Category of a failure.
 
 ``capture``: no captured segments could be fetched or read. ``poisoned``: too much of the captured text is not the
 target's own. ``input``: a model, a file or a setting cannot be used. ``error``: an error that nobody expected.

@@ -123,7 +123,7 @@ def test_scheduling_and_devices_are_those_of_the_settings() -> None:
 
 
 def test_captures_are_pulled_from_all_workers_with_the_capture_token_alone() -> None:
-    assert flags()["capture-from"] == "demo-workers.team-a.svc:8001"
+    assert flags()["capture-from"] == "demo-workers.ns.svc:8001"
     env = {one["name"]: one for one in container()["env"]}
     assert env[Env.capture_token]["valueFrom"]["secretKeyRef"] == {"name": "demo-tokens", "key": "capture"}
     text = str(pod())
@@ -132,7 +132,7 @@ def test_captures_are_pulled_from_all_workers_with_the_capture_token_alone() -> 
 
 def test_with_tls_the_job_has_the_certificate_of_the_ca_and_no_key() -> None:
     spec = {"tls": {"secretName": "demo-tls"}}
-    assert flags(**spec)["capture-from"] == "https://demo-workers.team-a.svc:8001"
+    assert flags(**spec)["capture-from"] == "https://demo-workers.ns.svc:8001"
     assert flags(**spec)["capture-ca"] == "/etc/specdecode/tls/ca.crt"
     secret = volume("tls-ca", **spec)["secret"]
     assert (secret["secretName"], secret["items"]) == ("demo-tls", [{"key": "ca.crt", "path": "ca.crt"}])

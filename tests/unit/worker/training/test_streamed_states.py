@@ -49,9 +49,9 @@ class PeakMemory:
 
 
 def _anonymous_mib() -> float:
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) / 1024
+    matching = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert matching
+    return int(matching[1]) / 1024
 
 
 def texts() -> Iterator[Conversation]:
