@@ -44,7 +44,7 @@ from specdecode_worker.training.artifacts.export import write_head
 from specdecode_worker.training.data.batches import DataSet, batches
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.distillation.mixture import Weighted, compose
-from specdecode_worker.training.distillation.record_shards import read_samples
+from specdecode_worker.training.distillation.sample_shards import read_samples
 from specdecode_worker.training.distillation.splits import split_of
 from specdecode_worker.training.distillation.student_training import StudentSettings, train_settings
 from specdecode_worker.training.evaluation.acceptance_replay import StepCounts

@@ -2,12 +2,14 @@
 
 CaptureError
 ├── HookNotFound       the redaction hook cannot be imported
-└── FolderUnusable     the folder of segments cannot be created, written or read
+├── FolderUnusable     the folder of segments cannot be created, written or read
+├── SegmentNotFound    a folder has no finished segment of a name
+└── PullFailed         no segments can be fetched from workers
 """
 
 
 class CaptureError(Exception):
-    """Base of errors that prevent capture from starting. The message names the remedy."""
+    """Base of errors of capture. The message names the remedy."""
 
 
 class HookNotFound(CaptureError):
@@ -16,3 +18,11 @@ class HookNotFound(CaptureError):
 
 class FolderUnusable(CaptureError):
     """The folder of segments cannot be created, written or read."""
+
+
+class SegmentNotFound(CaptureError):
+    """A folder has no finished segment of a name."""
+
+
+class PullFailed(CaptureError):
+    """No segments can be fetched from workers: no address, a wrong token or no space."""

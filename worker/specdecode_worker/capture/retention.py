@@ -22,6 +22,8 @@ _REWRITE_SECONDS = 3600.0
 """Age at which such a file is certainly left over from a crash."""
 PARTS = 16
 """A segment is closed at this fraction of either bound, so a sweep never deletes more than that at once."""
+MAX_OPEN_SECONDS = 300.0
+"""Age at which a segment is closed at the latest. Only closed segments can be pulled for distillation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Retention:
     @property
     def segment_seconds(self) -> float:
         """Age at which a segment is closed."""
-        return self.max_age_seconds / PARTS
+        return min(self.max_age_seconds / PARTS, MAX_OPEN_SECONDS)
 
     def is_expired(self, segment: Segment, now: float) -> bool:
         """Return whether the oldest record of a segment is about to exceed its age."""

@@ -1,7 +1,7 @@
 """Command ``distill``: train a better draft from captured traffic and compare it with the deployed draft.
 
 The work is done by ``training.distillation``. SIGTERM and SIGINT stop the command between two pieces of work; all
-finished work is kept.
+finished work is kept. ``--job`` runs it as a Kubernetes Job (common/distillation_job.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from typing import Any, NoReturn
 import torch
 
 from specdecode_worker.capture import CaptureError
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_shape_flags
+from specdecode_worker.commands.common.capture_sources import (
+    add_capture_flags,
+    capture_folders,
+    check_capture_flags,
+    delete_fetched,
+)
+from specdecode_worker.commands.common.distillation_job import MAX_NOT_REPRODUCED, add_job_flags, run_as_job
+from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_device_flag, add_shape_flags
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_llama
@@ -29,9 +37,10 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings
-from specdecode_worker.training.distillation.record_shards import Interrupted
+from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped
+from specdecode_worker.training.distillation.run_clock import RunClock
 from specdecode_worker.training.distillation.student_training import StudentSettings
-from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.errors import TimeLimitReached, TrainingError
 
 INTERRUPTED = 143
 """Exit code after a stop: 128 + SIGTERM, as for a process without a handler, so that a Kubernetes Job restarts it."""
@@ -43,11 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command to ``parser``."""
     parser.epilog = (
         "Exit codes: 0 the draft is better, 2 worse, 3 inconclusive; 1 an error, 64 wrong usage, 143 stopped by a "
-        "signal with all kept: the same command goes on. The verdict is printed and lies in OUT/verdict.json."
+        "signal with all kept: the same command goes on. The verdict is printed and lies in OUT/verdict.json. With "
+        "--job the exit code is 0 for every verdict and every error."
     )
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
     parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI", help="deployed EAGLE-3 head, to go on from")
-    parser.add_argument("--capture", type=Path, nargs="+", required=True, metavar="DIR", help="of `serve --capture`")
+    add_capture_flags(parser)
     parser.add_argument("--golden", type=Path, required=True, metavar="FILE.jsonl",
                         help="frozen prompts by domain on which no draft may lose")  # fmt: skip
     parser.add_argument("--replay", type=Path, nargs="+", default=[], metavar="DIR",
@@ -61,8 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capture-tokens", type=int, default=400_000, metavar="N",
                         help="at most so many of training text, the newest (default: %(default)s)")  # fmt: skip
     parser.add_argument("--max-tokens", type=int, default=128, help="of a golden answer (default: %(default)s)")
+    add_job_flags(parser)
     add_shape_flags(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="as the worker serves")
+    add_device_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads (default: all)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where models are kept")
     _exit_apart(parser)
@@ -90,18 +102,34 @@ def _exit_apart(parser: argparse.ArgumentParser) -> None:
         parser.exit(_USAGE, f"{parser.prog}: error: {message}\n")
 
     parser.error = error  # type: ignore[method-assign]
+    parser.set_defaults(check=lambda args: check_capture_flags(parser, args))
 
 
 def run(args: argparse.Namespace) -> int:
     """Return the exit code listed in the epilog of the help text."""
+    args.check(args)
     if args.threads:
         torch.set_num_threads(args.threads)
+    clock = RunClock(args.out / "clock.json", args.time_limit)
     try:
-        with _stoppable() as stop:
-            document = _distill(args, stop)
+        with _stoppable() as stop, clock.running():
+            return _run_job(args, stop, clock) if args.job else _run(args, stop, clock)
     except Interrupted:
         _log("distill: stopped; the same command goes on from here")
         return INTERRUPTED
+
+
+def _run_job(args: argparse.Namespace, stop: threading.Event, clock: RunClock) -> int:
+    """Run as a Job, print the document of the result and return 0."""
+    result = run_as_job(lambda: _distill(args, stop, clock), args, clock)
+    print(result.model_dump_json(indent=2, exclude_none=True))
+    return 0
+
+
+def _run(args: argparse.Namespace, stop: threading.Event, clock: RunClock) -> int:
+    """Run, print the verdict and return its exit code."""
+    try:
+        document = _distill(args, stop, clock)
     except (TrainingError, CaptureError, ModelError) as error:
         print(f"specdecode-worker distill: {error}", file=sys.stderr)
         return 1
@@ -122,26 +150,50 @@ def _stoppable() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _distill(args: argparse.Namespace, stop: threading.Event) -> dict[str, Any]:
-    """Run the distillation and return its result document."""
+def _distill(args: argparse.Namespace, stop: threading.Event, clock: RunClock) -> dict[str, Any]:
+    """Run the distillation and return its result document.
+
+    Raises:
+        Interrupted: A signal stopped the run.
+        TimeLimitReached: The run took longer than --time-limit.
+    """
+
+    def stopped() -> bool:
+        return stop.is_set() or clock.is_over
+
+    try:
+        document = _run_pipeline(args, stopped)
+    except Interrupted:
+        if stop.is_set():
+            raise
+        raise TimeLimitReached(f"the run took more than --time-limit {args.time_limit:g} seconds") from None
+    delete_fetched(args.out)
+    return document
+
+
+def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
+    """Fetch captured segments where they are wanted, and run all remaining stages."""
+    settings = _settings(args)
+    capture = capture_folders(args, _log, stopped)
     target, parent = (_ancestor(uri, args.cache_dir) for uri in (args.model, args.draft))
-    model = load_llama(target.folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
+    model = load_llama(target.folder, dtype=getattr(torch, args.dtype), device=device_of(args.device))
     job = DistillationSettings(
         target=target,
         parent=parent,
-        capture=tuple(args.capture),
+        capture=capture,
         golden=args.golden,
         replay=tuple(args.replay),
         replay_prompts=args.replay_prompts,
         out=args.out,
-        settings=_settings(args),
+        settings=settings,
         shape=args.shape or TreeShape.chain(3),
         wanted_gain=args.min_gain,
         oldest_seconds=time.time() - args.max_age if args.max_age else 0.0,
         most_tokens=args.capture_tokens,
         golden_tokens=args.max_tokens,
+        max_not_reproduced=MAX_NOT_REPRODUCED if args.job else 1.0,
     )
-    return Distillation(model, Chat(target.folder), job, _log, stop.is_set).run()
+    return Distillation(model, Chat(target.folder), job, _log, stopped).run()
 
 
 def _settings(args: argparse.Namespace) -> StudentSettings:
@@ -154,6 +206,8 @@ def _settings(args: argparse.Namespace) -> StudentSettings:
         raise TrainingError(f"--replay-share is {args.replay_share}; it is a share of a round, from 0 to below 1")
     least = {"--steps": args.steps, "--minutes": args.minutes, "--round-steps": args.round_steps,
              "--patience": args.patience, "--unroll": args.unroll, "--batch-tokens": args.batch_tokens}  # fmt: skip
+    if args.time_limit is not None:
+        least["--time-limit"] = args.time_limit
     if wrong := [flag for flag, value in least.items() if value <= 0]:
         raise TrainingError(f"{wrong[0]} must be above 0")
     return StudentSettings(

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
+from specdecode_worker.commands.common.flags import EMBEDDED_TARGET, add_device_flag
+from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, load_draft
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_llama
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--validate-steps", type=int, default=0, metavar="N", help="or every N steps, by no clock")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    add_device_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads (default: all)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where models are kept")
 
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> Path:
     """Train the draft and return its folder."""
     folder = resolve(args.model, args.cache_dir)
-    target = load_llama(folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
+    target = load_llama(folder, dtype=getattr(torch, args.dtype), device=device_of(args.device))
     peers = join()
     return train_draft(
         target,

@@ -20,6 +20,8 @@ class Route:
     synthetic = "/v1/synthetic"
     drain = "/v1/drain"
     draft = "/v1/draft"
+    captures = "/v1/captures"
+    """List of finished segments of captured traffic; one segment is below it, by its name."""
 
 
 class Header:
@@ -35,6 +37,8 @@ class Env:
     config = "SPECDECODE_CONFIG"
     admin_token = "SPECDECODE_ADMIN_TOKEN"
     """Token of the admin port with the scope operator. Unset, the worker makes one. A blank value is refused."""
+    capture_token = "SPECDECODE_CAPTURE_TOKEN"
+    """Token of workers' admin ports with the scope capture, for `distill --capture-from`."""
     plan_path = "SPECDECODE_PLAN_PATH"
     revisions_path = "SPECDECODE_REVISIONS_PATH"
     """File with the Revisions of models whose URI names no commit. It need not exist."""

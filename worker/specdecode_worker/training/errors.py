@@ -3,7 +3,9 @@
 TrainingError
 ├── PromptFileError    a file of prompts or of text cannot be used
 ├── ResumeMismatch     a checkpoint or a cache was made with other settings
-└── DraftNotTrainable  an existing draft cannot be trained further
+├── DraftNotTrainable  an existing draft cannot be trained further
+├── PoisonedCapture    too much of the captured text is not the target's own
+└── TimeLimitReached   the run took longer than its limit
 """
 
 
@@ -21,3 +23,11 @@ class ResumeMismatch(TrainingError):
 
 class DraftNotTrainable(TrainingError):
     """Existing draft that cannot be trained further; the message names the reason."""
+
+
+class PoisonedCapture(TrainingError):
+    """Captured text of which the target does not reproduce too large a share."""
+
+
+class TimeLimitReached(TrainingError):
+    """Run that took longer than its limit, over all its restarts."""

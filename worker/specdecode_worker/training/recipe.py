@@ -117,7 +117,7 @@ def train_draft(
     data = DataSet(recorded, validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)
     if draft_settings.copiers:
         draft = _add_copy_heads(draft, target, recorded, draft_settings)
-    trainer = Trainer(draft, output_VE, data, settings, peers)
+    trainer = Trainer(draft.to(output_VE.device), output_VE, data, settings, peers)
     if trainer.restore(out):
         log(f"train: going on from step {trainer.progress.step}")
 

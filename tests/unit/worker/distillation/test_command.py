@@ -9,26 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from captured_folders import noise, write
 from safetensors.torch import load_file
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
-from specdecode_worker.capture.record import encode
-from specdecode_worker.capture.segments import SegmentWriter
 from specdecode_worker.commands import distill
 from specdecode_worker.training.distillation import student_training
 from specdecode_worker.training.distillation.splits import split_of
-
-
-def write(folder: Path, records: Sequence[Record]) -> Path:
-    segments = SegmentWriter(folder, max_bytes=2**24, max_age_seconds=1e12)
-    for record in records:
-        segments.append(encode(record))
-    segments.close()
-    return folder
 
 
 @pytest.fixture
@@ -164,16 +154,6 @@ def test_existing_verdict_is_returned_unchanged(
     assert run(flags, out, "--replay-share", "0") == 3
     (out / "verdict.json").write_text(json.dumps({"exit_code": 2, "verdict": "worse"}))
     assert run(flags, out, "--replay-share", "0") == 2, "test texts are not looked at a second time"
-
-
-def noise(records: Sequence[Record]) -> list[Record]:
-    generator = torch.Generator().manual_seed(0)
-
-    def spoiled(record: Record) -> Record:
-        out = torch.randint(0, 250, (record.output_length,), generator=generator).tolist()
-        return msgspec.structs.replace(record, tokens=(*record.tokens[: record.prompt_length], *out))
-
-    return [spoiled(record) for record in records]
 
 
 def test_records_of_noise_are_dropped(flags: list[str], records: Sequence[Record], draft: Path, tmp_path: Path) -> None:

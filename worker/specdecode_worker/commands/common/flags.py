@@ -19,9 +19,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--quantization", choices=get_args(TargetQuantization), help="of the target's weights alone")
     parser.add_argument("--draft-quantization", choices=get_args(DraftQuantization), help="of its MLPs and head")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_device_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
     parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept (default: the user's cache)")
+
+
+def add_device_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --device."""
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
 
 
 def add_shape_flags(parser: argparse.ArgumentParser) -> None:

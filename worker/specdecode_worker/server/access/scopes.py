@@ -12,11 +12,11 @@ class Scope(StrEnum):
     """Purpose of an admin token. The file of a token has the name of its scope."""
 
     operator = "operator"
-    """Every route, also those that a later version adds."""
+    """Every route except captured segments, also those that a later version adds."""
     router = "router"
     """Reports, and the internal streams below INTERNAL_PREFIX."""
     capture = "capture"
-    """Reading of captured segments."""
+    """Reading of captured segments, and nothing else."""
 
 
 INTERNAL_PREFIX = "/internal/"
@@ -24,6 +24,7 @@ INTERNAL_PREFIX = "/internal/"
 
 _OPERATOR = frozenset({Scope.operator})
 _OPERATOR_AND_ROUTER = frozenset({Scope.operator, Scope.router})
+_CAPTURE = frozenset({Scope.capture})
 
 ROUTE_SCOPES: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("GET", Route.report): _OPERATOR_AND_ROUTER,
@@ -35,6 +36,8 @@ ROUTE_SCOPES: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("PUT", Route.synthetic): _OPERATOR,
     ("DELETE", Route.synthetic): _OPERATOR,
     ("POST", Route.drain): _OPERATOR,
+    ("GET", Route.captures): _CAPTURE,
+    ("GET", f"{Route.captures}/{{name}}"): _CAPTURE,
 }
 """Scopes that may call each route of the admin port."""
 
@@ -48,4 +51,6 @@ def allowed_scopes(method: str, path: str) -> frozenset[Scope]:
     """Return the scopes that may call a route. A route that is not in the table is the operator's alone."""
     if path.startswith(INTERNAL_PREFIX):
         return _OPERATOR_AND_ROUTER
+    if path.startswith(f"{Route.captures}/"):
+        return _CAPTURE
     return ROUTE_SCOPES.get((method, path), _OPERATOR)

@@ -28,7 +28,7 @@ def domain_probabilities(shards: Iterable[Path], output_VE: Tensor, *, every: in
     for path in shards:
         for conversation in read_shard(path):
             states_RE = conversation.hidden_NE[conversation.answer_start :: every]
-            mass_V = torch.softmax((states_RE.to(output_VE.dtype) @ output_VE.T).float(), dim=-1).sum(dim=0).double()
+            mass_V = torch.softmax((states_RE.to(output_VE) @ output_VE.T).float(), dim=-1).sum(dim=0).double().cpu()
             sums[conversation.domain] = sums.get(conversation.domain, torch.zeros(())) + mass_V
     return {domain: mass_V / mass_V.sum() for domain, mass_V in sorted(sums.items())}
 

@@ -46,7 +46,7 @@ def normalisers(hidden_NE: Tensor, output_VE: Tensor, answer_start: int) -> Tens
     normalisers_NT = torch.zeros(len(hidden_NE), len(TEMPERATURES))
     for start in range(answer_start, len(hidden_NE), _ROWS):
         rows = slice(start, start + _ROWS)
-        logits_RV = (hidden_NE[rows].to(output_VE.dtype) @ output_VE.T).float()
+        logits_RV = (hidden_NE[rows].to(output_VE) @ output_VE.T).float()
         columns = [torch.logsumexp(logits_RV / temperature, dim=-1) for temperature in TEMPERATURES]
-        normalisers_NT[rows] = torch.stack(columns, dim=-1)
+        normalisers_NT[rows] = torch.stack(columns, dim=-1).cpu()
     return normalisers_NT

@@ -95,7 +95,8 @@ class Rollout:
         longest = max([len(row.forced) for row in self.rows if row], default=0)
         self.length = max(settings.question_tokens, longest) + settings.answer_tokens
         dtype = target.model.embed_tokens.weight.dtype
-        self.cache = DenseCache(target.config, settings.rows, self.length, dtype=dtype)
+        self.device = target.lm_head.weight.device
+        self.cache = DenseCache(target.config, settings.rows, self.length, dtype=dtype, device=self.device)
         self.states_BLS = torch.zeros(settings.rows, self.length, 4 * target.config.hidden_size, dtype=dtype)
 
     @torch.inference_mode()
@@ -137,7 +138,9 @@ class Rollout:
         rows = [row for i in drawing if (row := self.rows[i])]
         width = self.target.config.hidden_size
         last_R = torch.tensor([len(row.tokens) - 1 for row in rows])
-        logits_RV = self.target.logits(self.states_BLS[torch.tensor(drawing), last_R, 3 * width :]).float()
+        states_RE = self.states_BLS[torch.tensor(drawing), last_R, 3 * width :]
+        # Tokens are drawn on the CPU, so that a seed draws the same ones on every device.
+        logits_RV = self.target.logits(states_RE.to(self.device)).float().cpu()
         temperature_R = torch.tensor([row.draw_temperature for row in rows])
         mass_RV = torch.softmax(logits_RV / temperature_R.clamp(min=1e-4)[:, None], dim=-1).cumsum_(dim=-1)
         coin_R1 = torch.rand(len(rows), 1, generator=self.generator) * mass_RV[:, -1:]
@@ -209,7 +212,10 @@ class Rollout:
             if row is not None:
                 row.tokens.append(row.forced.pop(0))
                 tokens_B[i] = row.tokens[-1]
-        self.cache.step(positions_B)
-        out = self.target(tokens_B, positions_B, self.cache, TargetStates(self.target.config.aux_layers))
+        here_B = positions_B.to(self.device)
+        self.cache.step(here_B)
+        reads = TargetStates(self.target.config.aux_layers)
+        out = self.target(tokens_B.to(self.device), here_B, self.cache, reads)
         assert isinstance(out.aux_TA, Tensor)
-        self.states_BLS[torch.arange(len(self.rows)), positions_B] = torch.cat((out.aux_TA, out.hidden_TE), dim=-1)
+        states_BS = torch.cat((out.aux_TA, out.hidden_TE), dim=-1).cpu()
+        self.states_BLS[torch.arange(len(self.rows)), positions_B] = states_BS

@@ -18,6 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+SHARD_TOKENS = 16384
+"""Tokens at which a shard is written. They bound the states held in memory: 32 KiB a token for a target of 8B."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -66,7 +69,10 @@ def normalisers_path(shard: Path) -> Path:
 
 
 def read_shard(path: Path) -> Iterator[Conversation]:
-    """Yield the conversations of a shard, with normalizers if their file exists."""
+    """Yield the conversations of a shard, with normalizers if their file exists.
+
+    The states are mapped from the file, so they take memory that the system can reclaim, however many shards are read.
+    """
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
         domains: list[str] = json.loads(file.metadata()["domains"])

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths, write_shard
+from specdecode_worker.training.data.shards import SHARD_TOKENS, Conversation, read_shard, shard_paths, write_shard
 from specdecode_worker.training.errors import PromptFileError
 
-SHARD_TOKENS = 16384
 _TEXT_TOKENS = 384  # tokens of one piece of a text file
 
 
@@ -25,8 +24,18 @@ def answer_tokens(folder: Path) -> int:
     return sum(len(c.tokens_N) - c.answer_start for path in shard_paths(folder) for c in read_shard(path))
 
 
-def record(conversations: Iterable[Conversation], folder: Path, *, tokens: int, log: Callable[[str], None]) -> None:
-    """Write shards until ``folder`` holds about ``tokens`` answer tokens or the conversations end."""
+def record(
+    conversations: Iterable[Conversation],
+    folder: Path,
+    *,
+    tokens: int,
+    log: Callable[[str], None],
+    shard_tokens: int = SHARD_TOKENS,
+) -> None:
+    """Write shards until ``folder`` holds about ``tokens`` answer tokens or the conversations end.
+
+    About ``shard_tokens`` tokens with their states are held in memory.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     already = total = answer_tokens(folder)
     started = time.monotonic()
@@ -36,7 +45,7 @@ def record(conversations: Iterable[Conversation], folder: Path, *, tokens: int, 
         conversation = next(source, None)
         waiting += [conversation] if conversation else []
         answers = sum(len(c.tokens_N) - c.answer_start for c in waiting)
-        full = sum(len(c.tokens_N) for c in waiting) >= SHARD_TOKENS or total + answers >= tokens
+        full = sum(len(c.tokens_N) for c in waiting) >= shard_tokens or total + answers >= tokens
         if waiting and (full or conversation is None):
             write_shard(folder, len(shard_paths(folder)), waiting)
             total, waiting = total + answers, []
@@ -68,10 +77,12 @@ def text_conversations(target: Llama, chat: Chat, path: Path, skip_tokens: int) 
 
 @torch.inference_mode()
 def read_states(target: Llama, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the target's layer states [N, 3E] and last hidden state [N, E] over one text, from one pass."""
-    out = target(tokens_N, torch.arange(len(tokens_N)), _causal, TargetStates(target.config.aux_layers))
+    """Return the target's layer states [N, 3E] and last hidden state [N, E] over one text, on the CPU."""
+    device = target.lm_head.weight.device
+    positions_N = torch.arange(len(tokens_N), device=device)
+    out = target(tokens_N.to(device), positions_N, _causal, TargetStates(target.config.aux_layers))
     assert isinstance(out.aux_TA, Tensor)
-    return out.aux_TA, out.hidden_TE
+    return out.aux_TA.cpu(), out.hidden_TE.cpu()
 
 
 def _causal(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

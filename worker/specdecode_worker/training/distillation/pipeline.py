@@ -32,17 +32,12 @@ from specdecode_worker.training.artifacts.atomic_files import write_text
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor, lineage, read_lineage
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.distillation.mixture import Weighted
-from specdecode_worker.training.distillation.record_shards import (
-    CaptureSelection,
-    Stopped,
-    Summary,
-    prepare_shards,
-    read_samples,
-)
+from specdecode_worker.training.distillation.record_shards import CaptureSelection, Stopped, Summary, prepare_shards
 from specdecode_worker.training.distillation.replay_pool import Pool, merge_pools, read_pool, split_pool
+from specdecode_worker.training.distillation.sample_shards import read_samples
 from specdecode_worker.training.distillation.splits import union_of_runs
 from specdecode_worker.training.distillation.student_training import StudentData, StudentSettings, StudentTraining
-from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.errors import PoisonedCapture, TrainingError
 from specdecode_worker.training.evaluation.candidate_judge import Comparison, compare_drafts
 from specdecode_worker.training.evaluation.draft_calibration import write_calibration
 from specdecode_worker.training.evaluation.golden_set import Golden, exclude_overlapping, golden_set, runs_of_samples
@@ -63,7 +58,8 @@ class DistillationSettings:
     target are replayed as well; a draft from elsewhere has no runs. ``oldest_seconds`` is the Unix time before which
     records are ignored. ``most_tokens`` limits the training text, captured and replayed each. ``wanted_gain`` is the
     relative gain in tokens per second that a better candidate must
-    exceed.
+    exceed. A run ends with PoisonedCapture if the target does not reproduce more than ``max_not_reproduced`` of the
+    captured text.
     """
 
     target: Ancestor
@@ -79,6 +75,7 @@ class DistillationSettings:
     oldest_seconds: float = 0.0
     most_tokens: int = 400_000
     golden_tokens: int = 128
+    max_not_reproduced: float = 1.0
 
 
 class Distillation:
@@ -111,6 +108,7 @@ class Distillation:
         self._log(
             f"distill: {sum(summary.used.values())} of {summary.records} records used, dropped: {summary.dropped}"
         )
+        self._check_not_poisoned(summary)
         training_run = self._train_student(golden, summary)
         document = self._compare_with_deployed(golden, summary) | self._describe_run(summary, training_run)
         self._write_lineage(golden, summary, document)
@@ -147,6 +145,15 @@ class Distillation:
         )
         return prepare_shards(self._target, source, job.out / "data", self._log, self._stopped)
 
+    def _check_not_poisoned(self, summary: Summary) -> None:
+        """Raise PoisonedCapture if too much of the captured text is not the target's own."""
+        share, most = summary.not_reproduced_share, self._job.max_not_reproduced
+        if share > most:
+            raise PoisonedCapture(
+                f"the target does not reproduce {share:.0%} of the captured text, more than {most:.0%}: it was changed "
+                "by a redaction hook, forged, or served by another target or dtype; nothing was learnt from it"
+            )
+
     def _train_student(self, golden: Golden, summary: Summary) -> StudentTraining | None:
         """Train the candidate and write it to OUT/head.
 
@@ -158,10 +165,12 @@ class Distillation:
             shutil.copytree(self._job.parent.folder, head_folder, dirs_exist_ok=True)
             return None
         student_data = self._student_data(golden, summary)
-        origin = self._load(self._job.parent.folder, torch.float32)
+        origin = self._load(self._job.parent.folder, torch.float32, torch.device("cpu"))
         head = prepare_eagle3_head(origin, self._target, origin.target_ids.clone())
         output_VE, eos = self._target.lm_head.weight, self._target.config.eos_token_ids
-        training_run = StudentTraining(head, output_VE, student_data, self._job.settings, self._job.out, eos)
+        training_run = StudentTraining(
+            head.to(output_VE.device), output_VE, student_data, self._job.settings, self._job.out, eos
+        )
         training_run.run(self._log, self._stopped)
         shutil.copytree(self._job.out / "best", head_folder, dirs_exist_ok=True)
         texts = [sample.conversation for sample in student_data.validation] + list(student_data.old_validation)
@@ -227,8 +236,9 @@ class Distillation:
     def _load_calibrated(self, folder: Path) -> CalibratedDraft:
         return CalibratedDraft(self._load(folder, self._target.lm_head.weight.dtype), read_sharpness(folder))
 
-    def _load(self, folder: Path, dtype: torch.dtype) -> Eagle3Head:
-        return load_eagle3(folder, self._target, dtype=dtype, device=torch.device("cpu"))
+    def _load(self, folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> Eagle3Head:
+        """Load a head, by default to the device of the target."""
+        return load_eagle3(folder, self._target, dtype=dtype, device=device or self._target.lm_head.weight.device)
 
     def _describe_run(self, summary: Summary, training_run: StudentTraining | None) -> dict[str, Any]:
         """Return the part of the document that describes the data and the training."""

@@ -129,7 +129,8 @@ def near_ties(target: Llama, record: Record, hidden_OE: Tensor) -> int | None:
         here = slice(start, start + _ROWS)
         rows = RecordPositions(record, record.prompt_length - 1 + start, len(wanted_O[here]),
                                target.config.eos_token_ids, target.config.vocab_size)  # fmt: skip
-        logits_RV = target.logits(hidden_OE[here]).float()
+        # Positions choose on the CPU, whatever device the target runs on.
+        logits_RV = target.logits(hidden_OE[here].to(target.lm_head.weight.device)).float().cpu()
         missed_R = rows.choose(logits_RV) != wanted_O[here]
         if missed_R.any():
             logits_RV[torch.arange(len(logits_RV)), wanted_O[here]] += width

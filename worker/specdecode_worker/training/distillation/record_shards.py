@@ -25,14 +25,15 @@ import msgspec
 from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.artifacts.atomic_files import write_text
-from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths, write_shard
+from specdecode_worker.training.data.shards import SHARD_TOKENS, shard_paths
 from specdecode_worker.training.distillation.record_replay import DropReason, Replayed, replay, static_drop_reason
+from specdecode_worker.training.distillation.sample_shards import read_records_of, write_sample_shard
 from specdecode_worker.training.distillation.splits import Runs, Split, Text, overlapping, runs_of, split_of
 from specdecode_worker.training.evaluation.paired_steps import Sample
 
 _LIMITS: Mapping[Split, float] = {"train": 1, "validation": 1 / 8, "test": 1 / 4}
 _CHUNK = 32
-"""Records replayed between two polls of ``stopped``, and written together."""
+"""Most records replayed between two polls of ``stopped`` and written together; fewer where they have SHARD_TOKENS."""
 
 Stopped = Callable[[], bool]
 
@@ -55,10 +56,19 @@ class Summary:
     mix: dict[str, float] = field(default_factory=dict)
     output_tokens: int = 0
     near_ties: int = 0
+    replayed_tokens: int = 0
+    """Output tokens of all records that the target replayed."""
+    not_reproduced_tokens: int = 0
+    """Those of the records that the target does not reproduce."""
     window_seconds: tuple[float, float] = (0.0, 0.0)
     sha256: str = ""
     torn_segments: int = 0
     unreadable: int = 0
+
+    @property
+    def not_reproduced_share(self) -> float:
+        """Share of the replayed text, in output tokens, that the target does not reproduce."""
+        return self.not_reproduced_tokens / self.replayed_tokens if self.replayed_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +108,33 @@ def prepare_shards(
         return msgspec.convert(json.loads(path.read_text()), Summary)
     folder.mkdir(parents=True, exist_ok=True)
     summary, records = _selected(source, folder, target.config.vocab_size)
-    chunks = [records[start : start + _CHUNK] for start in range(0, len(records), _CHUNK)]
-    for number, chunk in enumerate(chunks):
+    replayed = 0
+    for number, chunk in enumerate(chunks_of(records)):
+        replayed += len(chunk)
         if not (folder / f"done-{number:05}.json").exists():
             if stopped():
                 raise Interrupted
             _replay_chunk(target, chunk, folder, number)
-            log(f"distill: {min((number + 1) * _CHUNK, len(records))} of {len(records)} records replayed")
+            log(f"distill: {replayed} of {len(records)} records replayed")
     _add_up(summary, folder)
     _write_json(path, asdict(summary))
     # The shards hold what was selected and reproduced. Another copy of the text would outlive their deletion.
     (folder / "selected.records").unlink(missing_ok=True)
     return summary
+
+
+def chunks_of(records: Sequence[Record], most_tokens: int = SHARD_TOKENS) -> Iterator[list[Record]]:
+    """Yield the records in chunks of at most ``_CHUNK`` records and about ``most_tokens`` tokens."""
+    chunk: list[Record] = []
+    tokens = 0
+    for record in records:
+        chunk.append(record)
+        tokens += len(record.tokens)
+        if len(chunk) == _CHUNK or tokens >= most_tokens:
+            yield chunk
+            chunk, tokens = [], 0
+    if chunk:
+        yield chunk
 
 
 def _selected(source: CaptureSelection, folder: Path, vocab_size: int) -> tuple[Summary, list[Record]]:
@@ -198,22 +223,23 @@ def _replay_chunk(target: Llama, chunk: Sequence[Record], folder: Path, number: 
 
     A chunk without a done file is replayed again and overwrites its shards.
     """
-    parts: dict[Split, list[tuple[Record, Conversation]]] = {split: [] for split in get_args(Split)}
+    parts: dict[Split, list[Sample]] = {split: [] for split in get_args(Split)}
     dropped: Counter[str] = Counter()
-    ties = 0
+    ties, tokens = 0, Counter[str]()
     for record in chunk:
         replayed = replay(target, record)
+        tokens["replayed"] += record.output_length
         if isinstance(replayed, Replayed):
-            parts[split_of(record.opening)].append((record, replayed.conversation))
+            parts[split_of(record.opening)].append(Sample(record, replayed.conversation))
             ties += replayed.ties
         else:
             dropped[replayed] += 1
-    for split, pairs in parts.items():
-        if pairs:
+            tokens["not_reproduced"] += record.output_length
+    for split, samples in parts.items():
+        if samples:
             (folder / split).mkdir(exist_ok=True)
-            path = write_shard(folder / split, number, [conversation for _, conversation in pairs])
-            path.with_suffix(".records").write_bytes(msgspec.msgpack.encode([record for record, _ in pairs]))
-    _write_json(folder / f"done-{number:05}.json", {"dropped": dropped, "near_ties": ties})
+            write_sample_shard(folder / split, number, samples)
+    _write_json(folder / f"done-{number:05}.json", {"dropped": dropped, "near_ties": ties, "tokens": tokens})
 
 
 def _add_up(summary: Summary, folder: Path) -> None:
@@ -223,6 +249,8 @@ def _add_up(summary: Summary, folder: Path) -> None:
         note = json.loads(path.read_text())
         dropped.update(note["dropped"])
         summary.near_ties += note["near_ties"]
+        summary.replayed_tokens += note["tokens"].get("replayed", 0)
+        summary.not_reproduced_tokens += note["tokens"].get("not_reproduced", 0)
     summary.dropped = dict(dropped)
     tokens: Counter[str] = Counter()
     weighted: Counter[str] = Counter()
@@ -241,18 +269,6 @@ def _add_up(summary: Summary, folder: Path) -> None:
 def _records(folder: Path) -> Iterator[Record]:
     for path in shard_paths(folder):
         yield from read_records_of(path)
-
-
-def read_records_of(shard: Path) -> list[Record]:
-    """Return the records that a shard was made from, in the shard's order."""
-    return msgspec.msgpack.decode(shard.with_suffix(".records").read_bytes(), type=list[Record])
-
-
-def read_samples(folder: Path) -> Iterator[Sample]:
-    """Yield the samples of the split in ``folder``."""
-    for path in shard_paths(folder):
-        records = read_records_of(path)
-        yield from (Sample(record, c) for record, c in zip(records, read_shard(path), strict=True))
 
 
 def _write_json(path: Path, document: Mapping[str, object]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from specdecode_worker.training.data.batches import DataSet
 from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths
-from specdecode_worker.training.distillation.record_shards import read_records_of
+from specdecode_worker.training.distillation.sample_shards import read_records_of
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN
 

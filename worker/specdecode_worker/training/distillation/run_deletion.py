@@ -15,7 +15,7 @@ import msgspec
 from specdecode_worker.capture import Record
 from specdecode_worker.training.artifacts.atomic_files import write_bytes
 from specdecode_worker.training.data.shards import normalisers_path, read_shard, shard_paths, write_shard
-from specdecode_worker.training.distillation.record_shards import read_records_of
+from specdecode_worker.training.distillation.sample_shards import read_records_of
 from specdecode_worker.training.distillation.splits import Split
 from specdecode_worker.training.errors import TrainingError
 

@@ -36,7 +36,7 @@ def target_token_ranks(
     wanted_BA = (batch.final_BAE @ output_VE.T).argmax(dim=-1)
     vocabulary = vocabulary_of(head, len(output_VE))
     by_slot = [
-        _rank(vocabulary[logits_of(head, state, k).topk(RANKS, dim=-1).indices], wanted_BA)
+        _rank(vocabulary[logits_of(head, state, k).topk(RANKS, dim=-1).indices], wanted_BA).cpu()
         for k, (state, _) in enumerate(unrolled(head, batch, depth))
     ]
     counts = batch.valid_BA.sum(dim=1).tolist()

@@ -44,7 +44,8 @@ def agreement(
     for start in range(0, len(conversations), _BATCH):
         batch = batch_for(head, conversations[start : start + _BATCH], output_VE.dtype)
         target_BAV = (batch.final_BAE @ output_VE.T).float()
-        noise_BAV = -torch.empty_like(target_BAV).exponential_(generator=generator).log_()
+        # The noise is drawn on the CPU, so that it is the same on every device.
+        noise_BAV = -torch.empty(target_BAV.shape).exponential_(generator=generator).log_().to(target_BAV.device)
         for k, (state_BAE, rooted_BA) in enumerate(unrolled(head, batch, depth)):
             draft_RV, noise_RV = logits_of(head, state_BAE[rooted_BA], k).float(), noise_BAV[rooted_BA]
             slots[k] += len(draft_RV)
@@ -57,7 +58,7 @@ def agreement(
 def _hits(draft_RV: Tensor, noise_RV: Tensor, target_ids: Tensor, drawn_R: Tensor) -> Tensor:
     """Return the number of rows where the draft proposes ``drawn_R``, for each factor."""
     proposals = (target_ids[(factor * draft_RV + noise_RV).argmax(dim=-1)] for factor in FACTORS)
-    return torch.stack([(proposed_R == drawn_R).sum() for proposed_R in proposals])
+    return torch.stack([(proposed_R == drawn_R).sum() for proposed_R in proposals]).cpu()
 
 
 def write_calibration(

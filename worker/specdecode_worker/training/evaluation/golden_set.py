@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
 from specdecode_worker.capture import Record, opening_hash
@@ -20,8 +19,9 @@ from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.data.question_sources import greedy, read_prompts
 from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.data.shards import Conversation, shard_paths, write_shard
-from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped, read_samples
+from specdecode_worker.training.data.shards import Conversation, shard_paths
+from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped
+from specdecode_worker.training.distillation.sample_shards import read_samples, write_samples
 from specdecode_worker.training.distillation.splits import (
     Runs,
     Text,
@@ -62,22 +62,18 @@ def golden_set(
     if not shard_paths(folder):
         lines = read_prompts(prompts)
         settings = RolloutSettings(rows=min(_ROWS, len(lines)), answer_tokens=answer_tokens, for_training=False)
-        conversations = []
-        for conversation in Rollout(target, settings, greedy(lines, chat)).conversations():
-            if stopped():
-                raise Interrupted
-            conversations.append(conversation)
-        _write(folder, conversations, [_record(target, conversation) for conversation in conversations])
+        rollout = Rollout(target, settings, greedy(lines, chat))
+        write_samples(folder, _samples(target, rollout.conversations(), stopped))
     samples = tuple(read_samples(folder))
     return Golden(hashlib.sha256(prompts.read_bytes()).hexdigest(), samples, runs_of_samples(samples))
 
 
-def _write(folder: Path, conversations: list[Conversation], records: list[Record]) -> None:
-    """Write the records, then the shard."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # The shard is written last, because its presence marks the folder as complete.
-    (folder / "shard-00000.records").write_bytes(msgspec.msgpack.encode(records))
-    write_shard(folder, 0, conversations)
+def _samples(target: Llama, conversations: Iterable[Conversation], stopped: Stopped) -> Iterator[Sample]:
+    """Yield the conversations as samples. Raise Interrupted when ``stopped`` returns True."""
+    for conversation in conversations:
+        if stopped():
+            raise Interrupted
+        yield Sample(_record(target, conversation), conversation)
 
 
 @torch.inference_mode()
@@ -86,7 +82,7 @@ def _record(target: Llama, conversation: Conversation) -> Record:
 
     The record ends with the token that the target chooses after the conversation's last one.
     """
-    last = int(target.logits(conversation.hidden_NE[-1:]).argmax())
+    last = int(target.logits(conversation.hidden_NE[-1:].to(target.lm_head.weight.device)).argmax())
     tokens = conversation.tokens_N.tolist()
     prompt = tokens[: conversation.answer_start]
     return Record(

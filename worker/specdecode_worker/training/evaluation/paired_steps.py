@@ -72,15 +72,15 @@ def count_steps(
 
 def _states(head: Eagle3Head, conversation: Conversation, depth: int) -> list[Tensor]:
     """Return the head's states by depth, [A, E], at every slot of the answer."""
-    batch = make_batch([conversation], head.fc.weight.dtype)
+    batch = make_batch([conversation], head.fc.weight.dtype, device=head.fc.weight.device)
     return [state_BAE[0] for state_BAE, _ in unroll(head, batch, depth)]
 
 
 def _ranks(draft: CalibratedDraft, rows: RecordPositions, state_RE: Tensor, depth: int, wanted_R: Tensor) -> Tensor:
     """Return the rank of the recorded token among the draft's proposals, [R], or ``RANKS`` for a miss."""
-    logits_RV = draft.head.logits(state_RE)
+    logits_RV = draft.head.logits(state_RE).cpu()
     k = min(RANKS, logits_RV.shape[-1])
-    best_RK = rows.propose(logits_RV, draft.head.target_ids, draft.factor(depth), k)
+    best_RK = rows.propose(logits_RV, draft.head.target_ids.cpu(), draft.factor(depth), k)
     hit_RK = best_RK == wanted_R[:, None]
     return torch.where(hit_RK.any(dim=-1), hit_RK.int().argmax(dim=-1), RANKS)
 

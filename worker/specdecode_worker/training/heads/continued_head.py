@@ -32,7 +32,7 @@ def prepare_draft(origin: Draft, target: Llama, vocabulary: Tensor, layers: int 
 
 @torch.no_grad()
 def prepare_eagle3_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
-    """Return an EAGLE-3 head like ``origin`` with the draft vocabulary ``vocabulary``.
+    """Return an EAGLE-3 head like ``origin``, on the CPU as that is, with the draft vocabulary ``vocabulary``.
 
     Output rows of tokens that are new to the head are copied from the target. Norms of its inputs, further layers and
     its own embedding are kept. Layers are appended up to ``layers``; their outputs start at zero.
@@ -82,6 +82,6 @@ def _output_rows(origin: Eagle3Head, target: Llama, vocabulary: Tensor) -> Tenso
             f"a head of hidden_size {origin.config.hidden_size} has no output rows for tokens that are new to it (the "
             f"target's are {target.config.hidden_size} wide); it can only keep its own vocabulary"
         )
-    rows_VE = target.lm_head.weight.float().clone()
+    rows_VE = target.lm_head.weight.float().cpu().clone()
     rows_VE[origin.target_ids] = mine
     return rows_VE[vocabulary]

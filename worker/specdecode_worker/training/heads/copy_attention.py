@@ -85,7 +85,7 @@ def add_copy_heads(origin: Eagle3Head, target: Llama, conversations: Sequence[Co
         own_embedding=origin.embed_tokens is not None,
     ).float()
     own = origin.float().state_dict()
-    embedding_VE = origin.midlayer.input_layernorm(embedding.weight.float())
+    embedding_VE = origin.midlayer.input_layernorm(embedding.weight.float().cpu())
     slow = _slow_dims(config.head_dim)
     codes = _Codes.of(embedding_VE, text.tokens_LN[0], config.head_dim)
     wanted = [

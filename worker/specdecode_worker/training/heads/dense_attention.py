@@ -26,13 +26,16 @@ class DenseCache:
     of an earlier conversation. Callers count in rows; places are the internal order of the cache.
     """
 
-    def __init__(self, config: LlamaConfig, rows: int, positions: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: LlamaConfig, rows: int, positions: int, *, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, positions, config.head_dim)
-        self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        self._row_at_P = torch.arange(rows)
-        self._place_of_B = torch.arange(rows)
-        self._positions_P = torch.zeros(rows, dtype=torch.int64)
-        self._groups = [group for group in torch.arange(rows).tensor_split(GROUPS) if len(group)]
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self._row_at_P = torch.arange(rows, device=device)
+        self._place_of_B = torch.arange(rows, device=device)
+        self._positions_P = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._groups = [group for group in torch.arange(rows, device=device).tensor_split(GROUPS) if len(group)]
         self._masks: list[Tensor] = []
 
     def step(self, positions_B: Tensor) -> None:
@@ -46,7 +49,7 @@ class DenseCache:
 
     def _sort(self, first: int, second: int) -> None:
         """Swap two places unless the first holds the longer row already."""
-        swapped, places = torch.tensor([second, first]), torch.tensor([first, second])
+        swapped, places = torch.tensor([[second, first], [first, second]], device=self.keys.device)
         length = int(self._positions_P[second])
         if length <= int(self._positions_P[first]):
             return
@@ -59,7 +62,7 @@ class DenseCache:
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """Store the new keys and values and return the attended values, see ``layers.Attend``."""
         keys, values = self.keys[layer], self.values[layer]
-        places = torch.arange(len(self._row_at_P))
+        places = torch.arange(len(self._row_at_P), device=q_THD.device)
         keys[places, :, self._positions_P] = k_TKD[self._row_at_P]
         values[places, :, self._positions_P] = v_TKD[self._row_at_P]
         # The queries that share a kv head form the rows of one small matrix, so that no key is repeated.
@@ -75,5 +78,7 @@ class DenseCache:
 
 def _additive_mask(positions_P: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an additive mask, [P, 1, 1, L]. With a boolean mask the processor's attention is many times slower."""
-    beyond = torch.arange(int(positions_P.max()) + 1) > positions_P[:, None]
-    return torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None]
+    beyond = torch.arange(int(positions_P.max()) + 1, device=positions_P.device) > positions_P[:, None]
+    return torch.zeros(beyond.shape, dtype=dtype, device=positions_P.device).masked_fill_(beyond, float("-inf"))[
+        :, None, None
+    ]

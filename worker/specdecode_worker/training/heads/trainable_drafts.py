@@ -25,7 +25,13 @@ from specdecode_worker.training.heads.unroll import Batch, gather_rows, make_bat
 
 def batch_for(draft: Draft, conversations: Sequence[Conversation], dtype: torch.dtype) -> Batch:
     """Return the conversations as a batch with the states of the target that ``draft`` reads."""
-    return make_batch(conversations, dtype, final=not isinstance(draft, Llama) and draft.reads.final)
+    final = not isinstance(draft, Llama) and draft.reads.final
+    return make_batch(conversations, dtype, final=final, device=device_of_draft(draft))
+
+
+def device_of_draft(draft: Draft) -> torch.device:
+    """Return the device of a draft's weights."""
+    return next(draft.parameters()).device
 
 
 def unrolled(draft: Draft, batch: Batch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -52,7 +58,7 @@ def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
 def vocabulary_of(draft: Draft, size: int) -> Tensor:
     """Return the target ids of the columns of ``logits_of``. ``size`` is the size of the target's vocabulary."""
     ids = None if isinstance(draft, Llama) else draft.target_ids
-    return torch.arange(size) if ids is None else ids
+    return torch.arange(size, device=device_of_draft(draft)) if ids is None else ids
 
 
 def max_depth(draft: Draft, wanted: int) -> int:
@@ -73,13 +79,13 @@ def working_copy(draft: Draft, dtype: torch.dtype) -> Draft:
 
 def _rooted(batch: Batch, k: int) -> Tensor:
     """Return the mask [B, A] of valid slots with a root ``k`` slots before them in the answer."""
-    return batch.valid_BA & (torch.arange(batch.valid_BA.shape[1]) >= k)
+    return batch.valid_BA & (torch.arange(batch.valid_BA.shape[1], device=batch.valid_BA.device) >= k)
 
 
 def _teacher_forced(model: Llama, batch: Batch) -> Tensor:
     """Return the states of a draft model at the answer slots. They do not depend on the root."""
     tokens_BN = torch.cat((batch.first_B[:, None], batch.tokens_BL), dim=1)
-    positions_BN = torch.arange(tokens_BN.shape[1]).expand(tokens_BN.shape)
+    positions_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device).expand(tokens_BN.shape)
     output = model(tokens_BN.flatten(), positions_BN.flatten(), _Causal(len(tokens_BN)))
     return gather_rows(output.hidden_TE.view(*tokens_BN.shape, -1)[:, 1:], batch.answers_BA)
 

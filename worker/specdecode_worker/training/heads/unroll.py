@@ -44,8 +44,14 @@ class Batch:
     normalisers_BAT: Tensor | None
 
 
-def make_batch(conversations: Sequence[Conversation], dtype: torch.dtype, *, final: bool = False) -> Batch:
-    """Return the conversations as a padded batch.
+def make_batch(
+    conversations: Sequence[Conversation],
+    dtype: torch.dtype,
+    *,
+    final: bool = False,
+    device: torch.device | None = None,
+) -> Batch:
+    """Return the conversations as a padded batch on ``device``, by default the CPU.
 
     With ``final``, the draft reads the target's last hidden state (EAGLE-1, Medusa) instead of the layer states.
     """
@@ -56,14 +62,15 @@ def make_batch(conversations: Sequence[Conversation], dtype: torch.dtype, *, fin
     read = [(c.hidden_NE if final else c.aux_NA)[:-1] for c in conversations]
     normalisers = [c.normalisers_NT[c.answer_start :] for c in conversations if c.normalisers_NT is not None]
     complete = len(normalisers) == len(conversations)
+    final_BAE = pad_sequence([c.hidden_NE[c.answer_start :] for c in conversations], batch_first=True)
     return Batch(
-        first_B=torch.tensor([int(c.tokens_N[0]) for c in conversations]),
-        tokens_BL=tokens_BL,
-        aux_BLA=pad_sequence(read, batch_first=True).to(dtype),
-        final_BAE=pad_sequence([c.hidden_NE[c.answer_start :] for c in conversations], batch_first=True).to(dtype),
-        answers_BA=(first_B[:, None] + order_A).clamp(max=tokens_BL.shape[1] - 1),
-        valid_BA=order_A < count_B[:, None],
-        normalisers_BAT=pad_sequence(normalisers, batch_first=True) if complete else None,
+        first_B=torch.tensor([int(c.tokens_N[0]) for c in conversations]).to(device),
+        tokens_BL=tokens_BL.to(device),
+        aux_BLA=pad_sequence(read, batch_first=True).to(device, dtype),
+        final_BAE=final_BAE.to(device, dtype),
+        answers_BA=(first_B[:, None] + order_A).clamp(max=tokens_BL.shape[1] - 1).to(device),
+        valid_BA=(order_A < count_B[:, None]).to(device),
+        normalisers_BAT=pad_sequence(normalisers, batch_first=True).to(device) if complete else None,
     )
 
 
@@ -72,7 +79,7 @@ def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[t
     answers_BA = batch.answers_BA
     shape_BL = batch.tokens_BL.shape
     attend = UnrolledAttention(answers_BA, layers=head.config.num_hidden_layers)
-    positions_BL = (torch.arange(shape_BL[1]) + 1).expand(shape_BL)
+    positions_BL = (torch.arange(shape_BL[1], device=answers_BA.device) + 1).expand(shape_BL)
     fused = head.fuse(batch.aux_BLA).flatten(0, 1)
     state = head(fused, batch.tokens_BL.flatten(), positions_BL.flatten(), attend).unflatten(0, shape_BL)
     state_BAE = gather_rows(state, answers_BA)
@@ -83,7 +90,8 @@ def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[t
         attend.deepen()
         before = shifted(state_BAE, 1).flatten(0, 1)
         state_BAE = head(before, tokens_T, positions_T, attend).unflatten(0, answers_BA.shape)
-        yield state_BAE, batch.valid_BA & (torch.arange(answers_BA.shape[1]) >= k)
+        order_A = torch.arange(answers_BA.shape[1], device=answers_BA.device)
+        yield state_BAE, batch.valid_BA & (order_A >= k)
 
 
 def gather_rows(x_BLE: Tensor, index_BA: Tensor) -> Tensor:
@@ -136,7 +144,7 @@ class UnrolledAttention:
         self._depth += 1
         roots_BA1 = self._answers_BA[:, :, None] - self._depth
         slots = true[0].shape[2]
-        self._hidden_BAL = torch.arange(slots) > roots_BA1
+        self._hidden_BAL = torch.arange(slots, device=roots_BA1.device) > roots_BA1
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """Store the new keys and values and return the attended values, see ``layers.Attend``."""

@@ -47,7 +47,7 @@ def read(folder: Path, settings: TrainSettings) -> dict[str, Any] | None:
     path = folder / "checkpoint.pt"
     if not path.exists():
         return None
-    state: dict[str, Any] = torch.load(path, weights_only=True)
+    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     changed = [name for name, value in asdict(settings).items() if state["settings"].get(name) != value]
     if changed:
         raise ResumeMismatch(

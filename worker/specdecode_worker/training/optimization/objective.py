@@ -98,7 +98,7 @@ def loss_of(
     ]
     counts = counts or [max(1, int(rooted_BA.sum())) for _, rooted_BA in unrolls]
     vocabulary = vocabulary_of(draft, len(output_VE))
-    total = torch.zeros(())
+    total = torch.zeros((), device=output_VE.device)
     if aim.divergence > 0:
         target_RV = _target(batch, output_VE, vocabulary, 1.0)
         total = total + aim.divergence * _divergence(unrolls, target_RV, valid_R, aim, counts)
@@ -127,7 +127,7 @@ def _divergence(
 ) -> Tensor:
     """Return the cross entropy per answer token, averaged over the depths with weights that sum to one."""
     weights = [aim.decay**k for k in range(aim.depth)]
-    total = torch.zeros(())
+    total = torch.zeros((), device=target_RV.device)
     for k, (logits_RV, rooted_BA) in enumerate(unrolls):
         weight_R = rooted_BA.flatten()[valid_R].float() / max(1, counts[k]) * (weights[k] / sum(weights))
         total = total + soft_cross_entropy(logits_RV, target_RV, weight_R)
@@ -142,11 +142,10 @@ def _acceptance(
     counts: Sequence[int],
 ) -> Tensor:
     """Return -log of the expected tokens per step, averaged over the roots."""
-    path_BA, expected_BA = torch.ones(valid_BA.shape), torch.ones(valid_BA.shape)
+    path_BA = torch.ones(valid_BA.shape, device=valid_BA.device)
+    expected_BA = torch.ones_like(path_BA)
     for k, (logits_RV, _) in enumerate(unrolls):
-        overlap_BA = torch.zeros(valid_BA.shape).masked_scatter(
-            valid_BA, overlap(logits_RV, target_RV, aim.temperature)
-        )
+        overlap_BA = torch.zeros_like(path_BA).masked_scatter(valid_BA, overlap(logits_RV, target_RV, aim.temperature))
         # Depth k of root i was computed at slot i + k; beyond the end of the text every draft counts as rejected.
         path_BA = path_BA * shifted_back(overlap_BA, k)
         expected_BA = expected_BA + path_BA

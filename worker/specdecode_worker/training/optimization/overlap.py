@@ -21,7 +21,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -> Tensor:
         gradient = torch.empty_like(logits_RV)
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=logits_RV.device)
         for start in range(0, len(logits_RV), _ROWS):
             here = slice(start, start + _ROWS)
             log_p = torch.log_softmax(logits_RV[here], dim=-1, dtype=torch.float32)
@@ -53,7 +53,7 @@ class _Overlap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
         gradient = torch.empty_like(logits_RV)
-        overlap_R = torch.empty(len(logits_RV))
+        overlap_R = torch.empty(len(logits_RV), device=logits_RV.device)
         for start in range(0, len(logits_RV), _ROWS):
             here = slice(start, start + _ROWS)
             q = torch.softmax(logits_RV[here].float() / temperature, dim=-1)

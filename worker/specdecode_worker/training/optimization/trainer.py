@@ -185,7 +185,7 @@ class Trainer:
         pairs = list(zip(self.master.parameters(), self.head.parameters(), strict=True))
         for master, _ in pairs:
             master.grad = torch.zeros_like(master)
-        total = torch.zeros(())
+        total = torch.zeros((), device=self.output_VE.device)
         for conversations in self.peers.take_rank_items(group):
             batch = batch_for(self.head, conversations, self.output_VE.dtype)
             loss = loss_of(self.head, batch, self.output_VE, loss_settings, counts)

@@ -1,0 +1,218 @@
+"""Status of a distillation Job, read from the manifests of the Job and its pods. Pure.
+
+The words of the scheduler, the kernel (through the kubelet) and the Job controller are passed on as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic import ValidationError
+
+from specdecode_worker.contract.distillation import JOB_CONTAINER, DistillationVerdict
+
+MAX_REASON = 500
+"""Longest reason, in characters."""
+_OUT_OF_MEMORY = "OOMKilled"
+_STARTING = (None, "", "PodInitializing", "ContainerCreating")
+"""Reasons of a waiting container that are normal during a start."""
+
+
+class JobState(StrEnum):
+    """State of a distillation Job."""
+
+    PENDING = "Pending"
+    """No pod exists yet, or its containers are being started."""
+    UNSCHEDULABLE = "Unschedulable"
+    """The scheduler finds no node for the pod."""
+    SUSPENDED = "Suspended"
+    """The Job waits for its turn in a queue, or was taken off its nodes by it."""
+    RUNNING = "Running"
+    PREEMPTED = "Preempted"
+    """The last pod was preempted or evicted, and a new one has not started yet."""
+    RETRYING = "Retrying"
+    """The last pod failed, and a new one has not started yet."""
+    FAILED = "Failed"
+    OUT_OF_MEMORY = "OutOfMemory"
+    """The Job failed, and the kernel had killed its last pod for memory."""
+    DEADLINE = "DeadlineExceeded"
+    """The Job took longer than its deadline."""
+    FINISHED = "Finished"
+    """The Job wrote a verdict, which may be that the distillation failed."""
+
+    @property
+    def is_final(self) -> bool:
+        """True if the Job does nothing more."""
+        return self in (JobState.FAILED, JobState.OUT_OF_MEMORY, JobState.DEADLINE, JobState.FINISHED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """State of a distillation Job with the reason for it.
+
+    ``verdict`` is that of FINISHED. ``pods_failed`` counts pods that ended without a result, preempted ones included.
+    """
+
+    state: JobState
+    reason: str = ""
+    verdict: DistillationVerdict | None = None
+    pods_failed: int = 0
+
+
+def job_status(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> JobStatus:
+    """Return the status of a Job.
+
+    Args:
+        job: Manifest of the Job.
+        pods: Manifests of its pods, in any order.
+    """
+    pods = sorted(pods, key=_created)
+    verdict = next((read for pod in reversed(pods) if (read := _verdict(pod)) is not None), None)
+    conditions = _conditions(job)
+    failed = sum(_ended_without_result(pod) for pod in pods)
+    failed = max(failed, int((job.get("status") or {}).get("failed") or 0))
+    if _holds(conditions, "Complete") or verdict is not None:
+        return _finished(verdict, pods, failed)
+    if _holds(conditions, "Failed") or _holds(conditions, "FailureTarget"):
+        return _failed(conditions, pods, failed)
+    state, reason = _unfinished(job, conditions, pods)
+    return JobStatus(state=state, reason=_short(reason), pods_failed=failed)
+
+
+def _finished(verdict: DistillationVerdict | None, pods: Sequence[Mapping[str, Any]], failed: int) -> JobStatus:
+    """Return the status of a Job whose pod ended with 0, or wrote a verdict already."""
+    if verdict is None:
+        message = _last_message(pods[-1]) if pods else "its pods are gone"
+        reason = f"the Job completed without a verdict: {message or 'its termination message is empty'}"
+        return JobStatus(state=JobState.FAILED, reason=_short(reason), pods_failed=failed)
+    reason = "; ".join(verdict.reasons)
+    return JobStatus(state=JobState.FINISHED, reason=_short(reason), verdict=verdict, pods_failed=failed)
+
+
+def _failed(conditions: Mapping[str, Mapping[str, Any]], pods: Sequence[Mapping[str, Any]], failed: int) -> JobStatus:
+    """Return the status of a Job that failed, with the words of the controller and of the last pod."""
+    names = ("Failed", "FailureTarget")
+    condition = next(conditions[name] for name in names if _holds(conditions, name))
+    message = str(condition.get("message") or condition.get("reason") or "")
+    if condition.get("reason") == "DeadlineExceeded":
+        return JobStatus(state=JobState.DEADLINE, reason=_short(message), pods_failed=failed)
+    last = pods[-1] if pods else None
+    words = [message, _pod_failure(last) if last else ""]
+    state = JobState.OUT_OF_MEMORY if last and _is_out_of_memory(last) else JobState.FAILED
+    return JobStatus(state=state, reason=_short("; ".join(filter(None, words))), pods_failed=failed)
+
+
+def _unfinished(
+    job: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]], pods: Sequence[Mapping[str, Any]]
+) -> tuple[JobState, str]:
+    """Return the state of a Job that neither completed nor failed, and the reason."""
+    if (job.get("spec") or {}).get("suspend") or _holds(conditions, "Suspended"):
+        return JobState.SUSPENDED, str(conditions.get("Suspended", {}).get("message") or "the Job waits in its queue")
+    if not pods:
+        return JobState.PENDING, ""
+    pod = pods[-1]
+    phase = (pod.get("status") or {}).get("phase")
+    disruption = _conditions(pod).get("DisruptionTarget", {})
+    if disruption.get("status") == "True":
+        return JobState.PREEMPTED, _words(disruption)
+    if phase == "Failed":
+        return JobState.RETRYING, _pod_failure(pod)
+    scheduled = _conditions(pod).get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return JobState.UNSCHEDULABLE, _words(scheduled)
+    if phase in ("Running", "Succeeded"):
+        return JobState.RUNNING, ""
+    return JobState.PENDING, next(_waiting_reasons(pod), "")
+
+
+def _verdict(pod: Mapping[str, Any]) -> DistillationVerdict | None:
+    """Return the verdict in a pod's termination message. Its text is validated, because a pod may write anything."""
+    ended = _terminated(pod, JOB_CONTAINER)
+    message = str(ended.get("message") or "")
+    if ended.get("exitCode") != 0 or not message.startswith("{"):
+        return None
+    try:
+        return DistillationVerdict.model_validate_json(message)
+    except ValidationError:
+        return None
+
+
+def _pod_failure(pod: Mapping[str, Any]) -> str:
+    """Return why a pod failed: the kubelet's words, the container's exit, and the last line of its message."""
+    status = pod.get("status") or {}
+    words = [_words(status)]
+    for container in _ended_containers(pod):
+        ended = container["state"]["terminated"]
+        if ended.get("exitCode"):
+            words.append(f"{container.get('name')}: {ended.get('reason') or 'Error'}, exit code {ended['exitCode']}")
+            words.append(_last_line(str(ended.get("message") or "")))
+    return "; ".join(filter(None, words))
+
+
+def _is_out_of_memory(pod: Mapping[str, Any]) -> bool:
+    """Return whether the kernel killed a container for memory, or the node evicted the pod for it."""
+    killed = any(one["state"]["terminated"].get("reason") == _OUT_OF_MEMORY for one in _ended_containers(pod))
+    status = pod.get("status") or {}
+    return killed or (status.get("reason") == "Evicted" and "memory" in str(status.get("message") or ""))
+
+
+def _ended_without_result(pod: Mapping[str, Any]) -> bool:
+    return (pod.get("status") or {}).get("phase") == "Failed"
+
+
+def _waiting_reasons(pod: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why containers wait, other than for a normal start: an image or a volume that cannot be had."""
+    for container in _containers(pod):
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") not in _STARTING:
+            yield _words(waiting)
+
+
+def _last_message(pod: Mapping[str, Any]) -> str:
+    return _last_line(str(_terminated(pod, JOB_CONTAINER).get("message") or ""))
+
+
+def _terminated(pod: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return how a container ended; empty if it has not."""
+    terminations = (one["state"]["terminated"] for one in _ended_containers(pod) if one.get("name") == name)
+    return next(terminations, {})
+
+
+def _ended_containers(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [one for one in _containers(pod) if (one.get("state") or {}).get("terminated")]
+
+
+def _containers(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the statuses of all containers, of init containers first."""
+    status = pod.get("status") or {}
+    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+
+
+def _conditions(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {one["type"]: one for one in (manifest.get("status") or {}).get("conditions") or []}
+
+
+def _holds(conditions: Mapping[str, Mapping[str, Any]], name: str) -> bool:
+    return conditions.get(name, {}).get("status") == "True"
+
+
+def _created(pod: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the key of the order of creation; times of the API server sort as text."""
+    meta = pod.get("metadata") or {}
+    return str(meta.get("creationTimestamp") or ""), str(meta.get("name") or "")
+
+
+def _words(status: Mapping[str, Any]) -> str:
+    """Return reason and message of a status or a condition."""
+    return ": ".join(str(status[key]) for key in ("reason", "message") if status.get(key))
+
+
+def _last_line(message: str) -> str:
+    return message.strip().rsplit("\n", 1)[-1]
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:MAX_REASON]

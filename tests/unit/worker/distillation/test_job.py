@@ -1,0 +1,251 @@
+"""``distill --job``: one document for every result, time over restarts, and the same draft after SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from captured_folders import noise, write
+from safetensors.torch import save_file
+
+from specdecode_worker.__main__ import main
+from specdecode_worker.capture import CaptureError, Record
+from specdecode_worker.contract import MAX_VERDICT_BYTES, Artifact
+from specdecode_worker.contract.distillation import (
+    MAX_DOMAINS,
+    DistillationVerdict,
+    DomainGain,
+    GainBounds,
+    shortened_name,
+    shortened_reason,
+)
+from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.training.distillation.job_result import failure_kind
+from specdecode_worker.training.distillation.run_clock import RunClock
+from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
+
+EARLIER_SECONDS = 1000.0
+
+
+@pytest.fixture
+def message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "termination-log"
+    monkeypatch.setenv("SPECDECODE_TERMINATION_LOG", str(path))
+    return path
+
+
+@pytest.fixture
+def flags(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp_path: Path) -> list[str]:
+    capture = write(tmp_path / "capture", records)
+    words = ["--model", f"file://{model}", "--draft", f"file://{draft}", "--capture", str(capture), "--job"]
+    words += ["--golden", str(golden), "--dtype", "float32", "--steps", "4", "--round-steps", "2", "--patience", "9"]
+    return [*words, "--batch-tokens", "256", "--max-tokens", "12", "--replay-share", "0", "--threads", "1"]
+
+
+def run(flags: list[str], out: Path, *more: str) -> int:
+    return main(["distill", *flags, "--out", str(out), *more])
+
+
+def read(message: Path) -> DistillationVerdict:
+    """Return the document of the termination message, which is removed."""
+    text = message.read_text()
+    message.unlink()
+    assert len(text.encode()) <= MAX_VERDICT_BYTES
+    return DistillationVerdict.model_validate_json(text)
+
+
+def test_job_exits_with_0_and_writes_the_verdict(
+    flags: list[str], tmp_path: Path, message: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "clock.json").write_text(json.dumps({"seconds": EARLIER_SECONDS}))
+    assert run(flags, out) == 0
+    verdict = read(message)
+    assert (verdict.verdict, verdict.failure) == ("inconclusive", None)
+    assert "64 conversations" in verdict.reasons[0]
+    assert verdict.draft == Artifact(uri=f"file://{out / 'head'}", hash=model_hash(out / "head"))
+    assert {(d.name, d.kind) for d in verdict.domains} >= {("alpha", "captured"), ("golden/g", "golden")}
+    assert verdict.gain is not None
+    assert verdict.gain.lower <= verdict.gain.estimate <= verdict.gain.upper
+    assert 60 < verdict.conversations <= 90
+    assert EARLIER_SECONDS < verdict.seconds < EARLIER_SECONDS + 300
+    assert DistillationVerdict.model_validate_json(capsys.readouterr().out) == verdict
+    assert run(flags, out, "--head-uri", "file:///drafts/9/head") == 0
+    repeated = read(message)
+    assert repeated.draft == Artifact(uri="file:///drafts/9/head", hash=verdict.draft.hash)
+    assert (repeated.gain, repeated.verdict) == (verdict.gain, verdict.verdict)
+
+
+def test_poisoned_capture_teaches_nothing(
+    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    mixed = [*records[:60], *noise(records[60:])]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
+    assert run(flags, tmp_path / "out") == 0
+    verdict = read(message)
+    assert (verdict.verdict, verdict.failure, verdict.draft) == ("failed", "poisoned", None)
+    assert "of the captured text, more than 20%" in verdict.reasons[0]
+    assert not (tmp_path / "out" / "head").exists()
+    assert not (tmp_path / "out" / "checkpoint.pt").exists()
+
+
+def test_few_changed_records_are_dropped(
+    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    mixed = [*records[:85], *noise(records[85:])]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
+    assert run(flags, tmp_path / "out") == 0
+    assert read(message).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("more", "failure", "named"),
+    [
+        (["--golden", "/nowhere.jsonl"], "input", "/nowhere.jsonl"),
+        (["--draft", "file:///nowhere"], "input", "/nowhere"),
+        (["--steps", "0"], "input", "--steps"),
+        (["--time-limit", "0"], "input", "--time-limit"),
+        (["--time-limit", "0.01"], "time-limit", "--time-limit"),
+        (["--capture", "/nowhere"], "capture", "/nowhere"),
+        (["--capture-from", "127.0.0.1:9"], "capture", "SPECDECODE_CAPTURE_TOKEN"),
+    ],
+)
+def test_failure_is_a_document(
+    more: list[str], failure: str, named: str, flags: list[str], tmp_path: Path, message: Path
+) -> None:
+    assert run(flags, tmp_path / "out", *more) == 0
+    verdict = read(message)
+    assert (verdict.verdict, verdict.failure) == ("failed", failure)
+    assert named in verdict.reasons[0]
+
+
+def test_time_limit_counts_over_restarts(flags: list[str], tmp_path: Path, message: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "clock.json").write_text(json.dumps({"seconds": EARLIER_SECONDS}))
+    assert run(flags, out, "--time-limit", str(EARLIER_SECONDS)) == 0
+    verdict = read(message)
+    assert (verdict.failure, verdict.seconds >= EARLIER_SECONDS) == ("time-limit", True)
+    assert run(flags, out, "--time-limit", str(EARLIER_SECONDS + 300)) == 0, "the same run goes on with more time"
+    assert read(message).verdict == "inconclusive"
+
+
+def test_clock_goes_on_after_a_restart_and_survives_a_broken_file(tmp_path: Path) -> None:
+    now = [100.0]
+    path = tmp_path / "out" / "clock.json"
+    first = RunClock(path, 50, lambda: now[0])
+    now[0] = 130.0
+    first.save()
+    second = RunClock(path, 50, lambda: now[0])
+    now[0] = 149.0
+    assert (second.seconds, second.is_over) == (49.0, False)
+    now[0] = 150.0
+    assert second.is_over
+    path.write_text("{")
+    assert RunClock(path, 50, lambda: now[0]).seconds == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield the folder of a file system of 600 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_full_disk_is_a_document(flags: list[str], small_disk: Path, message: Path) -> None:
+    assert run(flags, small_disk / "out") == 0
+    verdict = read(message)
+    assert (verdict.verdict, verdict.failure) == ("failed", "disk-full")
+
+
+@pytest.mark.parametrize(
+    "write_large",
+    [
+        lambda path: save_file({"large": torch.zeros(2**20)}, path),
+        lambda path: torch.save(torch.zeros(2**20), path),
+        lambda path: path.write_bytes(bytes(2**20)),
+    ],
+)
+def test_full_disk_is_known_by_the_errors_of_each_writer(
+    write_large: Callable[[Path], object], small_disk: Path
+) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - each library has its own
+        write_large(small_disk / "file")
+    assert failure_kind(raised.value) == "disk-full"
+
+
+def test_missing_memory_is_known_by_its_errors() -> None:
+    for allocate in (lambda: torch.empty(2**50), lambda: bytearray(2**60)):
+        with pytest.raises((RuntimeError, MemoryError)) as raised:
+            allocate()
+        assert failure_kind(raised.value) == "out-of-memory"
+    wrapped = TrainingError("cannot go on")
+    wrapped.__cause__ = MemoryError()
+    assert failure_kind(wrapped) == "out-of-memory"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(PoisonedCapture(""), "poisoned"), (TimeLimitReached(""), "time-limit"), (CaptureError(""), "capture"),
+     (TrainingError(""), "input"), (KeyError("x"), "error"), (OSError(13, "Permission denied"), "error")],
+)  # fmt: skip
+def test_other_errors_have_a_kind(error: Exception, kind: str) -> None:
+    assert failure_kind(error) == kind
+
+
+def test_document_fits_the_termination_message() -> None:
+    gain = GainBounds(estimate=-0.12345, lower=-0.12345, upper=-0.12345)
+    domains = tuple(
+        DomainGain(name=shortened_name("\u2603" * 99), kind="golden", conversations=10**6, gain=gain)
+        for _ in range(MAX_DOMAINS)
+    )
+    reasons = tuple(shortened_reason('"\n' * 300) for _ in range(8))
+    text = DistillationVerdict(verdict="worse", domains=domains, reasons=reasons, gain=gain).message()
+    assert len(text.encode()) <= MAX_VERDICT_BYTES
+    parsed = DistillationVerdict.model_validate_json(text)
+    assert parsed.domains_left_out + len(parsed.domains) == MAX_DOMAINS
+    assert (parsed.verdict, parsed.gain) == ("worse", gain)
+
+
+def test_killed_training_goes_on_to_the_same_draft(flags: list[str], tmp_path: Path) -> None:
+    long = [*flags, "--steps", "24", "--round-steps", "3"]
+    messages = {}
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        messages[name] = tmp_path / f"{name}.message"
+        variables = {**os.environ, "SPECDECODE_TERMINATION_LOG": str(messages[name]), "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, "-m", "specdecode_worker", "distill", *long, "--out", str(tmp_path / name)]
+        return subprocess.Popen(words, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    assert start("whole").wait(240) == 0
+    killed = start("killed")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "killed" / "checkpoint.pt").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    state = torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)
+    assert state["progress"]["step"] < 24, "it was killed amid the training"
+    assert not messages["killed"].exists()
+    assert start("killed").wait(240) == 0
+    whole, resumed = (
+        DistillationVerdict.model_validate_json(messages[name].read_text()) for name in ("whole", "killed")
+    )
+    assert whole.draft is not None
+    assert resumed.draft is not None
+    assert whole.draft.hash == resumed.draft.hash

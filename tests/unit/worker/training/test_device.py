@@ -1,0 +1,104 @@
+"""Placement of tensors on a GPU, checked without one: fake tensors have a device, and refuse to meet another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from specdecode_kernels import dispatch
+from specdecode_worker.__main__ import main
+from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.heads.initialization import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.heads.trainable_drafts import device_of_draft, logits_of, unrolled, vocabulary_of
+from specdecode_worker.training.heads.unroll import Batch, make_batch
+from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
+
+CUDA = torch.device("cuda")
+DEPTH = 3
+
+
+def _vocabulary() -> Tensor:
+    return torch.arange(0, 64, 2)
+
+
+MAKERS: dict[str, Callable[[Llama], Draft]] = {
+    "eagle3": lambda target: new_head(target, _vocabulary(), 2),
+    "eagle": new_eagle,
+    "medusa": lambda target: new_medusa(target, _vocabulary(), DEPTH),
+    "draft-model": lambda target: new_draft_model(target, 2),
+}
+
+
+@pytest.fixture
+def fake() -> FakeTensorMode:
+    """Return a mode whose tensors have a device and a shape and no content. Gradients need a real device."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def move(network: nn.Module) -> None:
+    """Replace the weights of a network by fake ones on a GPU. Call it in the mode."""
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=CUDA)
+            setattr(module, name, nn.Parameter(empty, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA))
+
+
+def on_gpu(batch: Batch) -> Batch:
+    """Return a fake batch of the same shapes on a GPU. Call it in the mode."""
+    moved = {}
+    for field in fields(batch):
+        tensor = getattr(batch, field.name)
+        moved[field.name] = None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
+    return Batch(**moved)
+
+
+def test_fake_tensors_refuse_two_devices(fake: FakeTensorMode) -> None:
+    with fake, pytest.raises(Exception, match="device"):
+        torch.zeros(2, device=CUDA) + torch.zeros(2)
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_drafts_unroll_on_the_device_of_their_weights(
+    method: str,
+    target: Llama,
+    conversations: list[Conversation],
+    fake: FakeTensorMode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = make_batch(conversations[:3], torch.float32, final=method in ("eagle", "medusa"))
+    draft = MAKERS[method](target)
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)  # Triton's kernels need content
+    with fake:
+        move(target)
+        move(draft)
+        assert device_of_draft(draft).type == "cuda"
+        assert vocabulary_of(draft, 64).device.type == "cuda"
+        for k, (state_BAE, rooted_BA) in enumerate(unrolled(draft, on_gpu(batch), DEPTH)):
+            assert {state_BAE.device.type, rooted_BA.device.type} == {"cuda"}
+            assert logits_of(draft, state_BAE.flatten(0, 1), k).device.type == "cuda"
+
+
+def test_losses_are_computed_on_the_device_of_the_logits(fake: FakeTensorMode) -> None:
+    with fake:
+        logits_RV = torch.zeros(300, 64, device=CUDA, requires_grad=True)
+        target_RV = torch.zeros(300, 64, device=CUDA)
+        loss = soft_cross_entropy(logits_RV, target_RV, torch.ones(300, device=CUDA))
+        loss = loss + overlap(logits_RV, target_RV, 1.0).sum()
+        assert loss.device.type == "cuda"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("command", [["train"], ["distill", "--capture", "x", "--golden", "x", "--replay-share", "0"]])
+def test_missing_gpu_is_reported(command: list[str], tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--out", str(tmp_path), "--device", "cuda"]) == 1
+    assert "GPU" in capsys.readouterr().err

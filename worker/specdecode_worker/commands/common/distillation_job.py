@@ -1,0 +1,48 @@
+"""The mode ``distill --job``: every result is a document in the termination message, and the exit code is 0."""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from specdecode_worker.contract import Artifact
+from specdecode_worker.contract.distillation import DistillationVerdict
+from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.termination import write_termination_message
+from specdecode_worker.training.distillation.job_result import failure_document, verdict_document
+from specdecode_worker.training.distillation.record_shards import Interrupted
+from specdecode_worker.training.distillation.run_clock import RunClock
+
+MAX_NOT_REPRODUCED = 0.2
+"""Largest share of captured text that the target need not reproduce. Near ties of logits lose a few per cent."""
+
+
+def add_job_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to ``parser``."""
+    parser.add_argument(
+        "--job", action="store_true", help="exit with 0 for every verdict and error; write it as termination message"
+    )
+    parser.add_argument("--time-limit", type=float, metavar="S", help="seconds of the run, over its restarts")
+    parser.add_argument("--head-uri", metavar="URI", help="where workers find OUT/head (default: file://OUT/head)")
+
+
+def run_as_job(distill: Callable[[], dict[str, Any]], args: argparse.Namespace, clock: RunClock) -> DistillationVerdict:
+    """Run ``distill``, write the document of its result as the termination message and return it.
+
+    Raises:
+        Interrupted: The run was stopped by a signal. It has no result yet.
+    """
+    try:
+        head = args.out / "head"
+        document = distill()
+        draft = Artifact(uri=args.head_uri or f"file://{head.resolve()}", hash=model_hash(head))
+        result = verdict_document(document, draft, clock.seconds)
+    except Interrupted:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        result = failure_document(error, clock.seconds)
+    write_termination_message(result.message())
+    return result

@@ -1,0 +1,85 @@
+"""Result of a distillation Job, passed in the container's termination message.
+
+The kubelet truncates a termination message at 4096 bytes, so the document is kept below.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from specdecode_worker.contract.assignment import Artifact
+from specdecode_worker.contract.verdict import MAX_VERDICT_BYTES
+from specdecode_worker.contract.wire import CONTRACT_VERSION, Received
+
+JOB_CONTAINER = "distill"
+"""Container of the Job's pods whose termination message has the document."""
+DistillationFailure = Literal["capture", "poisoned", "disk-full", "out-of-memory", "time-limit", "input", "error"]
+"""Category of a failure.
+
+``capture``: no captured segments could be fetched or read. ``poisoned``: too much of the captured text is not the
+target's own. ``input``: a model, a file or a setting cannot be used. ``error``: an error that nobody expected.
+"""
+MAX_DOMAINS = 16
+_MAX_NAME, _MAX_REASON = 64, 400
+
+
+class GainBounds(Received):
+    """Gain in tokens per second over the deployed draft with 95 % bounds: 0.1 is 10 % more."""
+
+    estimate: float = Field(allow_inf_nan=False)
+    lower: float = Field(allow_inf_nan=False)
+    upper: float = Field(allow_inf_nan=False)
+
+
+class DomainGain(Received):
+    """Gain on one domain. ``gain`` is None where the domain was judged within a pool or had no conversation."""
+
+    name: str = Field(max_length=_MAX_NAME)
+    kind: Literal["captured", "golden", "pool"]
+    conversations: int = Field(ge=0)
+    gain: GainBounds | None = None
+
+
+class DistillationVerdict(Received):
+    """Result of one run of `distill --job`."""
+
+    kind: Literal["specdecode-distillation"] = "specdecode-distillation"
+    contract_version: int = CONTRACT_VERSION
+    verdict: Literal["better", "worse", "inconclusive", "failed"]
+    reasons: tuple[str, ...] = Field(default=(), max_length=MAX_DOMAINS + 2)
+    failure: DistillationFailure | None = None
+    """Kind of the failure if the verdict is ``failed``; ``reasons`` has the words."""
+    gain: GainBounds | None = None
+    """Gain over the traffic's mix; None if there was nothing to judge by."""
+    domains: tuple[DomainGain, ...] = Field(default=(), max_length=MAX_DOMAINS)
+    domains_left_out: int = Field(default=0, ge=0)
+    """Domains that the bound of the message had no room for."""
+    draft: Artifact | None = None
+    """The candidate; None if the run failed."""
+    conversations: int = Field(default=0, ge=0)
+    """Captured conversations that were used, in all splits."""
+    seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Time of the run over all its restarts."""
+
+    def message(self) -> str:
+        """Return the document as JSON of at most MAX_VERDICT_BYTES bytes, with fewer domains and reasons if needed."""
+        document = self
+        while len((text := document.model_dump_json(exclude_none=True)).encode()) > MAX_VERDICT_BYTES:
+            if document.domains:
+                fewer = {"domains": document.domains[:-1], "domains_left_out": document.domains_left_out + 1}
+            else:
+                fewer = {"reasons": document.reasons[:-1]}
+            document = document.model_copy(update=fewer)
+        return text
+
+
+def shortened_reason(text: str) -> str:
+    """Return ``text`` on one line, cut to what a document takes of one reason."""
+    return " ".join(text.split())[:_MAX_REASON]
+
+
+def shortened_name(text: str) -> str:
+    """Return the name of a domain, cut to what a document takes of it."""
+    return text[:_MAX_NAME]
