@@ -245,7 +245,8 @@ def _record_tasks(key: Key, tasks: dict[str, TaskFigures]) -> None:
 
 
 def _record_gains(key: Key, history: Iterable[DecisionRecord]) -> None:
-    measured = next((change for change in history if change.realised_gain_percent is not None), None)
+    plans = (change for change in history if change.kind == "Plan")
+    measured = next((change for change in plans if change.realised_gain_percent is not None), None)
     if measured is not None and measured.realised_gain_percent is not None:
         REALISED_GAIN.set(key, measured.realised_gain_percent / 100)
         EXPECTED_GAIN.set(key, (measured.expected_gain_percent or 0) / 100)

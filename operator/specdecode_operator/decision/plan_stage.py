@@ -12,6 +12,7 @@ from specdecode_operator.decision import history, overrides
 from specdecode_operator.decision.in_use import held_back_loads
 from specdecode_operator.decision.overrides import PinState
 from specdecode_operator.decision.size_stage import kv_tokens
+from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.planning import Change, Chosen
 from specdecode_operator.planning.loads import bucket_text
 from specdecode_operator.state.learned import LearnedState, RowState
@@ -114,6 +115,7 @@ def _next_plan(
         before=learned.plan,
         running=[report.plan for report in observed.reports],
         pin=pin,
+        assignment=assignment_of(observed.session.drafts, deployment),
     )
 
 

@@ -59,7 +59,8 @@ class DraftStore:
         """Write the record if it differs from the stored one. Return the problem that prevents it."""
         uid = deployment.uid
         is_known = uid in self._loaded or uid in self._written
-        if record == UNUSED and not is_known:
+        if not record.is_used and not is_known:
+            # A record that could not be read stays as it is until a candidate is taken up.
             return None
         data = render_drafts(record)
         if uid not in self._written and self._loaded.get(uid) == text_digest(data):
