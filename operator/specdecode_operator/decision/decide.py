@@ -17,8 +17,8 @@ from specdecode_operator.decision.plan_stage import Planned, plan
 from specdecode_operator.decision.record_stage import Recorded, is_urgent, record
 from specdecode_operator.decision.revisions import settle_revisions
 from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
-from specdecode_operator.rollout.rollout_step import step_rollout
 from specdecode_operator.health.remediation import Remediation, heal_from
+from specdecode_operator.rollout.rollout_step import step_rollout
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
 from specdecode_operator.telemetry import staleness

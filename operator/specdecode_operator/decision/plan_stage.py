@@ -12,9 +12,9 @@ from specdecode_operator.decision import history, overrides
 from specdecode_operator.decision.in_use import held_back_loads
 from specdecode_operator.decision.overrides import PinState
 from specdecode_operator.decision.size_stage import kv_tokens
-from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.planning import Change, Chosen
 from specdecode_operator.planning.loads import bucket_text
+from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.state.session import Standing
 from specdecode_operator.types import Deployment, Observation

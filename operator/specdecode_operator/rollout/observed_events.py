@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, seconds_of
-from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.drafts.crossover import Verdict
 from specdecode_operator.drafts.lifecycle import Event
 from specdecode_operator.drafts.lifecycle_table import EventKind, Mode, Phase
+from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.rollout.trial_evidence import count_pairs, evidence_text, verdict_of
 from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
 from specdecode_operator.types import Deployment, Observation, Worker

@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from specdecode_operator.api.draft_status import Outcome
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus
-from specdecode_operator.rollout.assignment import choose_canary
 from specdecode_operator.drafts.lifecycle import Event, advance, required_actions
 from specdecode_operator.drafts.lifecycle_table import Action, EventKind, Mode
+from specdecode_operator.rollout.assignment import choose_canary
 from specdecode_operator.rollout.observed_events import DETECTORS, OFFERS, UNKNOWN_OFFER, Facts, Found, offer_of
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
 from specdecode_operator.state.draft_record import LINEAGE, DraftRecord, TrialRecord
