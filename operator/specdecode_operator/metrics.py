@@ -7,8 +7,9 @@ from typing import Final, Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from specdecode_operator.api.v1alpha1 import ConditionType, Status
+from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
+from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.gauges import DeploymentGauge
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
 from specdecode_worker.contract import OTHER_TASK
@@ -99,6 +100,20 @@ EXPECTED_GAIN = DeploymentGauge(
 )
 REALISED_GAIN = DeploymentGauge("specdecode_realised_gain_ratio", "Realised gain of that plan change.", OF_DEPLOYMENT)
 
+DRAFT_PHASE = DeploymentGauge(
+    "specdecode_draft_phase", "1 for the phase of the rollout of drafts.", [*OF_DEPLOYMENT, "phase"]
+)
+CANARY_PAIRS = DeploymentGauge(
+    "specdecode_draft_canary_pairs",
+    "Pairs of request blocks that a candidate draft's trial has counted.",
+    OF_DEPLOYMENT,
+)
+CANDIDATE_GAIN = DeploymentGauge(
+    "specdecode_draft_candidate_gain_ratio",
+    "Gain in speed of the candidate draft that is tried: mean, least and most; 0.1 is 10 % faster.",
+    [*OF_DEPLOYMENT, "bound"],
+)
+
 TASK_ACCEPTANCE = DeploymentGauge(
     "specdecode_task_acceptance_rate", "Accepted tokens over the depth of the task's row.", OF_TASK
 )
@@ -151,6 +166,7 @@ def record(deployment: Deployment, observed: Observation, decision: Decision, st
         tasks = [task.name for task in deployment.spec.speculation.tasks] + [OTHER_TASK]
         _record_tasks(key, {name: decision.figures.tasks.get(name, TaskFigures()) for name in tasks[:MAX_TASKS]})
     _record_gains(key, decision.history)
+    _record_drafts(key, status.draft)
     _record_conditions(key, status)
 
 
@@ -250,6 +266,26 @@ def _record_gains(key: Key, history: Iterable[DecisionRecord]) -> None:
     if measured is not None and measured.realised_gain_percent is not None:
         REALISED_GAIN.set(key, measured.realised_gain_percent / 100)
         EXPECTED_GAIN.set(key, (measured.expected_gain_percent or 0) / 100)
+
+
+def _record_drafts(key: Key, draft: DraftStatus | None) -> None:
+    """Set the series of a rollout, and remove those of a trial that is over."""
+    for phase in Phase:
+        if draft is not None and draft.phase == phase:
+            DRAFT_PHASE.set((*key, phase.value), 1)
+        else:
+            DRAFT_PHASE.remove(*key, phase.value)
+    trial = draft.trial if draft is not None else None
+    if trial is None:
+        CANARY_PAIRS.remove(*key)
+    else:
+        CANARY_PAIRS.set(key, trial.pairs)
+    gains = (trial.gain_percent, trial.least_gain_percent, trial.most_gain_percent) if trial else (None, None, None)
+    for bound, gain in zip(("mean", "least", "most"), gains, strict=True):
+        if gain is None:
+            CANDIDATE_GAIN.remove(*key, bound)
+        else:
+            CANDIDATE_GAIN.set((*key, bound), gain / 100)
 
 
 def _record_conditions(key: Key, status: Status) -> None:

@@ -44,6 +44,21 @@ def drafts(resource: dict[str, Any], now: float) -> list[str]:
     return lines
 
 
+def refusal_of(command: str, resource: dict[str, Any]) -> str:
+    """Return why a command would change nothing now; empty if it would."""
+    draft = status_of(resource).draft
+    phase = draft.phase if draft and draft.phase else "Serving"
+    waits = any(one.type == "DraftRollout" and one.reason == "WaitsForUser" for one in status_of(resource).conditions)
+    if command == "promote" and not waits:
+        return f"no draft waits for its promotion (phase {phase}); a trial in mode Manual must find it better first"
+    if command == "reject" and phase not in ("Canary", "Promoting"):
+        return f"no draft is tried or promoted now (phase {phase})"
+    is_open = phase in ("Canary", "Promoting")
+    if command == "rollback" and not is_open and (draft is None or draft.previous is None):
+        return f"there is no draft to return to (phase {phase})"
+    return ""
+
+
 def trial_line(draft: DraftStatus | None) -> str:
     """Return a sentence on the trial that runs; empty without one."""
     if draft is None or draft.trial is None:

@@ -205,6 +205,17 @@ def test_a_worker_that_refuses_a_promotion_takes_it_back() -> None:
     assert canary.record.current == ""
 
 
+def test_a_promotion_that_all_workers_refused_is_taken_back_before_it_counts_as_converged() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    for pod in canary.pods:
+        pod.obeys, pod.draft, pod.swap_problem, pod.trial = False, OLD, "the folder vanished", None
+    canary.tick(20)
+    assert canary.phase == "RollingBack", "the plan with the old draft was not pushed yet"
+    canary.tick()
+    assert canary.phase == "Cooldown"
+
+
 def test_a_promotion_that_takes_too_long_is_taken_back() -> None:
     canary = trying()
     canary.finish_pairs(60, 0.10)
