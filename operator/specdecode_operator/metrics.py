@@ -216,14 +216,19 @@ def _set_known(gauge: DeploymentGauge, labels: tuple[str, ...], value: float | N
         gauge.set(labels, value)
 
 
+def _set_or_remove(gauge: DeploymentGauge, labels: tuple[str, ...], value: float | None) -> None:
+    """Set the series, or remove it if there is no value."""
+    if value is None:
+        gauge.remove(*labels)
+    else:
+        gauge.set(labels, value)
+
+
 def _record_objectives(deployment: Deployment) -> None:
     objective = deployment.spec.speculation.objective
     milliseconds = {"ttft": objective.ttft_milliseconds, "itl": objective.itl_milliseconds}
     for latency, value in milliseconds.items():
-        if value is None:
-            OBJECTIVE.remove(*deployment.key, latency)
-        else:
-            OBJECTIVE.set((*deployment.key, latency), value / 1000)
+        _set_or_remove(OBJECTIVE, (*deployment.key, latency), None if value is None else value / 1000)
 
 
 def _record_decisions(key: Key, changes: Iterable[DecisionRecord]) -> None:
@@ -250,10 +255,7 @@ def _record_tasks(key: Key, tasks: dict[str, TaskFigures]) -> None:
     for name, task in tasks.items():
         values = (task.acceptance_rate, task.accepted_length, task.speedup, task.ttft_seconds, task.itl_seconds)
         for gauge, value in zip(_TASK_GAUGES, values, strict=True):
-            if value is None:
-                gauge.remove(*key, name)
-            else:
-                gauge.set((*key, name), value)
+            _set_or_remove(gauge, (*key, name), value)
     for name in _tasks_by_key.get(key, frozenset()) - tasks.keys():
         for gauge in _TASK_GAUGES:
             gauge.remove(*key, name)
@@ -271,21 +273,13 @@ def _record_gains(key: Key, history: Iterable[DecisionRecord]) -> None:
 def _record_drafts(key: Key, draft: DraftStatus | None) -> None:
     """Set the series of a rollout, and remove those of a trial that is over."""
     for phase in Phase:
-        if draft is not None and draft.phase == phase:
-            DRAFT_PHASE.set((*key, phase.value), 1)
-        else:
-            DRAFT_PHASE.remove(*key, phase.value)
+        is_present = draft is not None and draft.phase == phase
+        _set_or_remove(DRAFT_PHASE, (*key, phase.value), 1 if is_present else None)
     trial = draft.trial if draft is not None else None
-    if trial is None:
-        CANARY_PAIRS.remove(*key)
-    else:
-        CANARY_PAIRS.set(key, trial.pairs)
+    _set_or_remove(CANARY_PAIRS, key, trial.pairs if trial else None)
     gains = (trial.gain_percent, trial.least_gain_percent, trial.most_gain_percent) if trial else (None, None, None)
     for bound, gain in zip(("mean", "least", "most"), gains, strict=True):
-        if gain is None:
-            CANDIDATE_GAIN.remove(*key, bound)
-        else:
-            CANDIDATE_GAIN.set((*key, bound), gain / 100)
+        _set_or_remove(CANDIDATE_GAIN, (*key, bound), None if gain is None else gain / 100)
 
 
 def _record_conditions(key: Key, status: Status) -> None:

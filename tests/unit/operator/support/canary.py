@@ -155,7 +155,7 @@ class Canary:
 
     def change(self, **spec: Any) -> None:
         """Change the spec, as a user does."""
-        self.deployment = replace(self.deployment, spec=deployment_with(**spec).spec)
+        self.deployment = replace(self.deployment, spec=deployment_with(replicas=2, **spec).spec)
 
     def command(self, text: str) -> None:
         self.deployment = replace(self.deployment, draft_command=f"{text} {self.now}")
@@ -170,7 +170,7 @@ class Canary:
 
 def canary_with(**rollout: Any) -> Canary:
     """Return a deployment that offers a candidate, whose workers have reported."""
-    canary = Canary(deployment_with())
+    canary = Canary(deployment_with(replicas=2))
     canary.tick()
     canary.change(rollout={"draft": {"candidate": CANDIDATE, **rollout}})
     return canary
