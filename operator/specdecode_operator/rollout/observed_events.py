@@ -47,7 +47,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Detection:
     """Result of a detector."""
 
     record: DraftRecord
@@ -57,36 +57,36 @@ class Found:
     cause: Cause = "failure"
 
 
-Detector = Callable[[Facts, DraftRecord], Found | None]
+Detector = Callable[[Facts, DraftRecord], Detection | None]
 
 
-def find_spec_change(facts: Facts, record: DraftRecord) -> Found | None:
+def find_spec_change(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find a changed draft or target of the spec."""
     spec = facts.deployment.spec
     draft = spec.speculation.draft.uri if spec.speculation.draft else ""
     noted = record.model_copy(update={"spec_draft": draft, "target": spec.model.uri, "spec_hash": ""})
     if draft != record.spec_draft:
         reason = f"speculation.draft.uri is {draft or 'absent'} now"
-        return Found(record=noted, event=Event(kind=EventKind.DRAFT_CHANGED), reason=reason, cause="user")
+        return Detection(record=noted, event=Event(kind=EventKind.DRAFT_CHANGED), reason=reason, cause="user")
     if spec.model.uri != record.target:
         reason = f"model.uri is {spec.model.uri} now"
-        return Found(record=noted, event=Event(kind=EventKind.TARGET_CHANGED), reason=reason, cause="user")
+        return Detection(record=noted, event=Event(kind=EventKind.TARGET_CHANGED), reason=reason, cause="user")
     return None
 
 
-def find_image_change(facts: Facts, record: DraftRecord) -> Found | None:
+def find_image_change(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find another image of the workers."""
     image = image_of(facts.observed)
     if not image or image == record.image:
         return None
     noted = record.model_copy(update={"image": image})
     if not record.image:
-        return Found(record=noted)
+        return Detection(record=noted)
     reason = f"the workers' image changed to {image}"
-    return Found(record=noted, event=Event(kind=EventKind.IMAGE_CHANGED), reason=reason, cause="user")
+    return Detection(record=noted, event=Event(kind=EventKind.IMAGE_CHANGED), reason=reason, cause="user")
 
 
-def find_command(facts: Facts, record: DraftRecord) -> Found | None:
+def find_command(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find a command that was not carried out yet. Its annotation ends with the time when it was given."""
     command = facts.deployment.draft_command
     if command == record.command:
@@ -94,22 +94,22 @@ def find_command(facts: Facts, record: DraftRecord) -> Found | None:
     noted = record.model_copy(update={"command": command})
     kind = _COMMANDS.get(command.partition(" ")[0])
     if kind is None:
-        return Found(record=noted)
-    return Found(record=noted, event=Event(kind=kind), reason=f"a user gave the command {command}", cause="user")
+        return Detection(record=noted)
+    return Detection(record=noted, event=Event(kind=kind), reason=f"a user gave the command {command}", cause="user")
 
 
-def find_withdrawn_candidate(facts: Facts, record: DraftRecord) -> Found | None:
+def find_withdrawn_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find a candidate that a user removed from the spec, or replaced."""
     if not record.offered or offer_of(facts.deployment) == record.offered:
         return None
     noted = record.model_copy(update={"offered": UNKNOWN_OFFER if record.problem else "", "refusal": ""})
     if record.phase is not Phase.CANARY or record.offered.partition(" ")[0] != record.candidate:
-        return Found(record=noted)
+        return Detection(record=noted)
     event = Event(kind=EventKind.USER_REJECT)
-    return Found(record=noted, event=event, reason="the candidate was removed from the spec", cause="user")
+    return Detection(record=noted, event=event, reason="the candidate was removed from the spec", cause="user")
 
 
-def find_trial_event(facts: Facts, record: DraftRecord) -> Found | None:
+def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find the loss of the canary pod, a refusal, new pairs, and a verdict."""
     if record.phase is not Phase.CANARY:
         return None
@@ -119,7 +119,7 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Found | None:
         return (
             None
             if is_waiting
-            else Found(
+            else Detection(
                 record=record,
                 event=event,
                 reason=f"mode is {record.mode} now: {evidence_text(record.trial)}",
@@ -134,23 +134,23 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Found | None:
     if lost:
         noted = _with_trial(record, trial.model_copy(update={"pod": "", "pod_uid": "", "boot": ""}))
         reason = f"pod {trial.pod}: {lost} (loss {record.canary_losses + 1} of {record.failure_limit})"
-        return Found(record=noted, event=Event(kind=EventKind.CANARY_POD_LOST), reason=reason)
+        return Detection(record=noted, event=Event(kind=EventKind.CANARY_POD_LOST), reason=reason)
     state = worker.report.trial if worker is not None and worker.report is not None else None
     if state is None or state.id != trial.id:
         return None
     if state.state == "Failed":
         reason = f"pod {trial.pod}: {state.problem or 'the draft could not be loaded'}"
-        return Found(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=reason)
+        return Detection(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=reason)
     counted = count_pairs(trial, state.pairs, _tasks(facts.deployment))
     noted = record if counted == trial else _with_trial(record, counted)
     verdict = _VERDICTS.get(verdict_of(counted))
     if verdict is None:
-        return Found(record=noted)
+        return Detection(record=noted)
     kind, words = verdict
-    return Found(record=noted, event=Event(kind=kind), reason=f"{words}: {evidence_text(counted)}", cause="canary")
+    return Detection(record=noted, event=Event(kind=kind), reason=f"{words}: {evidence_text(counted)}", cause="canary")
 
 
-def find_convergence(facts: Facts, record: DraftRecord) -> Found | None:
+def find_convergence(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find out whether all workers run the assigned draft, or refuse it. Reports on older plans say nothing."""
     workers = [worker for worker in facts.observed.workers if worker.ready and not worker.leaving]
     plan = facts.observed.session.learned.plan
@@ -162,19 +162,19 @@ def find_convergence(facts: Facts, record: DraftRecord) -> Found | None:
     refusals = list(_refusals(reports, current)) if is_settled else []
     if record.phase in (Phase.PROMOTING, Phase.ROLLING_BACK):
         if refusals:
-            return Found(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=refusals[0])
+            return Detection(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=refusals[0])
         is_complete = len(reports) == len(workers) and all(_runs(report, current) for report in reports)
         if is_complete and (workers or _wants_none(facts.observed)):
             reason = f"all workers ({len(workers)}) run {current[:12]}"
-            return Found(record=record, event=Event(kind=EventKind.CONVERGED), reason=reason, cause="canary")
+            return Detection(record=record, event=Event(kind=EventKind.CONVERGED), reason=reason, cause="canary")
         return None
     if record.phase in (Phase.SERVING, Phase.COOLDOWN) and record.current and 2 * len(refusals) >= max(1, len(workers)):
         reason = f"{len(refusals)} of {len(workers)} workers cannot load the promoted draft: {refusals[0]}"
-        return Found(record=record, event=Event(kind=EventKind.ARTEFACT_LOST), reason=reason)
+        return Detection(record=record, event=Event(kind=EventKind.ARTEFACT_LOST), reason=reason)
     return None
 
 
-def find_time_over(facts: Facts, record: DraftRecord) -> Found | None:
+def find_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find a phase that lasts longer than its limit."""
     limits = {**PHASE_SECONDS, Phase.CANARY: seconds_of(facts.deployment.spec.rollout.draft.max_duration)}
     limit = limits.get(record.phase)
@@ -182,10 +182,10 @@ def find_time_over(facts: Facts, record: DraftRecord) -> Found | None:
         return None
     is_trial = record.phase is Phase.CANARY
     reason = f"{record.phase} lasted {limit:.0f} s" + (f": {evidence_text(record.trial)}" if is_trial else "")
-    return Found(record=record, event=Event(kind=EventKind.TIME_OVER), reason=reason)
+    return Detection(record=record, event=Event(kind=EventKind.TIME_OVER), reason=reason)
 
 
-def find_candidate(facts: Facts, record: DraftRecord) -> Found | None:
+def find_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find a candidate of the spec that was not taken up yet, once a worker runs the draft to compare it with."""
     candidate, offer = facts.deployment.spec.rollout.draft.candidate, offer_of(facts.deployment)
     incumbent = record.current or _spec_hash(facts)
@@ -209,10 +209,10 @@ def find_candidate(facts: Facts, record: DraftRecord) -> Found | None:
     )
     if candidate.hash == incumbent:
         refusal = f"the workers run the candidate {candidate.hash[:12]} already"
-        return Found(record=noted.model_copy(update={"refusal": refusal, "uris": record.uris}))
+        return Detection(record=noted.model_copy(update={"refusal": refusal, "uris": record.uris}))
     event = Event(kind=EventKind.USER_CANDIDATE, draft=candidate.hash)
     reason = f"the spec offers {candidate.uri}; it is compared with {incumbent[:12]}"
-    return Found(record=noted, event=event, reason=reason, cause="user")
+    return Detection(record=noted, event=event, reason=reason, cause="user")
 
 
 OFFERS: tuple[Detector, ...] = (find_withdrawn_candidate, find_candidate)

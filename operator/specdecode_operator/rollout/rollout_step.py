@@ -16,7 +16,7 @@ from specdecode_operator.api.v1alpha1 import DraftLineageStatus
 from specdecode_operator.drafts.lifecycle import Event, advance, required_actions
 from specdecode_operator.drafts.lifecycle_table import Action, EventKind, Mode
 from specdecode_operator.rollout.assignment import choose_canary
-from specdecode_operator.rollout.observed_events import DETECTORS, OFFERS, UNKNOWN_OFFER, Facts, Found, offer_of
+from specdecode_operator.rollout.observed_events import DETECTORS, OFFERS, UNKNOWN_OFFER, Detection, Facts, offer_of
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
 from specdecode_operator.state.draft_record import LINEAGE, DraftRecord, TrialRecord
 from specdecode_operator.types import Deployment, Observation
@@ -64,16 +64,16 @@ def step_rollout(deployment: Deployment, observed: Observation, *, now: float) -
         spec = deployment.spec.rollout.draft
         record = record.model_copy(update={"mode": Mode(spec.mode), "failure_limit": spec.failure_limit})
     for detect in DETECTORS if record.is_used else OFFERS:
-        found = detect(facts, record)
-        if found is not None:
-            record, change = _advanced(found, now)
+        detection = detect(facts, record)
+        if detection is not None:
+            record, change = _advanced(detection, now)
             changes += [change] if change else []
     return RolloutStep(_carried_out(record, facts), tuple(changes))
 
 
-def _advanced(found: Found, now: float) -> tuple[DraftRecord, DecisionRecord | None]:
+def _advanced(detection: Detection, now: float) -> tuple[DraftRecord, DecisionRecord | None]:
     """Return the record after an event, and its entry in the history."""
-    before, event = found.record, found.event
+    before, event = detection.record, detection.event
     if event is None:
         return before, None
     transition = advance(before.lifecycle, event)
@@ -83,24 +83,24 @@ def _advanced(found: Found, now: float) -> tuple[DraftRecord, DecisionRecord | N
         after = after.model_copy(update={"since": now})
     if Action.REPORT not in transition.actions or after.lifecycle == before.lifecycle:
         is_command = event.kind in (EventKind.USER_PROMOTE, EventKind.USER_REJECT, EventKind.USER_ROLLBACK)
-        reason = f"{found.reason}; it changes nothing now"
-        return after, _change(found, after, now, reason) if is_command else None
-    after = _concluded(found, event, after, now)
+        reason = f"{detection.reason}; it changes nothing now"
+        return after, _change(detection, after, now, reason) if is_command else None
+    after = _concluded(detection, event, after, now)
     keep = {after.current, after.candidate, after.previous}
     after = after.model_copy(update={"uris": {draft: uri for draft, uri in after.uris.items() if draft in keep}})
-    return after, _change(found, after, now, found.reason)
+    return after, _change(detection, after, now, detection.reason)
 
 
-def _concluded(found: Found, event: Event, after: DraftRecord, now: float) -> DraftRecord:
+def _concluded(detection: Detection, event: Event, after: DraftRecord, now: float) -> DraftRecord:
     """Return the record with the end of a trial or a promotion in its lineage, and with the verdict in words."""
-    before = found.record
+    before = detection.record
     ended = before.candidate or before.current
     outcome = _OUTCOMES.get(event.kind)
     is_promoted = outcome == "Promoted" and after.current == ended and before.current != ended
     is_dropped = outcome != "Promoted" and ended and ended not in (after.candidate, after.current)
     if outcome is None or not (is_promoted or is_dropped):
         is_confirmed = after.is_confirmed and not before.is_confirmed
-        verdict = f"{ended[:12]} waits for kubectl specdecode promote: {found.reason}"
+        verdict = f"{ended[:12]} waits for kubectl specdecode promote: {detection.reason}"
         return after.model_copy(update={"last_verdict": verdict[:1000]}) if is_confirmed else after
     gain = gain_of(before.trial) if before.trial else None
     entry = DraftLineageStatus(
@@ -110,19 +110,19 @@ def _concluded(found: Found, event: Event, after: DraftRecord, now: float) -> Dr
         outcome=outcome,
         pairs=len(before.trial.pairs) if before.trial else 0,
         gain_percent=round(100 * gain.mean, 1) if gain else None,
-        reason=found.reason[:1000],
+        reason=detection.reason[:1000],
     )
     return after.model_copy(
         update={
-            "last_verdict": f"{outcome} {ended[:12]}: {found.reason}"[:1000],
+            "last_verdict": f"{outcome} {ended[:12]}: {detection.reason}"[:1000],
             "lineage": (entry, *after.lineage)[:LINEAGE],
-            "refusal": found.reason[:1000] if outcome == "Refused" else "",
+            "refusal": detection.reason[:1000] if outcome == "Refused" else "",
         }
     )
 
 
-def _change(found: Found, after: DraftRecord, now: float, reason: str) -> DecisionRecord:
-    before = found.record
+def _change(detection: Detection, after: DraftRecord, now: float, reason: str) -> DecisionRecord:
+    before = detection.record
     gain = gain_of(before.trial) if before.trial else None
     is_promoted = after.current != before.current and after.current == before.candidate
     return DecisionRecord(
@@ -133,7 +133,7 @@ def _change(found: Found, after: DraftRecord, now: float, reason: str) -> Decisi
         after=_state_text(after),
         measured=evidence_text(before.trial) if before.trial else None,
         realised_gain_percent=round(100 * gain.mean, 1) if gain and is_promoted else None,
-        cause=found.cause,
+        cause=detection.cause,
         reason=reason[:4000],
     )
 
