@@ -171,7 +171,11 @@ def _drafts(args: argparse.Namespace, api: Api) -> None:
 
 
 def _try(args: argparse.Namespace, api: Api) -> None:
-    api.offer(_where(args, api), args.name, {"uri": args.uri, "hash": args.hash})
+    namespace, candidate = _where(args, api), {"uri": args.uri, "hash": args.hash}
+    before = spec_of(api.get(namespace, args.name)).rollout.draft.candidate
+    api.offer(namespace, args.name, candidate)
+    if before is not None and before.model_dump() == candidate:
+        api.command_drafts(namespace, args.name, _timed("retry"))
     print(f"{args.name} tries {args.hash[:12]}. To watch it: kubectl specdecode drafts {args.name}")
 
 
@@ -181,9 +185,13 @@ def _command(verb: str, args: argparse.Namespace, api: Api) -> None:
     problem = refusal_of(verb, api.get(namespace, args.name))
     if problem:
         raise PluginError(problem)
-    at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
-    api.command_drafts(namespace, args.name, f"{verb} {at}")
+    api.command_drafts(namespace, args.name, _timed(verb))
     print(f"{verb} was requested. To see the result: kubectl specdecode drafts {args.name}")
+
+
+def _timed(verb: str) -> str:
+    """Return a command with the present time, which tells it from the same command given before."""
+    return f"{verb} {datetime.fromtimestamp(time.time(), UTC).isoformat(timespec='milliseconds')}"
 
 
 def _simulate(args: argparse.Namespace, api: Api) -> int:

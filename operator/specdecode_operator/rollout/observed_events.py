@@ -23,6 +23,8 @@ REFUSAL_SECONDS = 10.0
 """Time after an assignment before a worker's problem counts as a refusal of it: reports may show an older problem."""
 PHASE_SECONDS: Mapping[Phase, float] = {Phase.PROMOTING: 1800.0, Phase.ROLLING_BACK: 1800.0, Phase.COOLDOWN: 3600.0}
 """Time limits of phases: long enough for a download by every worker, and an hour between two rollouts."""
+RETRY = "retry"
+"""Command that offers the candidate of the spec again."""
 UNKNOWN_OFFER = "-"
 """``offered`` of a record that could not be read: no candidate of the spec counts as taken up."""
 _COMMANDS = {
@@ -92,7 +94,10 @@ def find_command(facts: Facts, record: DraftRecord) -> Detection | None:
     if command == record.command:
         return None
     noted = record.model_copy(update={"command": command})
-    kind = _COMMANDS.get(command.partition(" ")[0])
+    verb = command.partition(" ")[0]
+    if verb == RETRY and record.phase in (Phase.SERVING, Phase.COOLDOWN):
+        return Detection(record=noted.model_copy(update={"offered": "", "refusal": ""}))
+    kind = _COMMANDS.get(verb)
     if kind is None:
         return Detection(record=noted)
     return Detection(record=noted, event=Event(kind=kind), reason=f"a user gave the command {command}", cause="user")

@@ -6,7 +6,7 @@ The record is stored before anything that follows from it. Everything that follo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -144,31 +144,47 @@ def _state_text(record: DraftRecord) -> str:
 
 
 def _carried_out(record: DraftRecord, facts: Facts) -> DraftRecord:
-    """Return the record with the trial that its phase needs, or without one."""
-    if not _needs(record, (Action.RUN_CANARY,)):
-        return record.model_copy(update={"trial": None}) if record.trial else record
+    """Return the record with what its phase needs, and without a trial that is over."""
+    actions = required_actions(record.lifecycle)
+    if record.trial is not None and Action.RUN_CANARY not in actions:
+        record = record.model_copy(update={"trial": None})
+    for action in actions:
+        if action in UPKEEP:
+            record = UPKEEP[action](record, facts)
+    return record
+
+
+def _run_canary(record: DraftRecord, facts: Facts) -> DraftRecord:
+    """Return the record with a trial, and with a pod that runs it if one is able to."""
     if record.is_confirmed:
         return record
     trial = record.trial
     if trial is None:
         spec = facts.deployment.spec.rollout.draft
         trial = TrialRecord(
-            id=f"{record.candidate[:40]}-{record.trials + 1}",
             started_at=facts.now,
             block_requests=spec.block_requests,
             max_pairs=spec.max_pairs,
             min_gain=spec.min_gain_percent / 100,
         )
-        record = record.model_copy(update={"trials": record.trials + 1, "trial": trial})
+        record = record.model_copy(update={"trial": trial})
     worker = None if trial.pod else choose_canary(facts.observed, record.current or record.spec_hash)
     if worker is None or worker.report is None:
         return record
-    chosen = {"pod": worker.name, "pod_uid": worker.uid, "boot": worker.report.boot_id, "first_pair": trial.next_pair}
-    return record.model_copy(update={"trial": trial.model_copy(update=chosen)})
+    # Another id for every pod: a worker that restarted may run pairs again that were counted, by the plan it mounts.
+    number = record.trials + 1
+    chosen = {
+        "id": f"{record.candidate[:40]}-{number}",
+        "pod": worker.name,
+        "pod_uid": worker.uid,
+        "boot": worker.report.boot_id,
+        "first_pair": trial.next_pair,
+    }
+    return record.model_copy(update={"trials": number, "trial": trial.model_copy(update=chosen)})
 
 
-def _needs(record: DraftRecord, actions: Iterable[Action]) -> bool:
-    return set(actions) <= set(required_actions(record.lifecycle))
+UPKEEP: Mapping[Action, Callable[[DraftRecord, Facts], DraftRecord]] = {Action.RUN_CANARY: _run_canary}
+"""Changes of the record that the actions of a phase need. Assignment and estimates follow from the record itself."""
 
 
 def _iso(now: float) -> str:

@@ -42,7 +42,8 @@ class CountedPair(Stored):
 class TrialRecord(Stored):
     """Trial of a candidate. Its settings are those of its beginning, because changed ones would void its guarantee."""
 
-    id: str
+    id: str = ""
+    """Name of the trial on its pod; empty while none is ready for it."""
     started_at: float
     block_requests: int
     max_pairs: int
@@ -89,7 +90,7 @@ class DraftRecord(Stored):
     command: str = ""
     """Annotation with the command that was carried out last."""
     trials: int = 0
-    """Number of trials so far."""
+    """Number of pods that were chosen for trials so far."""
     last_verdict: str = ""
     refusal: str = ""
     """Reason why the latest candidate was not tried or could not be loaded; empty if there is none."""

@@ -314,6 +314,16 @@ def test_try_offers_a_candidate(server: Server, demo: str, capsys: pytest.Captur
     assert "kubectl specdecode drafts demo" in capsys.readouterr().out
 
 
+def test_try_repeats_a_trial_of_the_same_candidate(server: Server, demo: str) -> None:
+    status, resource = server.answers[demo]
+    candidate = {"uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e"}
+    spec = {**resource["spec"], "rollout": {"draft": {"candidate": candidate}}}
+    server.answers[demo] = status, {**resource, "spec": spec}
+    assert server.run("try", "demo", *candidate.values()) == 0
+    command = server.written[-1][2]["metadata"]["annotations"]["specdecode.io/draft-command"]
+    assert command.startswith("retry ")
+
+
 def test_a_command_about_drafts_is_written_with_its_time(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

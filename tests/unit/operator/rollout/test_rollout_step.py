@@ -75,7 +75,7 @@ def test_a_candidate_that_is_not_better_is_rolled_back(gain: float, outcome: str
 
 
 def test_pairs_are_counted_once_by_index() -> None:
-    trial = TrialRecord(id="t", started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
     once = count_pairs(trial, [pair(1, 0.1), pair(0, 0.2)], ["other"])
     again = count_pairs(once, [pair(0, 0.2), pair(1, 0.1), pair(2, 0.3)], ["other"])
     assert [round(one.total, 4) for one in again.pairs] == [0.1823, 0.0953, 0.2624]
@@ -88,14 +88,14 @@ def test_unusable_pairs_are_passed_over() -> None:
     tiny = tiny.model_copy(update={"incumbent": (tiny.incumbent[0].model_copy(update={"sequence_seconds": 1e-320}),)})
     huge = pair(2, 0.1)
     huge = huge.model_copy(update={"incumbent": (huge.incumbent[0].model_copy(update={"tokens": 1e308}),)})
-    trial = TrialRecord(id="t", started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
     counted = count_pairs(trial, [empty, tiny, huge, pair(3, 0.1)], ["other"])
     assert counted.next_pair == 4
     assert counted.pairs[-1].total == pytest.approx(0.0953, abs=1e-4)
 
 
 def test_the_bounds_of_the_gain_enclose_its_mean() -> None:
-    trial = TrialRecord(id="t", started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
     trial = count_pairs(trial, [pair(index, 0.1 + 0.02 * (index % 3 - 1)) for index in range(40)], ["other"])
     gain = gain_of(trial)
     assert gain is not None
@@ -289,6 +289,33 @@ def test_a_removed_candidate_ends_its_trial_and_may_be_offered_again() -> None:
     assert canary.phase == "Canary"
     assert canary.record.trial is not None
     assert canary.record.trial.id.endswith("-2")
+
+
+def test_a_candidate_is_tried_again_on_request() -> None:
+    canary = trying()
+    canary.command("reject")
+    canary.until("Cooldown")
+    canary.ticks(2)
+    assert canary.phase == "Cooldown"
+    canary.command("retry")
+    canary.tick()
+    assert canary.phase == "Canary"
+    canary.restart_operator()
+    canary.finish_pairs(60, -0.1)
+    canary.ticks(5)
+    assert canary.phase == "Cooldown", "a command is carried out once"
+
+
+def test_another_pod_runs_its_pairs_under_another_name() -> None:
+    canary = trying()
+    first = canary.record.trial
+    canary.finish_pairs(2, 0.1)
+    canary.tries.boot = "boot-2"
+    canary.tick()
+    second = canary.record.trial
+    assert first is not None
+    assert second is not None
+    assert (first.id, second.id, second.first_pair) == (f"{NEW}-1", f"{NEW}-2", 2)
 
 
 def test_removing_a_promoted_candidate_keeps_it() -> None:
