@@ -70,7 +70,7 @@ class DraftRolloutSpec(Api):
         description="Finished requests of a block. A pair is one block of the present draft and one of the candidate.",
     )
     max_pairs: int = Field(
-        default=120, ge=8, le=1000, description="Pairs after which a trial without a verdict ends as undecided."
+        default=120, ge=8, le=500, description="Pairs after which a trial without a verdict ends as undecided."
     )
     max_duration: Duration = Field(
         default="24h", description="Time after which a trial without a verdict ends, such as 24h or 90m."

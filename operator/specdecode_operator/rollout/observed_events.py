@@ -66,9 +66,11 @@ def find_spec_change(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find a changed draft or target of the spec."""
     spec = facts.deployment.spec
     draft = spec.speculation.draft.uri if spec.speculation.draft else ""
-    noted = record.model_copy(update={"spec_draft": draft, "target": spec.model.uri, "spec_hash": ""})
-    if draft != record.spec_draft:
-        reason = f"speculation.draft.uri is {draft or 'absent'} now"
+    method = spec.speculation.method
+    update = {"spec_draft": draft, "method": method, "target": spec.model.uri, "spec_hash": ""}
+    noted = record.model_copy(update=update)
+    if (draft, method) != (record.spec_draft, record.method):
+        reason = f"the draft of the spec is {draft or 'absent'} now, of method {method}"
         return Detection(record=noted, event=Event(kind=EventKind.DRAFT_CHANGED), reason=reason, cause="user")
     if spec.model.uri != record.target:
         reason = f"model.uri is {spec.model.uri} now"
@@ -147,7 +149,9 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
         reason = f"pod {trial.pod}: {state.problem or 'the draft could not be loaded'}"
         return Detection(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=reason)
     counted = count_pairs(trial, state.pairs, _tasks(facts.deployment))
-    noted = record if counted == trial else _with_trial(record, counted)
+    if counted == trial:
+        return None
+    noted = _with_trial(record, counted)
     verdict = _VERDICTS.get(verdict_of(counted))
     if verdict is None:
         return Detection(record=noted)
@@ -204,6 +208,7 @@ def find_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
             "offered": offer,
             "command": facts.deployment.draft_command,
             "spec_draft": spec.speculation.draft.uri if spec.speculation.draft else "",
+            "method": spec.speculation.method,
             "spec_hash": record.spec_hash if record.current else incumbent,
             "target": spec.model.uri,
             "image": image_of(facts.observed),

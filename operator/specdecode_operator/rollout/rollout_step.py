@@ -7,14 +7,14 @@ The record is stored before anything that follows from it. Everything that follo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from specdecode_operator.api.draft_status import Outcome
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus
 from specdecode_operator.drafts.lifecycle import Event, advance, required_actions
-from specdecode_operator.drafts.lifecycle_table import Action, EventKind, Mode
+from specdecode_operator.drafts.lifecycle_table import Action, EventKind, Mode, Phase
 from specdecode_operator.rollout.assignment import choose_canary
 from specdecode_operator.rollout.observed_events import DETECTORS, OFFERS, UNKNOWN_OFFER, Detection, Facts, offer_of
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
@@ -77,7 +77,10 @@ def _advanced(detection: Detection, now: float) -> tuple[DraftRecord, DecisionRe
     if event is None:
         return before, None
     transition = advance(before.lifecycle, event)
-    after = before.moved(transition.state)
+    state = transition.state
+    if Action.ASSIGN_SPEC_DRAFT in transition.actions:
+        state = replace(state, current="", previous=None)
+    after = before.moved(state)
     is_new = after.phase is not before.phase or after.is_confirmed != before.is_confirmed
     if is_new:
         after = after.model_copy(update={"since": now})
@@ -96,6 +99,8 @@ def _concluded(detection: Detection, event: Event, after: DraftRecord, now: floa
     before = detection.record
     ended = before.candidate or before.current
     outcome = _OUTCOMES.get(event.kind)
+    if event.kind is EventKind.USER_ROLLBACK and before.phase is Phase.CANARY:
+        outcome = "Rejected"
     is_promoted = outcome == "Promoted" and after.current == ended and before.current != ended
     is_dropped = outcome != "Promoted" and ended and ended not in (after.candidate, after.current)
     if outcome is None or not (is_promoted or is_dropped):

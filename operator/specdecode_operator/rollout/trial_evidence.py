@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from specdecode_operator.drafts.crossover import (
     Block,
@@ -17,6 +18,7 @@ from specdecode_operator.drafts.crossover import (
     pair_difference,
     task_differences,
 )
+from specdecode_operator.drafts.evidence import TILTS, increments, log_mean
 from specdecode_operator.state.draft_record import CountedPair, TrialRecord
 from specdecode_worker.contract import TrialCost, TrialPair
 
@@ -24,6 +26,8 @@ GAIN_LIMIT = 3.0
 """Largest size of a bound of the gain, as a log ratio: twenty times as fast."""
 BISECTIONS = 20
 """Halvings of the interval that has a bound; the rest is below a thousandth of a percent."""
+
+FIRST_SCALE = CrossoverTuning().first_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +75,7 @@ def gain_of(trial: TrialRecord) -> Gain | None:
     """Return the mean gain and its bounds. None before the first pair."""
     if not trial.pairs:
         return None
-    differences = [pair.total for pair in trial.pairs]
-    least = _bound(differences)
-    most = -_bound([-difference for difference in differences])
-    mean = min(max(sum(differences) / len(differences), -GAIN_LIMIT), GAIN_LIMIT)
-    return Gain(math.expm1(mean), math.expm1(least), math.expm1(most))
+    return _gain(tuple(pair.total for pair in trial.pairs))
 
 
 def evidence_text(trial: TrialRecord | None) -> str:
@@ -105,18 +105,31 @@ def _block(costs: Iterable[TrialCost]) -> Block:
     }
 
 
-def _bound(differences: Sequence[float]) -> float:
+@lru_cache(maxsize=64)
+def _gain(differences: tuple[float, ...]) -> Gain:
+    """Return the gain, cached: status, metrics and Events ask for it again and again between two pairs."""
+    scales, evidence = [], Evidence()
+    for difference in differences:
+        scales.append(evidence.scale(FIRST_SCALE))
+        evidence = evidence.add(difference, 0.0, FIRST_SCALE)
+    least = _bound(differences, scales)
+    most = -_bound([-difference for difference in differences], scales)
+    mean = min(max(sum(differences) / len(differences), -GAIN_LIMIT), GAIN_LIMIT)
+    return Gain(math.expm1(mean), math.expm1(least), math.expm1(most))
+
+
+def _bound(differences: Sequence[float], scales: Sequence[float]) -> float:
     """Return the largest gain that the evidence excludes from below, as a log ratio."""
     low, high = -GAIN_LIMIT, GAIN_LIMIT
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _excludes(differences, middle) else (low, middle)
+        low, high = (middle, high) if _excludes(differences, scales, middle) else (low, middle)
     return low
 
 
-def _excludes(differences: Sequence[float], gain: float) -> bool:
+def _excludes(differences: Sequence[float], scales: Sequence[float], gain: float) -> bool:
     """Return whether the evidence decides against "the gain is at most this"."""
-    tuning, evidence = CrossoverTuning(), Evidence()
-    for difference in differences:
-        evidence = evidence.add(difference, gain, tuning.first_scale)
-    return evidence.log_above >= math.log(tuning.evidence)
+    logs = [0.0] * len(TILTS)
+    for difference, scale in zip(differences, scales, strict=True):
+        logs = [log + step for log, step in zip(logs, increments((difference - gain) / scale), strict=True)]
+    return log_mean(logs) >= math.log(CrossoverTuning().evidence)

@@ -81,6 +81,8 @@ class DraftRecord(Stored):
     """URIs of the candidate, the current and the previous draft, by hash."""
     spec_draft: str = ""
     """URI of the spec's draft when a candidate was last offered; empty before the first one."""
+    method: str = ""
+    """Method of that draft."""
     spec_hash: str = ""
     """Hash of that draft."""
     target: str = ""

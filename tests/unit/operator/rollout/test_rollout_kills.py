@@ -43,6 +43,7 @@ class Cluster:
         decision = self.canary.tick(push=False)
         if killed != "before":
             self.drafts = render_drafts(self.canary.record)
+            assert parse_drafts(self.drafts) == (self.canary.record, ())
         if killed not in ("before", "between"):
             self.state = render_state(self.canary.session.learned)
         if killed:

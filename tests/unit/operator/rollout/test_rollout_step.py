@@ -258,6 +258,34 @@ def test_a_draft_or_target_of_the_user_wins_at_once(spec: dict[str, object], pro
     assert outcomes(canary)[0] == ("Superseded", NEW)
 
 
+def test_another_method_of_the_same_draft_is_another_draft() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    canary.change(speculation={"method": "eagle"})
+    canary.tick()
+    assert (canary.phase, canary.record.current) == ("Serving", "")
+
+
+def test_a_promoted_draft_that_does_not_come_back_after_a_trial_gives_way_to_that_of_the_spec() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    canary.change(rollout={"draft": {"candidate": {"uri": "file:///third", "hash": "third0third0"}}})
+    canary.ticks(2)
+    assert canary.phase == "Canary"
+    canary.command("rollback")
+    canary.tick()
+    assert outcomes(canary)[0] == ("Rejected", "third0third0")
+    canary.pods[0].obeys, canary.pods[0].draft, canary.pods[0].swap_problem = False, "", "the folder is gone"
+    canary.pods[0].trial = None
+    canary.tick(20)
+    assert (canary.phase, canary.record.current) == ("Cooldown", "")
+    assert canary.decision is not None
+    assert canary.decision.plan.assignment is not None
+    assert canary.decision.plan.assignment.stable is None
+
+
 def test_another_image_ends_a_trial() -> None:
     canary = trying()
     template = canary.session.learned.template

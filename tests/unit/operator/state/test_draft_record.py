@@ -11,7 +11,14 @@ from canary import CANDIDATE, NEW, OLD, trying
 from fleet import deployment_with
 
 from specdecode_operator.kube.kinds import Kind
-from specdecode_operator.state.draft_record import UNUSED, DraftRecord, parse_drafts, render_drafts
+from specdecode_operator.state.draft_record import (
+    UNUSED,
+    CountedPair,
+    DraftRecord,
+    TrialRecord,
+    parse_drafts,
+    render_drafts,
+)
 from specdecode_operator.state.draft_store import DraftStore
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import ChildProblem, Key
@@ -87,6 +94,17 @@ def test_another_unreadable_section_is_left_out(section: str, text: str) -> None
     assert len(problems) == 1
     assert record.phase == "Canary"
     assert not getattr(record, section)
+
+
+def test_a_long_trial_is_stored_exactly() -> None:
+    pairs = tuple(
+        CountedPair(total=(index - 200) / 7000, tasks={"other": index / 3, "code": 0.0}) for index in range(500)
+    )
+    trial = TrialRecord(id="t", started_at=1.5, block_requests=32, max_pairs=500, min_gain=0.02, pairs=pairs)
+    record = UNUSED.model_copy(update={"spec_draft": "file:///d", "trial": trial})
+    data = render_drafts(record)
+    assert parse_drafts(data) == (record, ())
+    assert sum(map(len, data.values())) < 64 * 1024
 
 
 def test_a_lost_trial_begins_again_under_another_name() -> None:
