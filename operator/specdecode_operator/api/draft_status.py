@@ -28,7 +28,9 @@ class DraftTrialStatus(Api):
         default=None, description="Mean gain in speed so far, in percent. It is no verdict."
     )
     least_gain_percent: float | None = Field(
-        default=None, description="Lower bound of the gain, valid at any time with 97.5 % confidence, in percent."
+        default=None,
+        description="Lower bound of the gain, valid at any time with 97.5 % confidence, in percent. "
+        "Absent: too few pairs.",
     )
     most_gain_percent: float | None = Field(default=None, description="Upper bound, likewise.")
 

@@ -67,8 +67,11 @@ def trial_line(draft: DraftStatus | None) -> str:
     where = f"Pod {trial.pod} tries the candidate" if trial.pod else "No worker is ready to try the candidate"
     if trial.gain_percent is None:
         return f"{where}: no pair of blocks is finished."
+    measured = f"{where}: {trial.pairs} pairs, gain {_percent(trial.gain_percent)}"
+    if trial.least_gain_percent is None or trial.most_gain_percent is None:
+        return f"{measured}; these are too few for bounds."
     bounds = f"{_percent(trial.least_gain_percent)} to {_percent(trial.most_gain_percent)}"
-    return f"{where}: {trial.pairs} pairs, gain {_percent(trial.gain_percent)} (between {bounds} with 97.5 % each)."
+    return f"{measured} (between {bounds} with 97.5 % each)."
 
 
 def _version(version: DraftVersionStatus | None) -> tuple[str, str]:

@@ -35,13 +35,16 @@ class Gain:
     """Gain in speed of the candidate, as a share: 0.1 is 10 % faster."""
 
     mean: float
-    least: float
-    """Lower bound, valid at every look; an error of at most 1 in 40."""
-    most: float
+    least: float | None
+    """Lower bound, valid at every look; an error of at most 1 in 40. None while the pairs give none."""
+    most: float | None
     """Upper bound, likewise."""
 
     def __str__(self) -> str:
-        return f"{100 * self.mean:+.1f} % ({100 * self.least:+.1f} to {100 * self.most:+.1f} %)"
+        mean = f"{100 * self.mean:+.1f} %"
+        if self.least is None or self.most is None:
+            return f"{mean}, too few pairs for bounds"
+        return f"{mean} ({100 * self.least:+.1f} to {100 * self.most:+.1f} %)"
 
 
 def count_pairs(trial: TrialRecord, pairs: Iterable[TrialPair], tasks: Collection[str]) -> TrialRecord:
@@ -113,14 +116,18 @@ def _gain(differences: tuple[float, ...]) -> Gain:
         scales.append(evidence.scale(FIRST_SCALE))
         evidence = evidence.add(difference, 0.0, FIRST_SCALE)
     least = _bound(differences, scales)
-    most = -_bound([-difference for difference in differences], scales)
+    most = _bound([-difference for difference in differences], scales)
     mean = min(max(sum(differences) / len(differences), -GAIN_LIMIT), GAIN_LIMIT)
-    return Gain(math.expm1(mean), math.expm1(least), math.expm1(most))
+    return Gain(
+        math.expm1(mean), None if least is None else math.expm1(least), None if most is None else math.expm1(-most)
+    )
 
 
-def _bound(differences: Sequence[float], scales: Sequence[float]) -> float:
-    """Return the largest gain that the evidence excludes from below, as a log ratio."""
+def _bound(differences: Sequence[float], scales: Sequence[float]) -> float | None:
+    """Return the largest gain that the evidence excludes from below, as a log ratio. None if it excludes none."""
     low, high = -GAIN_LIMIT, GAIN_LIMIT
+    if not _excludes(differences, scales, low):
+        return None
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if _excludes(differences, scales, middle) else (low, middle)

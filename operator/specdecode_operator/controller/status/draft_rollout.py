@@ -95,11 +95,15 @@ def _trial(trial: TrialRecord) -> DraftTrialStatus:
         return shown
     return shown.model_copy(
         update={
-            "gain_percent": round(100 * gain.mean, 1),
-            "least_gain_percent": round(100 * gain.least, 1),
-            "most_gain_percent": round(100 * gain.most, 1),
+            "gain_percent": _percent(gain.mean),
+            "least_gain_percent": _percent(gain.least),
+            "most_gain_percent": _percent(gain.most),
         }
     )
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else round(100 * share, 1)
 
 
 def _version(record: DraftRecord, draft: str) -> DraftVersionStatus:

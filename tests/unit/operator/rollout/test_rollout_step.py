@@ -99,8 +99,18 @@ def test_the_bounds_of_the_gain_enclose_its_mean() -> None:
     trial = count_pairs(trial, [pair(index, 0.1 + 0.02 * (index % 3 - 1)) for index in range(40)], ["other"])
     gain = gain_of(trial)
     assert gain is not None
+    assert gain.least is not None
+    assert gain.most is not None
     assert 0.05 < gain.least < gain.mean < gain.most < 0.15
     assert gain.mean == pytest.approx(0.1, abs=0.005)
+
+
+def test_a_few_pairs_have_no_bounds() -> None:
+    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    gain = gain_of(count_pairs(trial, [pair(0, 0.1), pair(1, 0.1)], ["other"]))
+    assert gain is not None
+    assert (gain.least, gain.most) == (None, None)
+    assert str(gain) == "+10.0 %, too few pairs for bounds"
 
 
 def test_a_worker_that_cannot_load_the_candidate_ends_its_trial() -> None:
