@@ -7,8 +7,9 @@ from typing import Final, Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from specdecode_operator.api.v1alpha1 import ConditionType, Status
+from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
+from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.gauges import DeploymentGauge
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
 from specdecode_worker.contract import OTHER_TASK
@@ -99,6 +100,20 @@ EXPECTED_GAIN = DeploymentGauge(
 )
 REALISED_GAIN = DeploymentGauge("specdecode_realised_gain_ratio", "Realised gain of that plan change.", OF_DEPLOYMENT)
 
+DRAFT_PHASE = DeploymentGauge(
+    "specdecode_draft_phase", "1 for the phase of the rollout of drafts.", [*OF_DEPLOYMENT, "phase"]
+)
+CANARY_PAIRS = DeploymentGauge(
+    "specdecode_draft_canary_pairs",
+    "Pairs of request blocks that a candidate draft's trial has counted.",
+    OF_DEPLOYMENT,
+)
+CANDIDATE_GAIN = DeploymentGauge(
+    "specdecode_draft_candidate_gain_ratio",
+    "Gain in speed of the candidate draft that is tried: mean, least and most; 0.1 is 10 % faster.",
+    [*OF_DEPLOYMENT, "bound"],
+)
+
 TASK_ACCEPTANCE = DeploymentGauge(
     "specdecode_task_acceptance_rate", "Accepted tokens over the depth of the task's row.", OF_TASK
 )
@@ -151,6 +166,7 @@ def record(deployment: Deployment, observed: Observation, decision: Decision, st
         tasks = [task.name for task in deployment.spec.speculation.tasks] + [OTHER_TASK]
         _record_tasks(key, {name: decision.figures.tasks.get(name, TaskFigures()) for name in tasks[:MAX_TASKS]})
     _record_gains(key, decision.history)
+    _record_drafts(key, status.draft)
     _record_conditions(key, status)
 
 
@@ -200,14 +216,19 @@ def _set_known(gauge: DeploymentGauge, labels: tuple[str, ...], value: float | N
         gauge.set(labels, value)
 
 
+def _set_or_remove(gauge: DeploymentGauge, labels: tuple[str, ...], value: float | None) -> None:
+    """Set the series, or remove it if there is no value."""
+    if value is None:
+        gauge.remove(*labels)
+    else:
+        gauge.set(labels, value)
+
+
 def _record_objectives(deployment: Deployment) -> None:
     objective = deployment.spec.speculation.objective
     milliseconds = {"ttft": objective.ttft_milliseconds, "itl": objective.itl_milliseconds}
     for latency, value in milliseconds.items():
-        if value is None:
-            OBJECTIVE.remove(*deployment.key, latency)
-        else:
-            OBJECTIVE.set((*deployment.key, latency), value / 1000)
+        _set_or_remove(OBJECTIVE, (*deployment.key, latency), None if value is None else value / 1000)
 
 
 def _record_decisions(key: Key, changes: Iterable[DecisionRecord]) -> None:
@@ -234,10 +255,7 @@ def _record_tasks(key: Key, tasks: dict[str, TaskFigures]) -> None:
     for name, task in tasks.items():
         values = (task.acceptance_rate, task.accepted_length, task.speedup, task.ttft_seconds, task.itl_seconds)
         for gauge, value in zip(_TASK_GAUGES, values, strict=True):
-            if value is None:
-                gauge.remove(*key, name)
-            else:
-                gauge.set((*key, name), value)
+            _set_or_remove(gauge, (*key, name), value)
     for name in _tasks_by_key.get(key, frozenset()) - tasks.keys():
         for gauge in _TASK_GAUGES:
             gauge.remove(*key, name)
@@ -245,10 +263,23 @@ def _record_tasks(key: Key, tasks: dict[str, TaskFigures]) -> None:
 
 
 def _record_gains(key: Key, history: Iterable[DecisionRecord]) -> None:
-    measured = next((change for change in history if change.realised_gain_percent is not None), None)
+    plans = (change for change in history if change.kind == "Plan")
+    measured = next((change for change in plans if change.realised_gain_percent is not None), None)
     if measured is not None and measured.realised_gain_percent is not None:
         REALISED_GAIN.set(key, measured.realised_gain_percent / 100)
         EXPECTED_GAIN.set(key, (measured.expected_gain_percent or 0) / 100)
+
+
+def _record_drafts(key: Key, draft: DraftStatus | None) -> None:
+    """Set the series of a rollout, and remove those of a trial that is over."""
+    for phase in Phase:
+        is_present = draft is not None and draft.phase == phase
+        _set_or_remove(DRAFT_PHASE, (*key, phase.value), 1 if is_present else None)
+    trial = draft.trial if draft is not None else None
+    _set_or_remove(CANARY_PAIRS, key, trial.pairs if trial else None)
+    gains = (trial.gain_percent, trial.least_gain_percent, trial.most_gain_percent) if trial else (None, None, None)
+    for bound, gain in zip(("mean", "least", "most"), gains, strict=True):
+        _set_or_remove(CANDIDATE_GAIN, (*key, bound), None if gain is None else gain / 100)
 
 
 def _record_conditions(key: Key, status: Status) -> None:

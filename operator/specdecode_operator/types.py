@@ -67,6 +67,8 @@ class Deployment:
     paused: bool = False
     pin: str = ""
     """Value of the annotation specdecode.io/pin, not parsed yet; empty without the annotation."""
+    draft_command: str = ""
+    """Value of the annotation specdecode.io/draft-command; empty without it."""
 
     @property
     def key(self) -> tuple[str, str]:

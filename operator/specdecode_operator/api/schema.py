@@ -29,6 +29,8 @@ SELF_SPLIT_MESSAGE = "spec.router.trafficSplit names other deployments; this one
 
 PAUSED_ANNOTATION = "specdecode.io/paused"
 PIN_ANNOTATION = "specdecode.io/pin"
+DRAFT_COMMAND_ANNOTATION = "specdecode.io/draft-command"
+"""Annotation with a command on the rollout of a draft (promote, reject, rollback, retry) and the time it was given."""
 
 MAX_TEXT = 1024
 """Maximum characters of a text in status."""

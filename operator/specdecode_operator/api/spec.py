@@ -7,6 +7,13 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from specdecode_operator.api.engine import EngineSpec
+from specdecode_operator.api.rollout import (
+    CANDIDATE_METHOD_MESSAGE,
+    CANDIDATE_METHOD_RULE,
+    CANDIDATE_URI_MESSAGE,
+    CANDIDATE_URI_RULE,
+    RolloutsSpec,
+)
 from specdecode_operator.api.router import RouterSpec
 from specdecode_operator.api.schema import URI_FORMS, Api, ModelUri, Name, rule, rules
 from specdecode_operator.api.speculation import SpeculationSpec
@@ -189,6 +196,8 @@ class Spec(Api):
             rule(f"!has(self.model.quantization) || {_RANKS} <= 1", _ONE_DEVICE),
             rule(_HAS_ROUTERS, _NEEDS_ROUTERS),
             rule(_SPLIT_HAS_WORKERS, _SPLIT_NEEDS_WORKERS),
+            rule(CANDIDATE_METHOD_RULE, CANDIDATE_METHOD_MESSAGE),
+            rule(CANDIDATE_URI_RULE, CANDIDATE_URI_MESSAGE),
         )
     )
 
@@ -221,6 +230,11 @@ class Spec(Api):
         description="Routers before the workers: one endpoint whose streams survive their worker.",
         examples=[{"replicas": 3}],
     )
+    rollout: RolloutsSpec = Field(
+        default=RolloutsSpec(),
+        description="Way of a new draft into service. No change of it replaces workers.",
+        examples=[{"draft": {"candidate": {"uri": "pvc://drafts/week-47", "hash": "4f1c9a7be2d05c6e"}}}],
+    )
     tls: TlsSpec | None = Field(
         default=None,
         description="Certificate of the ports 8000 and 8001, which then serve HTTPS; the Service listens on port 443. "
@@ -234,6 +248,15 @@ class Spec(Api):
     def _splits_whole_weights_only(self) -> Self:
         if self.model.quantization and self.workers.ranks > 1:
             raise ValueError(_ONE_DEVICE)
+        return self
+
+    @model_validator(mode="after")
+    def _can_try_the_candidate(self) -> Self:
+        candidate, draft = self.rollout.draft.candidate, self.speculation.draft
+        if candidate and self.speculation.method != "eagle3":
+            raise ValueError(CANDIDATE_METHOD_MESSAGE)
+        if candidate and draft and candidate.uri == draft.uri:
+            raise ValueError(CANDIDATE_URI_MESSAGE)
         return self
 
     @model_validator(mode="after")

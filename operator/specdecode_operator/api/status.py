@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from specdecode_operator.api.draft_status import DraftStatus
 from specdecode_operator.api.schema import Api, Text
 
 MAX_MESSAGE = 4096
@@ -28,6 +29,7 @@ class ConditionType(StrEnum):
     | Stalled | the children will not become equal to the spec without a change by a person (kstatus: Failed) |
     | MemoryFits | the model fits the memory of the device |
     | DraftCompatible | the draft fits the target |
+    | DraftRollout | a candidate draft is tried, promoted or rolled back; only once one was offered |
     | SpeculationEffective | speculation is measured faster than plain decoding |
     | ScalingLimited | the number of workers cannot follow the demand |
     | ReportsFresh | all ready workers send reports |
@@ -43,6 +45,7 @@ class ConditionType(StrEnum):
     stalled = "Stalled"
     memory_fits = "MemoryFits"
     draft_compatible = "DraftCompatible"
+    draft_rollout = "DraftRollout"
     speculation_effective = "SpeculationEffective"
     scaling_limited = "ScalingLimited"
     reports_fresh = "ReportsFresh"
@@ -62,19 +65,20 @@ class Condition(Api):
     observed_generation: int = Field(default=0, description="Generation of the spec that the condition is about.")
 
 
-Cause = Literal["bounds", "loses", "gain", "trial", "probe", "up", "down", "mode", "pin"]
+Cause = Literal["bounds", "loses", "gain", "trial", "probe", "up", "down", "mode", "pin", "canary", "user", "failure"]
 """Cause of a decision: bounds of the spec; speculation that loses; a measured gain; a trial of an unmeasured shape; a
-probe after speculation was stopped; rising or falling demand; a changed mode; a changed pin."""
+probe after speculation was stopped; rising or falling demand; a changed mode; a changed pin; the canary of a draft; a
+user's change or command about drafts; a draft that could not be loaded, a lost pod or the end of its time."""
 
 
 class Decision(Api):
     """Decision of the operator: its measurements, the change, its reason, and later its realised gain."""
 
     time: Text = Field(description="Time of the decision.")
-    kind: Literal["Plan", "Replicas", "Steering"] = Field(
+    kind: Literal["Plan", "Replicas", "Steering", "Draft"] = Field(
         default="Plan",
         description="Plan: rows of the plan changed. Replicas: the number of workers changed. Steering: a user changed "
-        "the mode or the pin.",
+        "the mode or the pin. Draft: the rollout of a draft entered another phase.",
     )
     load: Text = Field(description="Changed part: concurrency, context and task of a row; or replicas; or every load.")
     before: Text = Field(description="Value before the decision.")
@@ -86,7 +90,7 @@ class Decision(Api):
     realised_gain_percent: float | None = Field(
         default=None,
         description="Measured gain in tokens per second, in percent: the first 500 drafts after the change against "
-        "the shape before it, at equal numbers of sequences. Absent until then.",
+        "the shape before it, at equal numbers of sequences. Absent until then. Of a draft: the mean of its trial.",
     )
     cause: Cause | None = Field(default=None, description="Cause in one word, as the operator's metrics count it.")
     reason: _Message = Field(description="Reason of the decision, in a sentence.")
@@ -144,13 +148,6 @@ class ModelStatus(Api):
         description="Revision of the model, for hf:// the commit. An unpinned URI is resolved once, and new pods use "
         "this revision.",
     )
-
-
-class DraftStatus(Api):
-    """Draft that the workers run."""
-
-    hash: Text | None = Field(default=None, description="Hash of the draft's weights.")
-    uri: Text | None = Field(default=None, description="URI of the draft.")
 
 
 class RouterStatus(Api):

@@ -9,9 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from specdecode_operator.api.devices import AcceleratorSpec, ResourceClaimSpec, ResourcesSpec
+from specdecode_operator.api.draft_status import (
+    DraftLineageStatus,
+    DraftStatus,
+    DraftTrialStatus,
+    DraftVersionStatus,
+)
 from specdecode_operator.api.engine import OPERATOR_FLAGS, EngineSpec
+from specdecode_operator.api.rollout import DraftCandidateSpec, DraftRolloutSpec, RolloutsSpec, seconds_of
 from specdecode_operator.api.router import RouterSpec, SuspicionSpec, TracingSpec, TrafficShareSpec
 from specdecode_operator.api.schema import (
+    DRAFT_COMMAND_ANNOTATION,
     GROUP,
     KIND,
     MAX_NAME_LENGTH,
@@ -59,7 +67,6 @@ from specdecode_operator.api.status import (
     Condition,
     ConditionType,
     Decision,
-    DraftStatus,
     MemoryStatus,
     ModelStatus,
     RouterStatus,
@@ -72,6 +79,7 @@ from specdecode_operator.api.workers import ApiKeysSecretRef, EnvVarSpec, Rollou
 
 __all__ = [
     "COLUMNS",
+    "DRAFT_COMMAND_ANNOTATION",
     "DRAFT_MESSAGE",
     "DRAFT_RULE",
     "GROUP",
@@ -94,8 +102,13 @@ __all__ = [
     "ConditionType",
     "Decision",
     "DepthSpec",
+    "DraftCandidateSpec",
+    "DraftLineageStatus",
+    "DraftRolloutSpec",
     "DraftSpec",
     "DraftStatus",
+    "DraftTrialStatus",
+    "DraftVersionStatus",
     "DrainSpec",
     "EngineSpec",
     "EnvVarSpec",
@@ -111,6 +124,7 @@ __all__ = [
     "ResourceClaimSpec",
     "ResourcesSpec",
     "RolloutSpec",
+    "RolloutsSpec",
     "RouterSpec",
     "RouterStatus",
     "ScalingSpec",
@@ -135,6 +149,7 @@ __all__ = [
     "is_valid_name",
     "rule",
     "rules",
+    "seconds_of",
 ]
 
 

@@ -14,6 +14,7 @@ from specdecode_operator.kube.apply import CACHE_LAG_SECONDS, ChildApplier
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.settings import Settings
 from specdecode_operator.state.deployment_state import DeploymentState, StateTable
+from specdecode_operator.state.draft_store import DraftStore
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.scrape_round import WorkerAccess
 from specdecode_operator.telemetry.scraper import RoundTimes, Scraper
@@ -49,6 +50,7 @@ class Loops:
         self._tokens = AdminTokens(client, keys)
         self._applier = ChildApplier(client, caches.record)
         self._store = StateStore(client, self._applier)
+        self._drafts = DraftStore(client, self._applier)
         self._scraper = Scraper(
             table,
             workers,
@@ -70,6 +72,7 @@ class Loops:
                 table=table,
                 applier=self._applier,
                 store=self._store,
+                drafts=self._drafts,
                 tokens=self._tokens,
                 plan=lambda key: self.planning.add(key, changed=True),
                 published=self._scraper.nudge,
@@ -118,6 +121,7 @@ class Loops:
     def forget(self, key: Key, uid: str) -> None:
         """Drop all records of a deleted deployment."""
         self._store.forget(uid)
+        self._drafts.forget(uid)
         self._tokens.forget(key, uid)
         metrics.forget(*key)
         namespace, name = key

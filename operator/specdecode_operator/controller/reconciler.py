@@ -28,6 +28,7 @@ from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import DEPLOYMENTS, PODS
 from specdecode_operator.state.deployment_state import DeploymentState, Failure, Pending, Published, StateTable
+from specdecode_operator.state.draft_store import DraftStore
 from specdecode_operator.state.packed import Packed
 from specdecode_operator.state.session import PackedSession
 from specdecode_operator.state.store import StateStore
@@ -50,6 +51,7 @@ class Parts:
     table: StateTable
     applier: ChildApplier
     store: StateStore
+    drafts: DraftStore
     tokens: AdminTokens
     plan: Callable[[Key], None]
     """Function that requests a decision of the planner."""
@@ -92,7 +94,7 @@ class Reconciler:
             return None
         if state.session is None:
             uid = state.resource.value["metadata"]["uid"]
-            session = await load_session(self._parts.store, self._parts.client, key, uid)
+            session = await load_session(self._parts.store, self._parts.drafts, self._parts.client, key, uid)
             self._parts.table.update(key, session=PackedSession.of(session))
             self._parts.plan(key)
             return VERIFY_SECONDS
@@ -157,11 +159,14 @@ class Reconciler:
         """Save the state of the decision, apply the children in order, publish the plans, and evict pods."""
         if deployment.paused:
             return Outcome()
-        unsaved = await self._parts.store.save(
-            deployment, observed.session.learned, urgent=pending.urgent, learnt=pending.learnt, now=now
+        session = observed.session
+        unsaved = await self._parts.drafts.save(deployment, session.drafts) or await self._parts.store.save(
+            deployment, session.learned, urgent=pending.urgent, learnt=pending.learnt, now=now
         )
         problems = [problem for problem in (unsaved, await self._ensure_tokens(deployment, observed)) if problem]
-        for manifest in decision.children:
+        # A pod that starts reads the assignment of its draft from the plan's ConfigMap, so this is written first.
+        is_assignable = unsaved is None or not session.drafts.is_used
+        for manifest in decision.children if is_assignable else decision.children[1:]:
             problem = await self._parts.applier.apply(manifest, deployment.uid)
             if problem is not None:
                 problems.append(problem)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, PIN_ANNOTATION, Spec, Status
+from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION, PAUSED_ANNOTATION, PIN_ANNOTATION, Spec, Status
 from specdecode_operator.errors import SpecError
 from specdecode_operator.types import Deployment
 
@@ -34,6 +34,7 @@ def deployment_of(resource: Mapping[str, Any]) -> Deployment:
         status=status_of_resource(resource),
         paused=annotations.get(PAUSED_ANNOTATION, "false") != "false",
         pin=annotations.get(PIN_ANNOTATION, ""),
+        draft_command=annotations.get(DRAFT_COMMAND_ANNOTATION, ""),
     )
 
 
@@ -46,7 +47,7 @@ def status_of_resource(resource: Mapping[str, Any]) -> Status:
 
 
 def identity_of(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return uid, generation, deletion time, pause and pin of a resource. They change only by actions of users."""
+    """Return what only actions of users change: uid, generation, deletion time, pause, pin and command of drafts."""
     annotations = metadata.get("annotations") or {}
-    steering = (annotations.get(name) for name in (PAUSED_ANNOTATION, PIN_ANNOTATION))
+    steering = (annotations.get(name) for name in (PAUSED_ANNOTATION, PIN_ANNOTATION, DRAFT_COMMAND_ANNOTATION))
     return metadata["uid"], metadata["generation"], metadata.get("deletionTimestamp"), *steering

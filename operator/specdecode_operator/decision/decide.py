@@ -1,4 +1,4 @@
-"""The decision about one deployment: learn -> plan -> heal -> size -> record -> materialise. Pure.
+"""The decision about one deployment: roll out drafts -> learn -> plan -> heal -> size -> record -> materialise. Pure.
 
 Each stage is a function of its own module with a typed result. Every field of the learned state is written by one
 stage; `decide` puts them together once.
@@ -18,6 +18,7 @@ from specdecode_operator.decision.record_stage import Recorded, is_urgent, recor
 from specdecode_operator.decision.revisions import settle_revisions
 from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
 from specdecode_operator.health.remediation import Remediation, heal_from
+from specdecode_operator.rollout.rollout_step import step_rollout
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
 from specdecode_operator.telemetry import staleness
@@ -43,6 +44,8 @@ def decide(
         SpecError: The spec asks for something impossible; the message says what to change.
     """
     buckets = planning.buckets(deployment.spec.workers.max_num_seqs)
+    rollout = step_rollout(deployment, observed, now=now)
+    observed = replace(observed, session=replace(observed.session, drafts=rollout.record))
     learnt = learn(deployment, observed, buckets, now=now)
     planned = plan(deployment, observed, learnt.learned, buckets, now=now)
     with_plan = _with_plan(learnt.learned, planned)
@@ -57,7 +60,8 @@ def decide(
     sized = size_from(deployment, observed, with_plan, session, learnt.delta, now)
     with_size = _with_size(with_plan, healed, sized)
     revisions = settle_revisions(deployment, learnt.learned.revisions, observed.workers)
-    recorded = record(deployment, learnt.learned, with_size, planned.changes, sized.decision, now=now)
+    changes = (*rollout.changes, *planned.changes)
+    recorded = record(deployment, learnt.learned, with_size, changes, sized.decision, now=now)
     materialised = materialise(
         deployment, observed, planned.plan, sized.decision.replicas, defaults, revisions=revisions
     )

@@ -10,6 +10,7 @@ from specdecode_operator.decision import history
 from specdecode_operator.health import pod_health
 from specdecode_operator.health.pod_health import WorkerDelta
 from specdecode_operator.planning.figures import saved_seconds
+from specdecode_operator.state.draft_estimates import with_promoted_draft
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import WINDOW_SECONDS, Baseline, Silence
 from specdecode_operator.telemetry import staleness
@@ -46,7 +47,7 @@ def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, no
         buckets: Buckets of concurrency and context that plan rows use.
         now: Operator's clock, in seconds.
     """
-    recalled = _recalled(deployment, observed.session.learned)
+    recalled = _with_planned_draft(_recalled(deployment, observed.session.learned), observed)
     baselines, deltas = read_deltas(observed, buckets, now)
     present = {worker.uid for worker in observed.workers}
     judged = recalled.model_copy(
@@ -79,7 +80,13 @@ def read_deltas(
 
 
 def draft_of(observed: Observation, learned: LearnedState) -> str:
-    """Return the hash of the draft that most workers run, or the last known one if no report names a draft."""
+    """Return the hash of the draft that the plan is for.
+
+    During a rollout it is the assigned one, whatever the reports say: of two workers, a canary would otherwise be a
+    majority. Else it is the one that most workers run, or the last known one if no report names a draft.
+    """
+    if observed.session.drafts.planned_draft:
+        return observed.session.drafts.planned_draft
     hashes = [report.draft.hash for report in observed.reports if report.draft.hash]
     return max(sorted(set(hashes)), key=hashes.count, default=learned.draft)
 
@@ -88,6 +95,12 @@ def _recalled(deployment: Deployment, learned: LearnedState) -> LearnedState:
     """Return the state of this deployment. A lost state takes the history back from the status."""
     shown = deployment.status.speculation.history if deployment.status.speculation else ()
     return learned.model_copy(update={"uid": deployment.uid, "history": learned.history or shown})
+
+
+def _with_planned_draft(learned: LearnedState, observed: Observation) -> LearnedState:
+    """Return the state with the rows and costs of the assigned draft, after a promotion or a rollback."""
+    planned = observed.session.drafts.planned_draft
+    return with_promoted_draft(learned, planned) if planned and learned.draft not in ("", planned) else learned
 
 
 def count_silent(observed: Observation, now: float) -> Mapping[str, Silence]:
@@ -165,4 +178,6 @@ def _read(known: Baseline | None, worker: Worker, buckets: Buckets, now: float) 
         baseline = known.at(after.clock_seconds)
     else:
         baseline = Baseline.of(after, worker.report_tag)
-    return baseline, difference(before, after, at=now, buckets=buckets)
+    delta = difference(before, after, at=now, buckets=buckets)
+    is_trial = before.trial is not None or after.trial is not None
+    return baseline, delta.load_only() if delta is not None and is_trial else delta

@@ -14,6 +14,7 @@ from specdecode_operator.decision.overrides import PinState
 from specdecode_operator.decision.size_stage import kv_tokens
 from specdecode_operator.planning import Change, Chosen
 from specdecode_operator.planning.loads import bucket_text
+from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.state.session import Standing
 from specdecode_operator.types import Deployment, Observation
@@ -114,6 +115,7 @@ def _next_plan(
         before=learned.plan,
         running=[report.plan for report in observed.reports],
         pin=pin,
+        assignment=assignment_of(observed.session.drafts, deployment),
     )
 
 

@@ -37,7 +37,7 @@ def record(
         deployment: The deployment.
         before: State before the stages plan and size.
         after: State after them.
-        row_changes: Changes of plan rows.
+        row_changes: Changes of plan rows, and of the rollout of drafts.
         sized: The replica decision, with its reason.
         now: Operator's clock, in seconds.
     """

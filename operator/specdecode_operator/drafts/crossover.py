@@ -76,13 +76,17 @@ class Evidence:
 
     def add(self, difference: float, margin: float, first_scale: float) -> Evidence:
         """Add one pair. The scale comes from earlier pairs, so that the products stay supermartingales."""
-        scale = _scale(self.sizes, first_scale)
+        scale = self.scale(first_scale)
         above, below = increments((difference - margin) / scale), increments(-difference / scale)
         return Evidence(
             tuple(a + b for a, b in zip(self.above, above, strict=True)),
             tuple(a + b for a, b in zip(self.below, below, strict=True)),
             (*self.sizes, abs(difference)),
         )
+
+    def scale(self, first_scale: float) -> float:
+        """Return the standard deviation by which the next difference is divided."""
+        return _scale(self.sizes, first_scale)
 
     @property
     def log_above(self) -> float:

@@ -14,6 +14,7 @@ from specdecode_operator.manifests.identity import (
     admin_secret_name,
     child_names,
     demand_name,
+    drafts_name,
     headless_name,
     plan_name,
     router_labels,
@@ -26,6 +27,7 @@ from specdecode_operator.manifests.identity import (
 )
 from specdecode_operator.manifests.objects import (
     budget,
+    drafts_config_map,
     headless_service,
     plan_config_map,
     service,
@@ -57,6 +59,8 @@ __all__ = [
     "child_names",
     "demand_config_map",
     "demand_name",
+    "drafts_config_map",
+    "drafts_name",
     "headless_name",
     "headless_service",
     "is_pinned",

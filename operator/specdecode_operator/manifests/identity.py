@@ -71,6 +71,11 @@ def state_name(name: str) -> str:
     return f"{name}-state"
 
 
+def drafts_name(name: str) -> str:
+    """Return the name of the ConfigMap with the rollout of drafts."""
+    return f"{name}-drafts"
+
+
 def tokens_name(name: str) -> str:
     """Return the name of the Secret with the admin tokens."""
     return f"{name}-tokens"
@@ -93,8 +98,8 @@ def demand_name(name: str) -> str:
 
 def child_names(name: str) -> tuple[str, ...]:
     """Return the names of all objects that the operator creates for a deployment."""
-    makers = (worker_name, headless_name, plan_name, state_name, tokens_name, router_name, demand_name)
-    return name, *(make(name) for make in makers)
+    own = (worker_name, headless_name, plan_name, state_name, drafts_name, tokens_name)
+    return name, *(make(name) for make in (*own, router_name, demand_name))
 
 
 def service_url(namespace: str, name: str, *, tls: bool = False) -> str:

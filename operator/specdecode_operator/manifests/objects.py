@@ -8,6 +8,7 @@ from typing import Any
 from specdecode_operator.manifests.identity import (
     PLAN_KEY,
     REVISIONS_KEY,
+    drafts_name,
     headless_name,
     metadata,
     plan_name,
@@ -68,6 +69,11 @@ def plan_config_map(deployment: Deployment, plan: Plan, revisions: Mapping[str, 
 def state_config_map(deployment: Deployment, data: Mapping[str, str]) -> Manifest:
     """Return the ConfigMap with the state that survives the operator."""
     return _config_map(deployment, state_name(deployment.name), data)
+
+
+def drafts_config_map(deployment: Deployment, data: Mapping[str, str]) -> Manifest:
+    """Return the ConfigMap with the rollout of drafts, which survives the operator."""
+    return _config_map(deployment, drafts_name(deployment.name), data)
 
 
 def tokens_secret(deployment: Deployment, tokens: Mapping[str, Sequence[str]]) -> Manifest:

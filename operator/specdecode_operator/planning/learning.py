@@ -1,7 +1,6 @@
 """Update the estimates with the measurements of one poll; estimates without new measurements stay. Pure.
 
-Estimates belong to a draft. When the current draft changes, those of the old draft are parked, and those of the new
-draft are restored if they are known, so that a rollback or a canary loses nothing.
+Estimates belong to a draft; `state.draft_estimates` parks and restores them.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from specdecode_operator.planning.step_time_model import LEAST_SECONDS
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state import cells as stored
 from specdecode_operator.state.cells import AcceptanceCell, StepTimeCell
+from specdecode_operator.state.draft_estimates import parked_of, with_draft, with_parked
 from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.state.sections import MAX_PARKED_DRAFTS
 from specdecode_operator.telemetry import counters
 from specdecode_operator.telemetry.counters import CellKey, Hits, Moments
 from specdecode_operator.telemetry.deltas import Delta
@@ -35,7 +34,7 @@ Key = tuple[str, int, Literal["main", "sibling"]]
 def learn(learned: LearnedState, delta: Delta, *, now: float) -> LearnedState:
     """Return ``learned`` with the estimates updated by ``delta``, which is of the draft that most workers run."""
     if delta.draft and delta.draft != learned.draft:
-        learned = _with_draft(learned, delta.draft)
+        learned = with_draft(learned, delta.draft)
     return learned.model_copy(
         update={
             **_of_draft(learned, delta, now),
@@ -54,11 +53,11 @@ def learn_parked(learned: LearnedState, draft: str, delta: Delta, now: float) ->
     """
     if not draft or draft == learned.draft or not (delta.acceptance or delta.siblings or delta.requests or delta.steps):
         return learned
-    known = next((parked for parked in learned.parked if parked.draft == draft), stored.DraftEstimates(draft=draft))
+    known = parked_of(learned, draft)
     own = learned.model_copy(update={"acceptance": known.acceptance, "requests": known.requests, "costs": known.costs})
     drafted = replace(delta, steps={key: moments for key, moments in delta.steps.items() if key.draft_passes})
     updated = known.model_copy(update=_of_draft(own, drafted, now))
-    return _with_parked(learned, updated) if updated != known else learned
+    return with_parked(learned, updated) if updated != known else learned
 
 
 def learn_first_reports(
@@ -92,40 +91,6 @@ def _of_draft(learned: LearnedState, delta: Delta, now: float) -> dict[str, obje
         "requests": tuple(_requests(learned.requests, delta)),
         "costs": tuple(_step_times(learned, delta, now)),
     }
-
-
-def _with_draft(learned: LearnedState, draft: str) -> LearnedState:
-    """Return ``learned`` with ``draft`` as the current draft: restored if it is parked, else from nothing.
-
-    Step times without draft passes stay. After a pause, tests for change points and hourly limits begin again.
-    """
-    again = {"changed_at": 0.0}
-    old = stored.DraftEstimates(
-        draft=learned.draft,
-        acceptance=tuple(c.model_copy(update={**again, "new_hits": 0.0, "new_total": 0.0}) for c in learned.acceptance),
-        requests=learned.requests,
-        costs=tuple(c.model_copy(update={**again, "new_values": ()}) for c in learned.costs if c.draft_passes),
-        rows=tuple(row.model_copy(update={"moves": ()}) for row in learned.rows),
-    )
-    if old.draft and (old.acceptance or old.requests or old.costs or old.rows):
-        learned = _with_parked(learned, old)
-    new = next((parked for parked in learned.parked if parked.draft == draft), stored.DraftEstimates(draft=draft))
-    plain = (cell for cell in learned.costs if not cell.draft_passes)
-    return learned.model_copy(
-        update={
-            "draft": draft,
-            "rows": new.rows,
-            "acceptance": new.acceptance,
-            "requests": new.requests,
-            "costs": tuple(sorted((*plain, *new.costs), key=CellKey.of)),
-            "parked": tuple(parked for parked in learned.parked if parked.draft != draft),
-        }
-    )
-
-
-def _with_parked(learned: LearnedState, estimates: stored.DraftEstimates) -> LearnedState:
-    others = (parked for parked in learned.parked if parked.draft != estimates.draft)
-    return learned.model_copy(update={"parked": (estimates, *others)[:MAX_PARKED_DRAFTS]})
 
 
 def _acceptance(learned: LearnedState, delta: Delta, now: float) -> Iterable[AcceptanceCell]:

@@ -20,7 +20,16 @@ from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.planning.workload import Objective, Prompt, idle, mix_requests, tasks_at
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.state.session import Standing
-from specdecode_worker.contract import OTHER_TASK, Buckets, Plan, PlanRow, PlanState, TaskMatch, TreeShape
+from specdecode_worker.contract import (
+    OTHER_TASK,
+    Buckets,
+    DraftAssignment,
+    Plan,
+    PlanRow,
+    PlanState,
+    TaskMatch,
+    TreeShape,
+)
 
 NOT_READ = {
     *("swept_at", "history", "following", "pods", "forecast", "scaling", "startup_seconds", "recycled_at"),
@@ -163,12 +172,13 @@ def next_plan(
     before: Plan | None,
     running: Iterable[PlanState],
     pin: Pin | None = None,
+    assignment: DraftAssignment | None = None,
 ) -> Plan:
     """Return ``before`` if nothing changed, else the next version, which is above those that workers run.
 
     Workers may run a higher version than the stored one if the state was lost; they would refuse a lower one.
     """
-    plan = _content(speculation, uid, draft, found, rows)
+    plan = _content(speculation, uid, draft, found, rows).model_copy(update={"assignment": assignment})
     plan = pin.over(plan) if pin else plan
     version = before.version if before and before.uid == uid else 0
     seen = max((state.version for state in running if state.uid == uid), default=0)

@@ -10,7 +10,7 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 
-from specdecode_operator.api.v1alpha1 import GROUP, PIN_ANNOTATION, PLURAL, VERSION
+from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION, GROUP, PIN_ANNOTATION, PLURAL, VERSION
 from specdecode_operator.errors import PluginError
 from specdecode_operator.state.learned import LearnedState, read_state
 
@@ -66,9 +66,19 @@ class Api:
         except (AttributeError, ValueError):
             return None
 
+    def offer(self, namespace: str, name: str, candidate: dict[str, str] | None) -> Resource:
+        """Set spec.rollout.draft.candidate, or remove it if it is None. Return the changed deployment."""
+        return self._patch(namespace, name, {"spec": {"rollout": {"draft": {"candidate": candidate}}}})
+
+    def command_drafts(self, namespace: str, name: str, command: str) -> Resource:
+        """Set the annotation with a command on the rollout of a draft. Return the changed deployment."""
+        return self._patch(namespace, name, {"metadata": {"annotations": {DRAFT_COMMAND_ANNOTATION: command}}})
+
     def pin(self, namespace: str, name: str, text: str | None) -> Resource:
         """Set the annotation specdecode.io/pin, or remove it if ``text`` is None. Return the changed deployment."""
-        body = {"metadata": {"annotations": {PIN_ANNOTATION: text}}}
+        return self._patch(namespace, name, {"metadata": {"annotations": {PIN_ANNOTATION: text}}})
+
+    def _patch(self, namespace: str, name: str, body: dict[str, Any]) -> Resource:
         resource: Resource = self._call(
             lambda: self._ours.patch_namespaced_custom_object(
                 GROUP,

@@ -6,6 +6,8 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -13,11 +15,17 @@ from specdecode_operator.api.pins import read_pin
 from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION
 from specdecode_operator.errors import OperatorError, PluginError
 from specdecode_operator.plugin.api import Api
+from specdecode_operator.plugin.drafts import drafts, refusal_of
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.overview import detail, overview, spec_of
 from specdecode_operator.plugin.past import past
 from specdecode_operator.plugin.simulation import run_simulator
 
+DRAFT_COMMANDS = {
+    "promote": "promote a draft that its trial found better (mode Manual)",
+    "reject": "end the trial of a draft, or take its promotion back",
+    "rollback": "return to the draft before the last promotion",
+}
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
@@ -65,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     pin = add("pin", _pin, "fix the shape at every load, in any mode; the guard stays active")
     pin.add_argument("shape", metavar="SHAPE", help="chain:3, none, or one per task: code=chain:6,chat=none")
     add("unpin", _unpin, "remove the pin; the mode of the deployment decides again")
+    add("drafts", _drafts, "show the draft in use, the trial of another one, and the candidates before it")
+    offer = add("try", _try, "offer a draft: one worker tries it, and a faster one is promoted")
+    offer.add_argument("uri", metavar="URI", help="where the draft comes from, such as pvc://drafts/week-47")
+    offer.add_argument("hash", metavar="HASH", help="hash of the draft's files")
+    for verb, text in DRAFT_COMMANDS.items():
+        add(verb, partial(_command, verb), text)
     simulate = add("simulate", _simulate, "simulate the deployment with the measurements of its workers")
     simulate.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of `specdecode-simulate`")
     return parser
@@ -150,6 +164,34 @@ def _unpin(args: argparse.Namespace, api: Api) -> None:
     resource = api.pin(_where(args, api), args.name, None)
     mode = (resource["spec"].get("speculation") or {}).get("mode", "Auto")
     print(f"{args.name} is not pinned any more. Its mode is {mode}.")
+
+
+def _drafts(args: argparse.Namespace, api: Api) -> None:
+    _print(drafts(api.get(_where(args, api), args.name), time.time()))
+
+
+def _try(args: argparse.Namespace, api: Api) -> None:
+    namespace, candidate = _where(args, api), {"uri": args.uri, "hash": args.hash}
+    before = spec_of(api.get(namespace, args.name)).rollout.draft.candidate
+    api.offer(namespace, args.name, candidate)
+    if before is not None and before.model_dump() == candidate:
+        api.command_drafts(namespace, args.name, _timed("retry"))
+    print(f"{args.name} tries {args.hash[:12]}. To watch it: kubectl specdecode drafts {args.name}")
+
+
+def _command(verb: str, args: argparse.Namespace, api: Api) -> None:
+    """Give a command once. It ends with its time, so that the same command can be given again."""
+    namespace = _where(args, api)
+    problem = refusal_of(verb, api.get(namespace, args.name))
+    if problem:
+        raise PluginError(problem)
+    api.command_drafts(namespace, args.name, _timed(verb))
+    print(f"{verb} was requested. To see the result: kubectl specdecode drafts {args.name}")
+
+
+def _timed(verb: str) -> str:
+    """Return a command with the present time, which tells it from the same command given before."""
+    return f"{verb} {datetime.fromtimestamp(time.time(), UTC).isoformat(timespec='milliseconds')}"
 
 
 def _simulate(args: argparse.Namespace, api: Api) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Decision, Spec, Status
+from specdecode_operator.plugin.drafts import trial_line
 from specdecode_operator.plugin.numbers import acceptance_lines, row_lines, step_lines
 from specdecode_operator.plugin.overview import mode_of, spec_of, status_of, unmet
 from specdecode_operator.plugin.text import age, figure, percent, word, wrapped
@@ -61,6 +62,7 @@ def _depth(
     if speculation.recommended:
         yield f"Mode Auto would run {speculation.recommended} at the current load."
     yield from _guard(status, learned)
+    yield from _rollout(status)
     yield (
         f"Measured {age(speculation.measured_at, now)} ago: acceptance rate {figure(speculation.acceptance_rate)},"
         f" {figure(speculation.accepted_length)} tokens per step, speedup {figure(speculation.speedup)}."
@@ -88,6 +90,13 @@ def _deciding_mode(mode: str, spec: Spec) -> str:
         f"Mode Auto: the depth between {depth.min} and {depth.max} with the least time per token. It changes for a gain"
         f" of at least {hysteresis.min_gain_percent:g} % and at most once in {hysteresis.min_dwell_seconds} s.",
     )
+
+
+def _rollout(status: Status) -> Iterator[str]:
+    """Yield a line on the rollout of another draft, while one is under way."""
+    phase = status.draft.phase if status.draft else None
+    if phase not in (None, "Serving", "Cooldown"):
+        yield f"Rollout of another draft: {phase}. {trial_line(status.draft)}".rstrip()
 
 
 def _guard(status: Status, learned: LearnedState | None) -> Iterator[str]:

@@ -10,8 +10,8 @@ from specdecode_operator.plugin.text import age, figure, table, word
 
 HEAD = ("NAME", "READY", "MODE", "DEPTH", "ACCEPT", "TOK/STEP", "SPEEDUP", "TOK/S", "RUN", "WAIT", "WANT", "DECIDED")
 _GOOD_WHEN_FALSE = {"ScalingLimited", "Progressing", "Stalled", "Reconciling"}
-_NEVER_A_PROBLEM = {"Progressing", "Reconciling"}
-"""Conditions that say that a change is under way."""
+_NEVER_A_PROBLEM = {"Progressing", "Reconciling", "DraftRollout"}
+"""Conditions that say whether a change is under way."""
 
 
 def overview(resources: Sequence[dict[str, Any]], now: float, *, namespaces: bool = False) -> list[str]:

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from pydantic import TypeAdapter
 
+from specdecode_operator.state.draft_record import UNUSED, DraftRecord
 from specdecode_operator.state.learned import DraftEstimates, LearnedState, TemplateState
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import Report
@@ -120,6 +121,8 @@ class Session:
     published_at: float = 0
     """Time when figures were last published to status, in seconds of the operator's clock."""
     standing: Standing | None = None
+    drafts: DraftRecord = UNUSED
+    """Rollout of drafts, which survives a restart as ``learned`` does."""
     stored: bool = True
     """False if no state was stored: the deployment is new, or the ConfigMap of its state was deleted or unreadable."""
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from specdecode_operator.kube.digests import text_digest
 from specdecode_operator.kube.kinds import CONFIG_MAPS, Kind
-from specdecode_operator.manifests import child_names, state_config_map, state_name
+from specdecode_operator.manifests import child_names, drafts_name, state_config_map, state_name
 from specdecode_operator.state.compact import decode, encode
 from specdecode_operator.state.learned import LearnedState, StoredState, read_state, write_state
 from specdecode_operator.state.sections import APPLIED, MAX_UNKNOWN_BYTES, version_of
@@ -76,7 +76,7 @@ class StateStore:
         if config_map is None:
             return Session(learned=LearnedState(uid=uid), stored=False)
         data = config_map.get("data") or {}
-        stored = read_state(data, uid, is_owned=_is_owned(config_map, uid))
+        stored = read_state(data, uid, is_owned=is_owned(config_map, uid))
         for problem in stored.problems:
             log.warning("%s/%s: state not read: %s", *key, problem)
         if stored.learned is None:
@@ -124,7 +124,8 @@ class StateStore:
 
     async def _write(self, deployment: Deployment, data: Mapping[str, str]) -> ChildProblem | None:
         digests = self._applier.digests(deployment.key, child_names(deployment.name))
-        digests.pop(f"ConfigMap/{state_name(deployment.name)}", None)
+        for name in (state_name(deployment.name), drafts_name(deployment.name)):
+            digests.pop(f"ConfigMap/{name}", None)
         sections = {**data, APPLIED: encode(version_of(APPLIED), {"children": digests})}
         return await self._applier.apply(state_config_map(deployment, sections), deployment.uid)
 
@@ -139,7 +140,8 @@ class StateStore:
         self._applier.recall(key, _digests(data))
 
 
-def _is_owned(config_map: Mapping[str, Any], uid: str) -> bool:
+def is_owned(config_map: Mapping[str, Any], uid: str) -> bool:
+    """Return whether an owner reference of a ConfigMap has this uid."""
     owners = (config_map.get("metadata") or {}).get("ownerReferences") or []
     return any(owner.get("uid") == uid for owner in owners)
 

@@ -67,6 +67,10 @@ class Delta:
         """Return the delta with load and step times only."""
         return replace(self, acceptance={}, siblings={}, requests={})
 
+    def load_only(self) -> Delta:
+        """Return the delta of a worker that runs two drafts in turns: its steps are those of no single draft."""
+        return replace(self.without_acceptance(), draft="", steps={})
+
 
 def difference(before: Report, after: Report, *, at: float, buckets: Buckets) -> Delta | None:
     """Return the counts of one worker between two readings.

@@ -8,13 +8,9 @@ from datetime import datetime
 
 from specdecode_operator.api.v1alpha1 import Condition, ConditionType, Status
 from specdecode_operator.controller.status import sections
-from specdecode_operator.controller.status.conditions import (
-    ConditionState,
-    available,
-    conditions,
-    not_ready,
-    stalled,
-)
+from specdecode_operator.controller.status.condition_state import ConditionState
+from specdecode_operator.controller.status.conditions import available, conditions, not_ready, stalled
+from specdecode_operator.controller.status.draft_rollout import draft_section
 from specdecode_operator.controller.status.progress import Finding, Past, troubles
 from specdecode_operator.controller.status.text import iso
 from specdecode_operator.types import Decision, Deployment, Observation, Outcome
@@ -68,7 +64,7 @@ def status_of(
         model=sections.model_section(deployment, decision.model_revision),
         speculation=sections.speculation_section(deployment, decision, now),
         tasks=sections.task_sections(deployment, decision),
-        draft=sections.draft_section(deployment, observed),
+        draft=draft_section(deployment, observed),
         traffic=sections.traffic_section(before.traffic, decision.figures),
         capacity=sections.capacity_section(before.capacity, decision),
         router=sections.router_section(deployment, observed),

@@ -7,9 +7,10 @@ configuration. Stalled and Reconciling exist only while True, and never both. Re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
 
 from specdecode_operator.api.v1alpha1 import ConditionType
+from specdecode_operator.controller.status.condition_state import ConditionState
+from specdecode_operator.controller.status.draft_rollout import draft_rollout
 from specdecode_operator.controller.status.progress import (
     Finding,
     Past,
@@ -26,17 +27,6 @@ from specdecode_operator.types import Decision, Deployment, Observation, Outcome
 PAUSED = "the annotation specdecode.io/paused is set; the operator writes only status"
 NAMED_OUTLIERS = 3
 """Outliers that a message names. Each takes a whole sentence."""
-
-
-class ConditionState(NamedTuple):
-    """State of one condition, without the time of its transition."""
-
-    type: ConditionType
-    status: Literal["True", "False", "Unknown"]
-    reason: str
-    message: str
-    bad: bool = False
-    """True if the REASON column shows it."""
 
 
 def conditions(
@@ -59,7 +49,8 @@ def conditions(
     ]
     speculation = deployment.spec.speculation
     if speculation.method != "none":
-        states += [draft_compatible(observed), workers_healthy(decision)]
+        rollout = draft_rollout(deployment, observed)
+        states += [draft_compatible(observed), workers_healthy(decision), *([rollout] if rollout else [])]
     if speculation.method != "none" and speculation.mode != "Off":
         states.append(speculation_effective(deployment, decision))
     if deployment.spec.scaling is not None and deployment.spec.scaling.owner == "Operator":

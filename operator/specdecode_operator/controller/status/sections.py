@@ -1,17 +1,15 @@
-"""Sections of status apart from its conditions: model, speculation, tasks, draft, traffic, capacity and memory.
+"""Sections of status apart from its conditions: model, speculation, tasks, traffic, capacity and memory.
 
 Measurements stay, with the time of the measurement, until there are new ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 
 from specdecode_operator.api.pins import Pin, read_pin
 from specdecode_operator.api.v1alpha1 import (
     CapacityStatus,
-    DraftStatus,
     MemoryStatus,
     ModelStatus,
     RouterStatus,
@@ -67,14 +65,6 @@ def task_sections(deployment: Deployment, decision: Decision) -> tuple[TaskStatu
         _task(known.get(task.name, TaskStatus(name=task.name)), decision, _mode(task.name, speculation, pin))
         for task in speculation.tasks
     )
-
-
-def draft_section(deployment: Deployment, observed: Observation) -> DraftStatus | None:
-    if deployment.spec.speculation.draft is None:
-        return None
-    before = deployment.status.draft
-    known = next(_hashes(observed), before.hash if before else None)
-    return DraftStatus(hash=known, uri=deployment.spec.speculation.draft.uri)
 
 
 def router_section(deployment: Deployment, observed: Observation) -> RouterStatus | None:
@@ -177,7 +167,3 @@ def _task(before: TaskStatus, decision: Decision, mode: str) -> TaskStatus:
     known = {name: value for name, value in values.items() if value is not None}
     depth = decision.task_depths.get(before.name, before.depth)
     return before.model_copy(update={**known, "depth": depth, "mode": mode})
-
-
-def _hashes(observed: Observation) -> Iterator[str]:
-    return (report.draft.hash for report in observed.last_reports if report.draft.hash)

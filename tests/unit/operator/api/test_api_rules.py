@@ -80,6 +80,9 @@ GOOD: list[dict[str, Any]] = [
     {"engine": {"gpuMemoryUtilization": 0.9, "maxWaiting": 8, "enforceEager": True, "sampler": "mss"}},
     {"engine": {"extraArgs": ["--queue-timeout-seconds=5", "--models-are-not-a-flag", "draft"]}},
     {"tls": {"secretName": "llama-tls"}},
+    {"rollout": {"draft": {"candidate": {"uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e"}, "mode": "Manual"}}},
+    {"rollout": {"draft": {"maxDuration": "1h30m", "maxPairs": 8, "minGainPercent": 0.5, "failureLimit": 1}}},
+    {"rollout": {"draft": {}}, "speculation": {"method": "none", "draft": None}},
     {
         "model": {"quantization": "fp8"},
         "speculation": {
@@ -179,6 +182,32 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"extraArgs": ["-tp", "4"]}}, "has a field of its own"),
     ({"engine": {"extraArgs": [""]}}, "[eE]xtra_?[aA]rgs"),
     ({"tls": {}}, "[sS]ecret_?[nN]ame"),
+    ({"rollout": {"draft": {"candidate": {"uri": "pvc://drafts/new"}}}}, "hash"),
+    ({"rollout": {"draft": {"candidate": {"uri": "pvc://drafts/new", "hash": "not a hash"}}}}, "hash"),
+    ({"rollout": {"draft": {"candidate": {"uri": "s3://new", "hash": "4f1c"}}}}, "uri"),
+    (
+        {"rollout": {"draft": {"candidate": {"uri": "embedded://d", "hash": "4f1c"}}}},
+        "must differ from speculation.draft",
+    ),
+    (
+        {
+            "rollout": {"draft": {"candidate": {"uri": "pvc://drafts/new", "hash": "4f1c"}}},
+            "speculation": {"method": "medusa"},
+        },
+        "needs speculation.method eagle3",
+    ),
+    (
+        {
+            "rollout": {"draft": {"candidate": {"uri": "pvc://drafts/new", "hash": "4f1c"}}},
+            "speculation": {"method": "none", "draft": None},
+        },
+        "needs speculation.method eagle3",
+    ),
+    ({"rollout": {"draft": {"maxDuration": "1d"}}}, "max_?[dD]uration"),
+    ({"rollout": {"draft": {"maxPairs": 7}}}, "max_?[pP]airs"),
+    ({"rollout": {"draft": {"blockRequests": 0}}}, "block_?[rR]equests"),
+    ({"rollout": {"draft": {"mode": "Blind"}}}, "mode"),
+    ({"rollout": {"draft": {"failureLimit": 0}}}, "failure_?[lL]imit"),
     ({"tls": {"secretName": "A"}}, "[sS]ecret_?[nN]ame"),
     (
         {"speculation": {"method": "medusa", "draft": {"uri": "file:///m", "quantization": "int4"}}},

@@ -10,7 +10,7 @@ import pytest
 from kube import ROOT
 
 from specdecode_operator.api.v1alpha1 import ConditionType
-from specdecode_operator.controller.status import build, conditions, progress, router_progress
+from specdecode_operator.controller.status import build, conditions, draft_rollout, progress, router_progress
 from specdecode_operator.types import ScalingLimit, UnhealthyWorker
 
 NO_REASONS = {
@@ -30,7 +30,9 @@ NO_REASONS = {
 
 
 def reasons() -> set[str]:
-    sources = "".join(Path(module.__file__).read_text() for module in (build, conditions, progress, router_progress))
+    sources = "".join(
+        Path(module.__file__).read_text() for module in (build, conditions, draft_rollout, progress, router_progress)
+    )
     literals = set(re.findall(r"\"([A-Z][a-z]+(?:[A-Z][a-z]+)*)\"", sources)) - NO_REASONS
     foreign = {
         reason for kind in (ScalingLimit, UnhealthyWorker) for reason in get_args(get_type_hints(kind)["reason"])

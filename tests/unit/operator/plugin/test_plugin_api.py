@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -303,3 +304,44 @@ def test_a_resource_of_another_version(server: Server, demo: str, capsys: pytest
     server.answers[demo][1]["spec"]["model"]["uri"] = 7
     assert server.run("explain", "demo") == 1
     assert "another API version than this plugin: model.uri" in said(capsys)
+
+
+def test_try_offers_a_candidate(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert server.run("try", "demo", "pvc://drafts/new", "4f1c9a7be2d05c6e") == 0
+    candidate = {"uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e"}
+    body = {"spec": {"rollout": {"draft": {"candidate": candidate}}}}
+    assert server.written == [(demo, "application/merge-patch+json", body)]
+    assert "kubectl specdecode drafts demo" in capsys.readouterr().out
+
+
+def test_try_repeats_a_trial_of_the_same_candidate(server: Server, demo: str) -> None:
+    status, resource = server.answers[demo]
+    candidate = {"uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e"}
+    spec = {**resource["spec"], "rollout": {"draft": {"candidate": candidate}}}
+    server.answers[demo] = status, {**resource, "spec": spec}
+    assert server.run("try", "demo", *candidate.values()) == 0
+    command = server.written[-1][2]["metadata"]["annotations"]["specdecode.io/draft-command"]
+    assert command.startswith("retry ")
+
+
+def test_a_command_about_drafts_is_written_with_its_time(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, resource = server.answers[demo]
+    draft = {"phase": "Canary", "hash": "a", "current": {"hash": "a"}, "candidate": {"hash": "b"}}
+    server.answers[demo] = status, {**resource, "status": {**resource["status"], "draft": draft}}
+    assert server.run("reject", "demo") == 0
+    ((path, _, body),) = server.written
+    assert path == demo
+    assert re.fullmatch(r"reject \d{4}-\d\d-\d\dT\S+", body["metadata"]["annotations"]["specdecode.io/draft-command"])
+    assert server.run("drafts", "demo") == 0
+    assert "Canary, mode Canary" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["promote", "reject", "rollback"])
+def test_a_command_that_would_change_nothing_is_not_written(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert server.run(command, "demo") == 1
+    assert server.written == []
+    assert "phase Serving" in capsys.readouterr().err

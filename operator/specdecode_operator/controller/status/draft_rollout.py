@@ -1,0 +1,117 @@
+"""Drafts in status: the section ``draft`` and the condition DraftRollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, DraftTrialStatus, DraftVersionStatus
+from specdecode_operator.controller.status.condition_state import ConditionState
+from specdecode_operator.drafts.lifecycle_table import Phase
+from specdecode_operator.rollout.observed_events import offer_of
+from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
+from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
+from specdecode_operator.types import Deployment, Observation
+
+_UNDER_WAY = {
+    Phase.CANARY: "Canary",
+    Phase.PROMOTING: "Promoting",
+    Phase.ROLLING_BACK: "RollingBack",
+}
+
+
+def draft_section(deployment: Deployment, observed: Observation) -> DraftStatus | None:
+    """Return the draft that the workers run, and its rollout. None without a draft."""
+    draft = deployment.spec.speculation.draft
+    if draft is None:
+        return None
+    before, record = deployment.status.draft, observed.session.drafts
+    known = next(_hashes(observed), before.hash if before else None)
+    status = DraftStatus(hash=known, uri=draft.uri, lineage=record.lineage)
+    if not record.is_used:
+        return status
+    return status.model_copy(
+        update={
+            "current": _version(record, record.current),
+            "candidate": _version(record, record.candidate) if record.candidate else None,
+            "previous": None if record.previous is None else _version(record, record.previous),
+            "phase": str(record.phase),
+            "trial": _trial(record.trial) if record.trial and record.phase is Phase.CANARY else None,
+            "last_verdict": record.last_verdict or None,
+        }
+    )
+
+
+def draft_rollout(deployment: Deployment, observed: Observation) -> ConditionState | None:
+    """Return whether a candidate is tried, promoted or rolled back. None until a candidate was offered."""
+    kind, record = ConditionType.draft_rollout, observed.session.drafts
+    if record.problem:
+        message = f"ConfigMap {deployment.name}-drafts was not read, so the draft of the spec serves: {record.problem}"
+        return ConditionState(kind, "False", "StateUnreadable", message, True)
+    waiting = _waiting(deployment, record)
+    if waiting is not None:
+        return waiting
+    if not record.is_used:
+        return None
+    if record.phase in _UNDER_WAY:
+        return ConditionState(kind, "True", _under_way(record), _progress(record))
+    if record.refusal:
+        return ConditionState(kind, "False", "CandidateRefused", record.refusal, True)
+    return ConditionState(kind, "False", "NoRollout", record.last_verdict or "no candidate is tried")
+
+
+def _waiting(deployment: Deployment, record: DraftRecord) -> ConditionState | None:
+    """Return the condition of a candidate that was not taken up yet."""
+    offer, kind = offer_of(deployment), ConditionType.draft_rollout
+    if not offer or offer == record.offered or record.phase in _UNDER_WAY:
+        return None
+    if deployment.spec.speculation.mode == "Off":
+        message = "speculation.mode is Off, so no draft is used and none can be compared"
+    else:
+        message = "no worker has reported the draft to compare the candidate with"
+    return ConditionState(kind, "False", "CandidateWaits", message)
+
+
+def _under_way(record: DraftRecord) -> str:
+    return "WaitsForUser" if record.is_confirmed and record.phase is Phase.CANARY else _UNDER_WAY[record.phase]
+
+
+def _progress(record: DraftRecord) -> str:
+    """Return a sentence on the rollout. It has no measurements, so that it changes with the phase alone."""
+    draft = (record.candidate or record.current)[:12] or "the draft of the spec"
+    if record.phase is Phase.PROMOTING:
+        return f"the workers load {draft}"
+    if record.phase is Phase.ROLLING_BACK:
+        return f"the workers return to {record.current[:12] or 'the draft of the spec'}"
+    if record.is_confirmed:
+        return f"{draft} is better: {evidence_text(record.trial)}; kubectl specdecode promote or reject decides"
+    pod = record.trial.pod if record.trial else ""
+    return f"pod {pod}: it tries {draft}" if pod else f"no worker is ready to try {draft}"
+
+
+def _trial(trial: TrialRecord) -> DraftTrialStatus:
+    gain = gain_of(trial)
+    shown = DraftTrialStatus(pod=trial.pod or None, pairs=len(trial.pairs))
+    if gain is None:
+        return shown
+    return shown.model_copy(
+        update={
+            "gain_percent": _percent(gain.mean),
+            "least_gain_percent": _percent(gain.least),
+            "most_gain_percent": _percent(gain.most),
+        }
+    )
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else round(100 * share, 1)
+
+
+def _version(record: DraftRecord, draft: str) -> DraftVersionStatus:
+    """Return hash and URI of a draft; an empty hash is the draft of the spec."""
+    if not draft:
+        return DraftVersionStatus(hash=record.spec_hash or None, uri=record.spec_draft)
+    return DraftVersionStatus(hash=draft, uri=record.uris.get(draft))
+
+
+def _hashes(observed: Observation) -> Iterator[str]:
+    return (report.draft.hash for report in observed.last_reports if report.draft.hash)

@@ -1,0 +1,82 @@
+"""Text of ``drafts``: the draft in use, the rollout of another one, and the candidates before it. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdecode_operator.api.v1alpha1 import DraftStatus, DraftVersionStatus
+from specdecode_operator.plugin.overview import spec_of, status_of
+from specdecode_operator.plugin.text import age, figure, table, word, wrapped
+
+HEAD = ("AGE", "OUTCOME", "DRAFT", "PAIRS", "GAIN", "FROM")
+HASH_LENGTH = 12
+"""Characters of a hash that are shown."""
+
+
+def drafts(resource: dict[str, Any], now: float) -> list[str]:
+    """Return the state of the drafts of one deployment."""
+    spec, draft = spec_of(resource), status_of(resource).draft
+    if draft is None or draft.phase is None:
+        candidate = spec.rollout.draft.candidate
+        waits = f"; the candidate {candidate.hash[:HASH_LENGTH]} waits" if candidate else ", and none is offered"
+        return [f"no candidate was tried for {resource['metadata']['name']} yet{waits}"]
+    rows = [("current", *_version(draft.current))]
+    rows += [
+        (name, *_version(one)) for name, one in (("candidate", draft.candidate), ("previous", draft.previous)) if one
+    ]
+    lines = [f"{draft.phase}, mode {spec.rollout.draft.mode}", "", *table(("DRAFT", "HASH", "FROM"), rows)]
+    progress = trial_line(draft)
+    lines += ["", *wrapped(progress, "")] if progress else []
+    lines += ["", *wrapped(draft.last_verdict, "")] if draft.last_verdict else []
+    if draft.lineage:
+        entries = [
+            (
+                age(entry.time, now),
+                entry.outcome,
+                entry.hash[:HASH_LENGTH],
+                str(entry.pairs),
+                _percent(entry.gain_percent),
+                word(entry.uri),
+            )
+            for entry in draft.lineage
+        ]
+        lines += ["", *table(HEAD, entries)]
+    return lines
+
+
+def refusal_of(command: str, resource: dict[str, Any]) -> str:
+    """Return why a command would change nothing now; empty if it would."""
+    draft = status_of(resource).draft
+    phase = draft.phase if draft and draft.phase else "Serving"
+    waits = any(one.type == "DraftRollout" and one.reason == "WaitsForUser" for one in status_of(resource).conditions)
+    if command == "promote" and not waits:
+        return f"no draft waits for its promotion (phase {phase}); a trial in mode Manual must find it better first"
+    if command == "reject" and phase not in ("Canary", "Promoting"):
+        return f"no draft is tried or promoted now (phase {phase})"
+    is_open = phase in ("Canary", "Promoting")
+    if command == "rollback" and not is_open and (draft is None or draft.previous is None):
+        return f"there is no draft to return to (phase {phase})"
+    return ""
+
+
+def trial_line(draft: DraftStatus | None) -> str:
+    """Return a sentence on the trial that runs; empty without one."""
+    if draft is None or draft.trial is None:
+        return ""
+    trial = draft.trial
+    where = f"Pod {trial.pod} tries the candidate" if trial.pod else "No worker is ready to try the candidate"
+    if trial.gain_percent is None:
+        return f"{where}: no pair of blocks is finished."
+    measured = f"{where}: {trial.pairs} pairs, gain {_percent(trial.gain_percent)}"
+    if trial.least_gain_percent is None or trial.most_gain_percent is None:
+        return f"{measured}; these are too few for bounds."
+    bounds = f"{_percent(trial.least_gain_percent)} to {_percent(trial.most_gain_percent)}"
+    return f"{measured} (between {bounds} with 97.5 % each)."
+
+
+def _version(version: DraftVersionStatus | None) -> tuple[str, str]:
+    return word(version.hash and version.hash[:HASH_LENGTH]) if version else "-", word(version.uri if version else None)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{'+' if value > 0 else ''}{figure(value, 1)} %"

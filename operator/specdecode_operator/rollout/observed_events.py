@@ -1,0 +1,294 @@
+"""Events of the life cycle, as they follow from spec, annotations, pods and reports.
+
+A detector looks at one kind of evidence. It returns the record with what it took note of, and an event if there is one.
+Further sources of events, such as training Jobs and drift, are further detectors in DETECTORS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from specdecode_operator.api.v1alpha1 import Cause, seconds_of
+from specdecode_operator.drafts.crossover import Verdict
+from specdecode_operator.drafts.lifecycle import Event
+from specdecode_operator.drafts.lifecycle_table import EventKind, Mode, Phase
+from specdecode_operator.rollout.assignment import assignment_of
+from specdecode_operator.rollout.trial_evidence import count_pairs, evidence_text, verdict_of
+from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
+from specdecode_operator.types import Deployment, Observation, Worker
+from specdecode_worker.contract import OTHER_TASK, Report
+
+REFUSAL_SECONDS = 10.0
+"""Time after an assignment before a worker's problem counts as a refusal of it: reports may show an older problem."""
+PHASE_SECONDS: Mapping[Phase, float] = {Phase.PROMOTING: 1800.0, Phase.ROLLING_BACK: 1800.0, Phase.COOLDOWN: 3600.0}
+"""Time limits of phases: long enough for a download by every worker, and an hour between two rollouts."""
+RETRY = "retry"
+"""Command that offers the candidate of the spec again."""
+UNKNOWN_OFFER = "-"
+"""``offered`` of a record that could not be read: no candidate of the spec counts as taken up."""
+_COMMANDS = {
+    "promote": EventKind.USER_PROMOTE,
+    "reject": EventKind.USER_REJECT,
+    "rollback": EventKind.USER_ROLLBACK,
+}
+_VERDICTS = {
+    Verdict.PROMOTE: (EventKind.CANARY_BETTER, "the candidate is faster"),
+    Verdict.ROLL_BACK: (EventKind.CANARY_WORSE, "the candidate is slower, as a whole or in a task"),
+    Verdict.UNDECIDED: (EventKind.CANARY_UNDECIDED, "all pairs ran without enough evidence"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that events are found in."""
+
+    deployment: Deployment
+    observed: Observation
+    now: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detection:
+    """Result of a detector."""
+
+    record: DraftRecord
+    """The record with what the detector took note of."""
+    event: Event | None = None
+    reason: str = ""
+    cause: Cause = "failure"
+
+
+Detector = Callable[[Facts, DraftRecord], Detection | None]
+
+
+def find_spec_change(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find a changed draft or target of the spec."""
+    spec = facts.deployment.spec
+    draft = spec.speculation.draft.uri if spec.speculation.draft else ""
+    method = spec.speculation.method
+    update = {"spec_draft": draft, "method": method, "target": spec.model.uri, "spec_hash": ""}
+    noted = record.model_copy(update=update)
+    if (draft, method) != (record.spec_draft, record.method):
+        reason = f"the draft of the spec is {draft or 'absent'} now, of method {method}"
+        return Detection(record=noted, event=Event(kind=EventKind.DRAFT_CHANGED), reason=reason, cause="user")
+    if spec.model.uri != record.target:
+        reason = f"model.uri is {spec.model.uri} now"
+        return Detection(record=noted, event=Event(kind=EventKind.TARGET_CHANGED), reason=reason, cause="user")
+    return None
+
+
+def find_image_change(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find another image of the workers."""
+    image = image_of(facts.observed)
+    if not image or image == record.image:
+        return None
+    noted = record.model_copy(update={"image": image})
+    if not record.image:
+        return Detection(record=noted)
+    reason = f"the workers' image changed to {image}"
+    return Detection(record=noted, event=Event(kind=EventKind.IMAGE_CHANGED), reason=reason, cause="user")
+
+
+def find_command(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find a command that was not carried out yet. Its annotation ends with the time when it was given."""
+    command = facts.deployment.draft_command
+    if command == record.command:
+        return None
+    noted = record.model_copy(update={"command": command})
+    verb = command.partition(" ")[0]
+    if verb == RETRY and record.phase in (Phase.SERVING, Phase.COOLDOWN):
+        return Detection(record=noted.model_copy(update={"offered": "", "refusal": ""}))
+    kind = _COMMANDS.get(verb)
+    if kind is None:
+        return Detection(record=noted)
+    return Detection(record=noted, event=Event(kind=kind), reason=f"a user gave the command {command}", cause="user")
+
+
+def find_withdrawn_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find a candidate that a user removed from the spec, or replaced."""
+    if not record.offered or offer_of(facts.deployment) == record.offered:
+        return None
+    noted = record.model_copy(update={"offered": UNKNOWN_OFFER if record.problem else "", "refusal": ""})
+    if record.phase is not Phase.CANARY or record.offered.partition(" ")[0] != record.candidate:
+        return Detection(record=noted)
+    event = Event(kind=EventKind.USER_REJECT)
+    return Detection(record=noted, event=event, reason="the candidate was removed from the spec", cause="user")
+
+
+def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find the loss of the canary pod, a refusal, new pairs, and a verdict."""
+    if record.phase is not Phase.CANARY:
+        return None
+    if record.is_confirmed:
+        is_waiting = record.mode is Mode.MANUAL
+        event = Event(kind=EventKind.CANARY_BETTER)
+        return (
+            None
+            if is_waiting
+            else Detection(
+                record=record,
+                event=event,
+                reason=f"mode is {record.mode} now: {evidence_text(record.trial)}",
+                cause="user",
+            )
+        )
+    trial = record.trial
+    if trial is None or not trial.pod:
+        return None
+    worker = next((one for one in facts.observed.workers if one.uid == trial.pod_uid and not one.leaving), None)
+    lost = _loss_of(worker, trial)
+    if lost:
+        noted = _with_trial(record, trial.model_copy(update={"pod": "", "pod_uid": "", "boot": ""}))
+        reason = f"pod {trial.pod}: {lost} (loss {record.canary_losses + 1} of {record.failure_limit})"
+        return Detection(record=noted, event=Event(kind=EventKind.CANARY_POD_LOST), reason=reason)
+    state = worker.report.trial if worker is not None and worker.report is not None else None
+    if state is None or state.id != trial.id:
+        return None
+    if state.state == "Failed":
+        reason = f"pod {trial.pod}: {state.problem or 'the draft could not be loaded'}"
+        return Detection(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=reason)
+    counted = count_pairs(trial, state.pairs, _tasks(facts.deployment))
+    if counted == trial:
+        return None
+    noted = _with_trial(record, counted)
+    verdict = _VERDICTS.get(verdict_of(counted))
+    if verdict is None:
+        return Detection(record=noted)
+    kind, words = verdict
+    return Detection(record=noted, event=Event(kind=kind), reason=f"{words}: {evidence_text(counted)}", cause="canary")
+
+
+def find_convergence(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find out whether all workers run the assigned draft, or refuse it. Reports on older plans say nothing."""
+    workers = [worker for worker in facts.observed.workers if worker.ready and not worker.leaving]
+    plan = facts.observed.session.learned.plan
+    if plan is None or plan.assignment != assignment_of(record, facts.deployment):
+        return None
+    current = record.current or record.spec_hash
+    reports = [worker.report for worker in workers if worker.report and worker.report.plan.version >= plan.version]
+    is_settled = facts.now - record.since >= REFUSAL_SECONDS
+    refusals = list(_refusals(reports, current)) if is_settled else []
+    if record.phase in (Phase.PROMOTING, Phase.ROLLING_BACK):
+        if refusals:
+            return Detection(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=refusals[0])
+        is_complete = len(reports) == len(workers) and all(_runs(report, current) for report in reports)
+        if is_complete and (workers or _wants_none(facts.observed)):
+            reason = f"all workers ({len(workers)}) run {current[:12]}"
+            return Detection(record=record, event=Event(kind=EventKind.CONVERGED), reason=reason, cause="canary")
+        return None
+    if record.phase in (Phase.SERVING, Phase.COOLDOWN) and record.current and 2 * len(refusals) >= max(1, len(workers)):
+        reason = f"{len(refusals)} of {len(workers)} workers cannot load the promoted draft: {refusals[0]}"
+        return Detection(record=record, event=Event(kind=EventKind.ARTEFACT_LOST), reason=reason)
+    return None
+
+
+def find_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find a phase that lasts longer than its limit."""
+    limits = {**PHASE_SECONDS, Phase.CANARY: seconds_of(facts.deployment.spec.rollout.draft.max_duration)}
+    limit = limits.get(record.phase)
+    if limit is None or facts.now - record.since < limit:
+        return None
+    is_trial = record.phase is Phase.CANARY
+    reason = f"{record.phase} lasted {limit:.0f} s" + (f": {evidence_text(record.trial)}" if is_trial else "")
+    return Detection(record=record, event=Event(kind=EventKind.TIME_OVER), reason=reason)
+
+
+def find_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find a candidate of the spec that was not taken up yet, once a worker runs the draft to compare it with."""
+    candidate, offer = facts.deployment.spec.rollout.draft.candidate, offer_of(facts.deployment)
+    incumbent = record.current or _spec_hash(facts)
+    if candidate is None or offer == record.offered or record.phase not in (Phase.SERVING, Phase.COOLDOWN):
+        return None
+    spec = facts.deployment.spec
+    if not incumbent or spec.speculation.mode == "Off":
+        return None
+    noted = record.model_copy(
+        update={
+            "offered": offer,
+            "command": facts.deployment.draft_command,
+            "spec_draft": spec.speculation.draft.uri if spec.speculation.draft else "",
+            "method": spec.speculation.method,
+            "spec_hash": record.spec_hash if record.current else incumbent,
+            "target": spec.model.uri,
+            "image": image_of(facts.observed),
+            "uris": {**record.uris, candidate.hash: candidate.uri},
+            "problem": "",
+            "refusal": "",
+        }
+    )
+    if candidate.hash == incumbent:
+        refusal = f"the workers run the candidate {candidate.hash[:12]} already"
+        return Detection(record=noted.model_copy(update={"refusal": refusal, "uris": record.uris}))
+    event = Event(kind=EventKind.USER_CANDIDATE, draft=candidate.hash)
+    reason = f"the spec offers {candidate.uri}; it is compared with {incumbent[:12]}"
+    return Detection(record=noted, event=event, reason=reason, cause="user")
+
+
+OFFERS: tuple[Detector, ...] = (find_withdrawn_candidate, find_candidate)
+"""Detectors that begin a rollout. They run for deployments without one too."""
+DETECTORS: tuple[Detector, ...] = (
+    find_spec_change,
+    find_image_change,
+    find_command,
+    find_withdrawn_candidate,
+    find_trial_event,
+    find_convergence,
+    find_time_over,
+    find_candidate,
+)
+"""All detectors in their order: what a user did goes before what workers report, and that before time."""
+
+
+def offer_of(deployment: Deployment) -> str:
+    """Return the candidate of the spec as text; empty without one."""
+    candidate = deployment.spec.rollout.draft.candidate
+    return f"{candidate.hash} {candidate.uri}" if candidate else ""
+
+
+def image_of(observed: Observation) -> str:
+    """Return the image of the applied pod template; empty before the first one."""
+    template = observed.session.learned.template
+    return template.image if template else ""
+
+
+def _loss_of(worker: Worker | None, trial: TrialRecord) -> str:
+    """Return how the worker that ran the trial was lost; empty if it was not."""
+    if worker is None:
+        return "it is gone"
+    return "it restarted" if worker.report is not None and worker.report.boot_id != trial.boot else ""
+
+
+def _with_trial(record: DraftRecord, trial: TrialRecord) -> DraftRecord:
+    return record.model_copy(update={"trial": trial})
+
+
+def _tasks(deployment: Deployment) -> tuple[str, ...]:
+    return (*(task.name for task in deployment.spec.speculation.tasks), OTHER_TASK)
+
+
+def _runs(report: Report, draft: str) -> bool:
+    return report.draft.hash == draft and report.draft.pending is None and report.trial is None
+
+
+def _refusals(reports: list[Report], draft: str) -> Iterator[str]:
+    """Yield the reasons of workers that do not run the assigned draft and load none."""
+    for report in reports:
+        problem = report.draft.problem or report.draft.swap_problem
+        if problem and report.draft.hash != draft and report.draft.pending is None:
+            yield f"worker {report.worker}: {problem}"
+
+
+def _wants_none(observed: Observation) -> bool:
+    return observed.workload is not None and observed.workload.wanted == 0
+
+
+def _spec_hash(facts: Facts) -> str:
+    """Return the hash of the spec's draft that most workers report; empty if none does."""
+    draft = facts.deployment.spec.speculation.draft
+    hashes = [
+        report.draft.hash
+        for report in facts.observed.reports
+        if report.draft.hash and draft is not None and report.draft.uri in ("", draft.uri)
+    ]
+    return max(sorted(set(hashes)), key=hashes.count, default="")

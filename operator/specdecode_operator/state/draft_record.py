@@ -1,0 +1,174 @@
+"""Stored rollout of a deployment's drafts, in the sections of the ConfigMap ``<name>-drafts``. Pure.
+
+| section | version | content |
+|---|---|---|
+| `lifecycle` | 1 | phase, drafts by hash, what was observed of the spec, and the last verdict |
+| `trial` | 1 | the trial that runs: pod, settings, and the differences of its pairs |
+| `lineage` | 1 | candidates that were tried, the newest first |
+
+Sections are encoded as those of ``<name>-state`` (`state.compact`). A section that cannot be read is left out. Without
+`lifecycle` the draft of the spec serves, and ``problem`` says why. Other sections are of a newer operator; the store
+writes them back unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from pydantic import Field
+
+from specdecode_operator.api.v1alpha1 import DraftLineageStatus
+from specdecode_operator.drafts.lifecycle import Lifecycle
+from specdecode_operator.drafts.lifecycle_table import Mode, Phase
+from specdecode_operator.state.cells import Stored
+from specdecode_operator.state.compact import decode, encode
+
+LINEAGE = 10
+"""Number of candidates in the lineage; status shows all of them."""
+VERSIONS: Mapping[str, int] = {"lifecycle": 1, "trial": 1, "lineage": 1}
+_LIFECYCLE = tuple(field.name for field in fields(Lifecycle))
+
+
+class CountedPair(Stored):
+    """Differences of one pair in log cost per token; positive where the candidate is faster."""
+
+    total: float
+    tasks: dict[str, float] = Field(default={})
+
+
+class TrialRecord(Stored):
+    """Trial of a candidate. Its settings are those of its beginning, because changed ones would void its guarantee."""
+
+    id: str = ""
+    """Name of the trial on its pod; empty while none is ready for it."""
+    started_at: float
+    block_requests: int
+    max_pairs: int
+    min_gain: float
+    """Gain that a promotion must exceed, as a share."""
+    pod: str = ""
+    """Name of the pod that tries the candidate; empty while none is ready for it."""
+    pod_uid: str = ""
+    boot: str = ""
+    """``boot_id`` of its worker. Another one means that the worker was lost."""
+    first_pair: int = 0
+    """Index of the first pair for this pod."""
+    next_pair: int = 0
+    """Index after the last pair that was counted. Lower indices are not counted again."""
+    pairs: tuple[CountedPair, ...] = ()
+    """Pairs that shared a cell, in the order in which they were counted."""
+
+
+class DraftRecord(Stored):
+    """Everything about the drafts of one deployment that survives a restart of the operator."""
+
+    phase: Phase = Phase.SERVING
+    mode: Mode = Mode.CANARY
+    current: str = ""
+    """Hash of the assigned draft; empty for that of the spec."""
+    candidate: str = ""
+    previous: str | None = None
+    is_confirmed: bool = False
+    canary_losses: int = 0
+    failure_limit: int = 3
+    paused: bool = False
+    since: float = 0
+    """Time when the phase began, or when a candidate that waits for a user was confirmed; in seconds of the epoch."""
+    uris: dict[str, str] = Field(default={})
+    """URIs of the candidate, the current and the previous draft, by hash."""
+    spec_draft: str = ""
+    """URI of the spec's draft when a candidate was last offered; empty before the first one."""
+    method: str = ""
+    """Method of that draft."""
+    spec_hash: str = ""
+    """Hash of that draft."""
+    target: str = ""
+    image: str = ""
+    offered: str = ""
+    """Candidate of the spec that was taken up: ``<hash> <uri>``."""
+    command: str = ""
+    """Annotation with the command that was carried out last."""
+    trials: int = 0
+    """Number of pods that were chosen for trials so far."""
+    last_verdict: str = ""
+    refusal: str = ""
+    """Reason why the latest candidate was not tried or could not be loaded; empty if there is none."""
+    problem: str = ""
+    """Reason why the stored life cycle could not be read. It stays until another candidate is taken up."""
+    trial: TrialRecord | None = Field(default=None, exclude=True)
+    lineage: tuple[DraftLineageStatus, ...] = Field(default=(), exclude=True)
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        """State of the life cycle."""
+        return Lifecycle(**{name: getattr(self, name) for name in _LIFECYCLE})
+
+    def moved(self, state: Lifecycle) -> DraftRecord:
+        """Return the record with another state of the life cycle."""
+        return self.model_copy(update={name: getattr(state, name) for name in _LIFECYCLE})
+
+    @property
+    def is_used(self) -> bool:
+        """True once a candidate was offered. Before, no draft is assigned and nothing is stored."""
+        return bool(self.spec_draft)
+
+    @property
+    def planned_draft(self) -> str:
+        """Hash of the draft that the plan is for; empty where the majority of the reports decides."""
+        is_open = self.phase in (Phase.CANARY, Phase.PROMOTING, Phase.ROLLING_BACK)
+        return self.current or (self.spec_hash if is_open else "")
+
+
+UNUSED = DraftRecord()
+
+
+def render_drafts(record: DraftRecord) -> dict[str, str]:
+    """Return the sections as text, by key."""
+    data = {"lifecycle": encode(VERSIONS["lifecycle"], record.model_dump(mode="json"))}
+    if record.trial is not None:
+        data["trial"] = encode(VERSIONS["trial"], {"trial": record.trial.model_dump(mode="json")})
+    if record.lineage:
+        entries = [entry.model_dump(mode="json", by_alias=True) for entry in record.lineage]
+        data["lineage"] = encode(VERSIONS["lineage"], {"entries": entries})
+    return data
+
+
+def parse_drafts(data: Mapping[str, str]) -> tuple[DraftRecord, tuple[str, ...]]:
+    """Return the record, and the reasons why sections could not be read. Nothing is raised."""
+    problems: list[str] = []
+    lifecycle = _read(data, "lifecycle", problems, DraftRecord.model_validate_json)
+    lineage = _read(data, "lineage", problems, _lineage) or ()
+    if lifecycle is None:
+        problem = "; ".join(problems) if problems else "section lifecycle: it is missing"
+        return UNUSED.model_copy(update={"problem": problem[:1000], "lineage": lineage}), (problem,)
+    trial = _read(data, "trial", problems, _trial)
+    return lifecycle.model_copy(update={"trial": trial, "lineage": lineage}), tuple(problems)
+
+
+def unknown_drafts(data: Mapping[str, str]) -> dict[str, str]:
+    """Return the sections of a newer operator, which are written back unchanged."""
+    return {key: text for key, text in data.items() if key not in VERSIONS}
+
+
+def _read(data: Mapping[str, str], key: str, problems: list[str], parse: Any) -> Any:
+    if key not in data:
+        return None
+    try:
+        version, content = decode(data[key])
+        if version > VERSIONS[key]:
+            raise ValueError(f"version {version} is of a newer operator; this one reads {VERSIONS[key]}")
+        return parse(json.dumps(content))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        problems.append(f"section {key}: {' '.join(str(error).split())}")
+        return None
+
+
+def _trial(text: str) -> TrialRecord:
+    return TrialRecord.model_validate(json.loads(text)["trial"])
+
+
+def _lineage(text: str) -> tuple[DraftLineageStatus, ...]:
+    return tuple(DraftLineageStatus.model_validate(entry) for entry in json.loads(text)["entries"][:LINEAGE])

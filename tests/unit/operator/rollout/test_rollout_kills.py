@@ -1,0 +1,123 @@
+"""Rollout of drafts under random reports, losses, commands and kills of the operator at any write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from canary import CANDIDATE, NEW, OLD, Canary, Pod, canary_with
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdecode_operator.rollout.assignment import assignment_of
+from specdecode_operator.state.draft_record import DraftRecord, parse_drafts, render_drafts
+from specdecode_operator.state.learned import parse_state, render_state
+from specdecode_operator.state.session import Session
+from specdecode_worker.contract import TrialState
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("pairs"), st.integers(1, 12), st.floats(-0.3, 0.3)),
+        st.tuples(st.sampled_from(("lose", "restart", "fail", "deaf", "heal", "offer", "withdraw", "wait", "tick"))),
+        st.tuples(st.just("command"), st.sampled_from(("promote", "reject", "rollback", "nonsense"))),
+        st.tuples(st.just("kill"), st.sampled_from(("before", "between", "after"))),
+    ),
+    max_size=25,
+)
+
+
+class Cluster:
+    """Both ConfigMaps, in the order in which they are written, and an operator that is killed between them."""
+
+    def __init__(self, canary: Canary) -> None:
+        self.canary = canary
+        self.pods = 2
+        self.versions: list[int] = []
+        self.write()
+
+    def write(self) -> None:
+        self.drafts = render_drafts(self.canary.record)
+        self.state = render_state(self.canary.session.learned)
+
+    def tick(self, killed: str = "") -> None:
+        """Decide, write the rollout, write the state, push. A kill loses what comes after it."""
+        decision = self.canary.tick(push=False)
+        if killed != "before":
+            self.drafts = render_drafts(self.canary.record)
+            assert parse_drafts(self.drafts) == (self.canary.record, ())
+        if killed not in ("before", "between"):
+            self.state = render_state(self.canary.session.learned)
+        if killed:
+            self.restart()
+            return
+        self.versions.append(decision.plan.version)
+        self.canary.push()
+
+    def restart(self) -> None:
+        drafts, problems = parse_drafts(self.drafts)
+        assert problems == ()
+        learned = parse_state(self.state, "u1")
+        assert learned is not None
+        self.canary.session = Session(learned=learned, drafts=drafts)
+
+    def carry_out(self, step: tuple[Any, ...]) -> None:
+        canary, kind = self.canary, step[0]
+        trying = [pod for pod in canary.pods if pod.trial is not None]
+        if kind == "pairs" and trying:
+            for _ in range(step[1]):
+                if canary.phase == "Canary" and canary.record.trial and canary.record.trial.pod and trying[0].trial:
+                    canary.finish_pairs(1, step[2])
+                    self.write()
+        elif kind == "lose":
+            self.pods += 1
+            canary.pods = [*canary.pods[1:], Pod(f"pod-{self.pods}", str(self.pods))]
+        elif kind == "restart":
+            canary.pods[0].boot += "x"
+        elif kind == "fail" and trying:
+            trying[0].trial = TrialState(id=canary.pods[0].trial.id if canary.pods[0].trial else "x", state="Failed")
+        elif kind in ("deaf", "heal"):
+            canary.pods[-1].obeys = kind == "heal"
+        elif kind in ("offer", "withdraw"):
+            canary.change(rollout={"draft": {"candidate": CANDIDATE} if kind == "offer" else {}})
+        elif kind == "wait":
+            canary.now += 4000
+        elif kind == "command":
+            canary.command(step[1])
+        self.tick(step[1] if kind == "kill" else "")
+
+
+@given(steps=STEPS)
+@settings(max_examples=60)
+def test_every_history_ends_with_one_draft_on_all_workers(steps: list[tuple[Any, ...]]) -> None:
+    cluster = Cluster(canary_with())
+    for step in steps:
+        cluster.carry_out(step)
+    assert cluster.versions == sorted(cluster.versions), "a plan never has a lower version than one that was pushed"
+    canary = cluster.canary
+    for pod in canary.pods:
+        pod.obeys = True
+    canary.change(rollout={"draft": {}})
+    for _ in range(60):
+        canary.now += 600
+        cluster.tick()
+    assert canary.phase == "Serving"
+    record = canary.record
+    expected = record.current or OLD
+    assert expected in (OLD, NEW)
+    assert [pod.draft for pod in canary.pods] == [expected, expected]
+    assert all(pod.trial is None for pod in canary.pods)
+    assert canary.session.learned.draft == expected
+    promoted = [entry for entry in record.lineage if entry.outcome == "Promoted"]
+    assert record.current == "" or promoted, "nothing is promoted without a verdict"
+
+
+@given(steps=STEPS)
+@settings(max_examples=30)
+def test_the_assignment_follows_from_what_is_stored(steps: list[tuple[Any, ...]]) -> None:
+    cluster = Cluster(canary_with())
+    for step in steps:
+        cluster.carry_out(step)
+        stored, _ = parse_drafts(cluster.drafts)
+        assert isinstance(stored, DraftRecord)
+        running = [pod.plan.assignment for pod in cluster.canary.pods if pod.plan.assignment is not None]
+        if step[0] not in ("kill", "lose"):
+            assert all(one == assignment_of(stored, cluster.canary.deployment) for one in running)

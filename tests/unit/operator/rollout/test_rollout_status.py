@@ -1,0 +1,182 @@
+"""Rollout of drafts as users see it: status, condition, Events, history, metrics and the plugin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from canary import CANDIDATE, NEW, OLD, Canary, canary_with, trying
+from fleet import workload_with
+
+from specdecode_operator import metrics
+from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
+from specdecode_operator.controller.events import event_notices
+from specdecode_operator.controller.status import status_of
+from specdecode_operator.plugin.drafts import drafts, refusal_of
+from specdecode_operator.plugin.explain import explain
+from specdecode_operator.plugin.past import past
+from specdecode_operator.state.draft_record import UNUSED
+from specdecode_operator.types import Observation, Outcome
+
+Resource = dict[str, Any]
+
+
+def shown(canary: Canary) -> Status:
+    """Return the status after the last decision, and keep it in the deployment."""
+    assert canary.decision is not None
+    workers = tuple(pod.worker() for pod in canary.pods)
+    observed = Observation(workload=workload_with(len(workers)), workers=workers, session=canary.session)
+    status = status_of(canary.deployment, observed, canary.decision, Outcome(), now=canary.now)
+    metrics.record(canary.deployment, observed, canary.decision, status)
+    canary.deployment = replace(canary.deployment, status=status)
+    return status
+
+
+def draft_of(canary: Canary) -> DraftStatus:
+    draft = shown(canary).draft
+    assert draft is not None
+    return draft
+
+
+def rollout_of(canary: Canary) -> Condition | None:
+    conditions = {condition.type: condition for condition in shown(canary).conditions}
+    return conditions.get("DraftRollout")
+
+
+def resource_of(canary: Canary) -> Resource:
+    shown(canary)
+    return {
+        "metadata": {"namespace": "ns", "name": "demo", "uid": "u1"},
+        "spec": canary.deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "status": canary.deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
+    }
+
+
+def samples(gauge: Any) -> dict[tuple[str, ...], float]:
+    return {labels[2:]: value for labels, value in gauge._values.items() if labels[:2] == ("ns", "demo")}
+
+
+def test_nothing_is_shown_before_a_candidate_was_offered() -> None:
+    canary = canary_with(candidate=None)
+    canary.tick()
+    assert draft_of(canary) == DraftStatus(hash=OLD, uri="embedded://d")
+    assert rollout_of(canary) is None
+    assert samples(metrics.DRAFT_PHASE) == {}
+
+
+def test_a_trial_is_shown_with_its_gain() -> None:
+    canary = trying()
+    canary.finish_pairs(10, 0.04)
+    draft = draft_of(canary)
+    assert (draft.phase, draft.trial and (draft.trial.pod, draft.trial.pairs)) == ("Canary", ("pod-a", 10))
+    assert draft.current is not None
+    assert draft.candidate is not None
+    assert (draft.current.hash, draft.current.uri) == (OLD, "embedded://d")
+    assert (draft.candidate.hash, draft.candidate.uri) == (NEW, "file:///new")
+    assert draft.trial is not None
+    assert draft.trial.gain_percent == pytest.approx(4.0)
+    condition = rollout_of(canary)
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("True", "Canary")
+    assert "pod-a" in condition.message
+    assert samples(metrics.DRAFT_PHASE) == {("Canary",): 1}
+    assert samples(metrics.CANARY_PAIRS) == {(): 10}
+    assert samples(metrics.CANDIDATE_GAIN)[("mean",)] == pytest.approx(0.04)
+
+
+def test_a_promotion_is_an_event_and_history_with_its_gain() -> None:
+    canary = trying()
+    before = shown(canary)
+    canary.finish_pairs(60, 0.10)
+    assert canary.decision is not None
+    notices = event_notices(before, shown(canary), canary.decision.changes)
+    (message,) = [notice.message for notice in notices if notice.reason == "DraftRollout"]
+    assert message.startswith(f"drafts: Canary {NEW} -> Promoting {NEW}: the candidate is faster: ")
+    assert "gain +10.0 % (" in message
+    text = "\n".join(past(resource_of(canary), canary.now))
+    assert f"Promoting {NEW}" in text
+    assert "+10 %" in text
+    assert samples(metrics.CANARY_PAIRS) == {}
+    assert samples(metrics.DRAFT_PHASE) == {("Promoting",): 1}
+    canary.until("Cooldown")
+    draft = draft_of(canary)
+    assert draft.current is not None
+    assert draft.previous is not None
+    assert (draft.current.hash, draft.previous.hash) == (NEW, OLD)
+    assert [(entry.outcome, entry.gain_percent) for entry in draft.lineage] == [("Promoted", pytest.approx(10.0))]
+
+
+def test_a_refused_candidate_is_the_reason_to_look_at() -> None:
+    canary = canary_with(candidate={"uri": "file:///copy", "hash": OLD})
+    canary.tick()
+    condition = rollout_of(canary)
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("False", "CandidateRefused")
+    assert (canary.deployment.status.reason or "").startswith("CandidateRefused")
+
+
+@pytest.mark.parametrize(("mode", "word"), [("Off", "mode is Off"), ("Auto", "no worker has reported")])
+def test_a_candidate_that_waits_says_for_what(mode: str, word: str) -> None:
+    canary = canary_with()
+    canary.change(rollout={"draft": {"candidate": CANDIDATE}}, speculation={"mode": mode})
+    if mode == "Auto":
+        canary.pods = []
+    canary.tick()
+    condition = rollout_of(canary)
+    assert condition is not None
+    assert condition.reason == "CandidateWaits"
+    assert word in condition.message
+
+
+def test_an_unreadable_record_is_shown() -> None:
+    canary = canary_with()
+    canary.session = replace(canary.session, drafts=UNUSED.model_copy(update={"problem": "section lifecycle: bad"}))
+    canary.tick()
+    condition = rollout_of(canary)
+    assert condition is not None
+    assert condition.reason == "StateUnreadable"
+    assert "section lifecycle: bad" in condition.message
+
+
+def test_the_plugin_shows_trial_and_lineage() -> None:
+    canary = canary_with()
+    assert drafts(resource_of(_ticked(canary, 0)), canary.now) == [
+        "no candidate was tried for demo yet; the candidate new000new000 waits"
+    ]
+    canary.ticks(2)
+    canary.finish_pairs(10, 0.04)
+    text = "\n".join(drafts(resource_of(canary), canary.now))
+    assert "Canary, mode Canary" in text
+    assert "Pod pod-a tries the candidate: 10 pairs, gain +4 %" in text
+    assert "Rollout of another draft: Canary. Pod pod-a" in "\n".join(explain(resource_of(canary), None, canary.now))
+    canary.command("reject")
+    canary.tick()
+    text = "\n".join(drafts(resource_of(canary), canary.now))
+    assert "Rejected" in text
+    assert "10" in text
+
+
+def _ticked(canary: Canary, count: int) -> Canary:
+    canary.ticks(count)
+    return canary
+
+
+def test_commands_that_would_change_nothing_are_refused() -> None:
+    canary = trying(mode="Manual")
+    resource = resource_of(canary)
+    assert "no draft waits" in refusal_of("promote", resource)
+    assert (refusal_of("reject", resource), refusal_of("rollback", resource)) == ("", "")
+    canary.finish_pairs(60, 0.10)
+    condition = rollout_of(canary)
+    assert condition is not None
+    assert condition.reason == "WaitsForUser"
+    assert refusal_of("promote", resource_of(canary)) == ""
+    canary.command("promote")
+    canary.until("Cooldown")
+    resource = resource_of(canary)
+    assert "no draft is tried" in refusal_of("reject", resource)
+    assert refusal_of("rollback", resource) == ""
+    canary.command("rollback")
+    canary.ticks(3)
+    assert "no draft to return to" in refusal_of("rollback", resource_of(canary))

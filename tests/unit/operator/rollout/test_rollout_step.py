@@ -1,0 +1,507 @@
+"""Rollout of a candidate draft: every event by literals, through the whole decision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from canary import CANDIDATE, NEW, OLD, Canary, Pod, canary_with, pair, trying
+
+from specdecode_operator.rollout.trial_evidence import count_pairs, gain_of
+from specdecode_operator.state.cells import AcceptanceCell, RowState, StepTimeCell
+from specdecode_operator.state.draft_record import UNUSED, TrialRecord
+from specdecode_worker.contract import Artifact, TrialState
+
+
+def outcomes(canary: Canary) -> list[tuple[str, str]]:
+    return [(entry.outcome, entry.hash) for entry in canary.record.lineage]
+
+
+def test_without_a_candidate_nothing_is_assigned_or_stored() -> None:
+    canary = canary_with(candidate=None)
+    canary.ticks(3)
+    assert canary.record == UNUSED
+    assert canary.decision is not None
+    assert canary.decision.plan.assignment is None
+
+
+def test_a_candidate_is_tried_by_one_ready_worker_and_the_plan_rises() -> None:
+    canary = canary_with()
+    canary.pods[0].ready = False
+    before = canary.session.learned.plan
+    decision = canary.tick()
+    assert before is not None
+    assert decision.plan.version == before.version + 1
+    assert decision.plan.assignment is not None
+    trial = decision.plan.assignment.trial
+    assert trial is not None
+    assert (trial.pod, trial.candidate) == ("pod-b", Artifact(uri="file:///new", hash=NEW))
+    assert (decision.plan.assignment.stable, decision.plan.assignment.spec_draft) == (None, "embedded://d")
+    (change,) = [change for change in decision.changes if change.kind == "Draft"]
+    assert (change.before, change.after) == ("Serving with the draft of the spec", f"Canary {NEW}")
+
+
+def test_the_canary_pod_is_the_same_in_every_process() -> None:
+    assert trying().tries.name == trying().tries.name == "pod-a"
+
+
+def test_a_faster_candidate_is_promoted_and_the_others_follow() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    assert canary.phase == "Promoting"
+    assert canary.decision is not None
+    assert canary.decision.plan.draft == NEW
+    (change,) = [change for change in canary.decision.changes if change.kind == "Draft"]
+    assert change.realised_gain_percent == pytest.approx(10.0)
+    assert "pairs, gain +10.0 %" in change.reason
+    canary.until("Cooldown")
+    assert [pod.draft for pod in canary.pods] == [NEW, NEW]
+    assert outcomes(canary) == [("Promoted", NEW)]
+    canary.tick(3700)
+    assert canary.phase == "Serving"
+    canary.ticks(3)
+    assert canary.phase == "Serving", "a candidate is tried once"
+    assert canary.record.current == NEW
+
+
+@pytest.mark.parametrize(("gain", "outcome"), [(-0.08, "RolledBack"), (0.0, "Undecided")])
+def test_a_candidate_that_is_not_better_is_rolled_back(gain: float, outcome: str) -> None:
+    canary = trying(maxPairs=60)
+    canary.finish_pairs(60, gain)
+    assert canary.phase == "RollingBack"
+    canary.until("Cooldown")
+    assert outcomes(canary) == [(outcome, NEW)]
+    assert (canary.record.current, [pod.draft for pod in canary.pods]) == ("", [OLD, OLD])
+
+
+def test_pairs_are_counted_once_by_index() -> None:
+    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    once = count_pairs(trial, [pair(1, 0.1), pair(0, 0.2)], ["other"])
+    again = count_pairs(once, [pair(0, 0.2), pair(1, 0.1), pair(2, 0.3)], ["other"])
+    assert [round(one.total, 4) for one in again.pairs] == [0.1823, 0.0953, 0.2624]
+    assert again.next_pair == 3
+
+
+def test_unusable_pairs_are_passed_over() -> None:
+    empty = pair(0, 0.1).model_copy(update={"candidate": ()})
+    tiny = pair(1, 0.1)
+    tiny = tiny.model_copy(update={"incumbent": (tiny.incumbent[0].model_copy(update={"sequence_seconds": 1e-320}),)})
+    huge = pair(2, 0.1)
+    huge = huge.model_copy(update={"incumbent": (huge.incumbent[0].model_copy(update={"tokens": 1e308}),)})
+    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    counted = count_pairs(trial, [empty, tiny, huge, pair(3, 0.1)], ["other"])
+    assert counted.next_pair == 4
+    assert counted.pairs[-1].total == pytest.approx(0.0953, abs=1e-4)
+
+
+def test_the_bounds_of_the_gain_enclose_its_mean() -> None:
+    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    trial = count_pairs(trial, [pair(index, 0.1 + 0.02 * (index % 3 - 1)) for index in range(40)], ["other"])
+    gain = gain_of(trial)
+    assert gain is not None
+    assert gain.least is not None
+    assert gain.most is not None
+    assert 0.05 < gain.least < gain.mean < gain.most < 0.15
+    assert gain.mean == pytest.approx(0.1, abs=0.005)
+
+
+def test_a_few_pairs_have_no_bounds() -> None:
+    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    gain = gain_of(count_pairs(trial, [pair(0, 0.1), pair(1, 0.1)], ["other"]))
+    assert gain is not None
+    assert (gain.least, gain.most) == (None, None)
+    assert str(gain) == "+10.0 %, too few pairs for bounds"
+
+
+def test_a_worker_that_cannot_load_the_candidate_ends_its_trial() -> None:
+    canary = trying()
+    trial = canary.tries.trial
+    assert trial is not None
+    canary.tries.trial = TrialState(id=trial.id, state="Failed", problem="midlayer.weight has NaN")
+    canary.tick()
+    assert canary.phase == "RollingBack"
+    assert outcomes(canary) == [("Refused", NEW)]
+    assert "midlayer.weight has NaN" in canary.record.last_verdict
+    canary.until("Cooldown")
+    canary.ticks(3)
+    assert canary.phase == "Cooldown", "the same candidate is not tried again"
+
+
+def test_a_report_about_another_trial_says_nothing() -> None:
+    canary = trying()
+    canary.tries.trial = TrialState(id="another", state="Failed", problem="old")
+    canary.tick(push=False)
+    assert canary.phase == "Canary"
+
+
+def test_a_lost_pod_is_replaced_and_the_third_loss_rolls_back() -> None:
+    canary = trying()
+    canary.finish_pairs(2, 0.1)
+    for number in (1, 2, 3):
+        gone = canary.tries
+        canary.pods = [pod for pod in canary.pods if pod is not gone] + [Pod(f"pod-{number}", f"1{number}")]
+        canary.tick()
+        assert canary.record.canary_losses == (number if number < 3 else 0)
+        if number < 3:
+            assert canary.record.trial is not None
+            assert canary.record.trial.first_pair == 2
+            assert canary.tries.name != gone.name
+    assert canary.phase == "RollingBack"
+    assert outcomes(canary) == [("Failed", NEW)]
+
+
+def test_a_restarted_worker_counts_as_lost() -> None:
+    canary = trying()
+    canary.tries.boot = "boot-2"
+    canary.tick()
+    assert canary.record.canary_losses == 1
+    assert canary.tries.name == "pod-a"
+    canary.ticks(3)
+    assert canary.record.canary_losses == 1
+
+
+def test_a_canary_waits_while_no_worker_is_ready() -> None:
+    canary = trying()
+    canary.pods = []
+    canary.tick()
+    assert canary.record.trial is not None
+    assert canary.record.trial.pod == ""
+    assert canary.decision is not None
+    assert canary.decision.plan.assignment is not None
+    assert canary.decision.plan.assignment.trial is None
+    canary.pods = [Pod("pod-c", "3")]
+    canary.tick()
+    assert canary.tries.name == "pod-c"
+
+
+def test_convergence_needs_reports_on_the_new_plan() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.pods[1].obeys = False
+    canary.pods[1].draft = OLD
+    canary.ticks(5)
+    assert canary.phase == "Promoting"
+    canary.pods[1].obeys = True
+    canary.ticks(2)
+    assert canary.phase == "Cooldown"
+
+
+def test_a_reject_does_not_count_as_converged_before_the_canary_has_ended() -> None:
+    canary = trying()
+    canary.command("reject")
+    canary.tick(push=False)
+    assert canary.phase == "RollingBack"
+    canary.tick(push=False)
+    assert canary.phase == "RollingBack", "the worker still reports its trial on the old plan"
+    canary.push()
+    canary.tick()
+    assert canary.phase == "Cooldown"
+    assert outcomes(canary) == [("Rejected", NEW)]
+
+
+def test_a_worker_that_refuses_a_promotion_takes_it_back() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.pods[1].obeys = False
+    canary.pods[1].draft, canary.pods[1].swap_problem = OLD, "the folder vanished"
+    canary.tick()
+    assert canary.phase == "Promoting", "the problem may be older than the assignment"
+    canary.tick(10)
+    assert canary.phase == "RollingBack"
+    assert canary.decision is not None
+    assert canary.decision.plan.draft == OLD
+    assert outcomes(canary) == [("Refused", NEW), ("Promoted", NEW)]
+    canary.until("Cooldown")
+    assert canary.record.current == ""
+
+
+def test_a_promotion_that_all_workers_refused_is_taken_back_before_it_counts_as_converged() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    for pod in canary.pods:
+        pod.obeys, pod.draft, pod.swap_problem, pod.trial = False, OLD, "the folder vanished", None
+    canary.tick(20)
+    assert canary.phase == "RollingBack", "the plan with the old draft was not pushed yet"
+    canary.tick()
+    assert canary.phase == "Cooldown"
+
+
+def test_a_promotion_that_takes_too_long_is_taken_back() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.pods[1].obeys, canary.pods[1].draft = False, OLD
+    canary.tick(1900)
+    assert canary.phase == "RollingBack"
+    assert outcomes(canary)[0] == ("Expired", NEW)
+
+
+def test_a_promoted_draft_that_new_workers_cannot_load_gives_way_to_that_of_the_spec() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    for pod in canary.pods:
+        pod.obeys, pod.draft, pod.swap_problem = False, "", "the folder is gone"
+    canary.tick(20)
+    assert canary.record.current == ""
+    assert outcomes(canary)[0] == ("Refused", NEW)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"speculation": {"draft": {"uri": "file:///mine"}}},
+        {"model": {"uri": "embedded://other"}},
+    ],
+)
+@pytest.mark.parametrize("promoted", [False, True])
+def test_a_draft_or_target_of_the_user_wins_at_once(spec: dict[str, object], promoted: bool) -> None:
+    canary = trying()
+    if promoted:
+        canary.finish_pairs(60, 0.10)
+    canary.change(rollout={"draft": {"candidate": CANDIDATE}}, **spec)
+    canary.tick()
+    assert canary.phase == "Serving"
+    assert (canary.record.current, canary.record.trial) == ("", None)
+    assert canary.decision is not None
+    assert canary.decision.plan.assignment is not None
+    assert canary.decision.plan.assignment.stable is None
+    assert outcomes(canary)[0] == ("Superseded", NEW)
+
+
+def test_another_method_of_the_same_draft_is_another_draft() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    canary.change(speculation={"method": "eagle"})
+    canary.tick()
+    assert (canary.phase, canary.record.current) == ("Serving", "")
+
+
+def test_a_promoted_draft_that_does_not_come_back_after_a_trial_gives_way_to_that_of_the_spec() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    canary.change(rollout={"draft": {"candidate": {"uri": "file:///third", "hash": "third0third0"}}})
+    canary.ticks(2)
+    assert canary.phase == "Canary"
+    canary.command("rollback")
+    canary.tick()
+    assert outcomes(canary)[0] == ("Rejected", "third0third0")
+    canary.pods[0].obeys, canary.pods[0].draft, canary.pods[0].swap_problem = False, "", "the folder is gone"
+    canary.pods[0].trial = None
+    canary.tick(20)
+    assert (canary.phase, canary.record.current) == ("Cooldown", "")
+    assert canary.decision is not None
+    assert canary.decision.plan.assignment is not None
+    assert canary.decision.plan.assignment.stable is None
+
+
+def test_another_image_ends_a_trial() -> None:
+    canary = trying()
+    template = canary.session.learned.template
+    assert template is not None
+    changed = canary.session.learned.model_copy(update={"template": template.model_copy(update={"image": "worker:2"})})
+    canary.session = replace(canary.session, learned=changed)
+    canary.tick()
+    assert canary.phase == "RollingBack"
+    assert outcomes(canary) == [("Superseded", NEW)]
+
+
+def test_a_trial_ends_with_its_time() -> None:
+    canary = trying(maxDuration="1h30m")
+    canary.tick(5300)
+    assert canary.phase == "Canary"
+    canary.tick(200)
+    assert canary.phase == "RollingBack"
+    assert outcomes(canary) == [("Expired", NEW)]
+
+
+def test_a_removed_candidate_ends_its_trial_and_may_be_offered_again() -> None:
+    canary = trying()
+    canary.change(rollout={"draft": {}})
+    canary.tick()
+    assert canary.phase == "RollingBack"
+    canary.until("Cooldown")
+    canary.change(rollout={"draft": {"candidate": CANDIDATE}})
+    canary.tick()
+    assert canary.phase == "Canary"
+    assert canary.record.trial is not None
+    assert canary.record.trial.id.endswith("-2")
+
+
+def test_a_candidate_is_tried_again_on_request() -> None:
+    canary = trying()
+    canary.command("reject")
+    canary.until("Cooldown")
+    canary.ticks(2)
+    assert canary.phase == "Cooldown"
+    canary.command("retry")
+    canary.tick()
+    assert canary.phase == "Canary"
+    canary.restart_operator()
+    canary.finish_pairs(60, -0.1)
+    canary.ticks(5)
+    assert canary.phase == "Cooldown", "a command is carried out once"
+
+
+def test_another_pod_runs_its_pairs_under_another_name() -> None:
+    canary = trying()
+    first = canary.record.trial
+    canary.finish_pairs(2, 0.1)
+    canary.tries.boot = "boot-2"
+    canary.tick()
+    second = canary.record.trial
+    assert first is not None
+    assert second is not None
+    assert (first.id, second.id, second.first_pair) == (f"{NEW}-1", f"{NEW}-2", 2)
+
+
+def test_removing_a_promoted_candidate_keeps_it() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    canary.change()
+    canary.ticks(3)
+    assert canary.record.current == NEW
+
+
+def test_manual_mode_waits_for_promote() -> None:
+    canary = trying(mode="Manual")
+    canary.command("promote")
+    canary.tick()
+    assert canary.phase == "Canary", "there is no verdict yet"
+    assert canary.decision is not None
+    assert any("changes nothing now" in change.reason for change in canary.decision.changes)
+    canary.finish_pairs(60, 0.10)
+    assert (canary.phase, canary.record.is_confirmed) == ("Canary", True)
+    canary.ticks(5)
+    assert canary.decision.plan.assignment is not None
+    assert canary.pods[0].trial is None, "the trial is over"
+    canary.command("promote")
+    canary.tick()
+    assert canary.phase == "Promoting"
+
+
+def test_a_command_is_carried_out_once() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    canary.command("rollback")
+    canary.tick()
+    assert (canary.phase, canary.record.current) == ("RollingBack", "")
+    canary.until("Cooldown")
+    assert [pod.draft for pod in canary.pods] == [OLD, OLD]
+    canary.restart_operator()
+    canary.ticks(3)
+    assert canary.phase == "Cooldown"
+
+
+def test_a_paused_deployment_keeps_its_rollout() -> None:
+    canary = trying()
+    canary.deployment = replace(canary.deployment, paused=True)
+    canary.tries.boot = "boot-2"
+    plan = canary.session.learned.plan
+    canary.tick(100_000)
+    assert canary.phase == "Canary"
+    assert canary.decision is not None
+    assert canary.decision.plan == plan
+    canary.deployment = replace(canary.deployment, paused=False)
+    canary.tick()
+    assert not canary.record.paused
+    assert canary.phase == "RollingBack", "its time is over"
+
+
+def test_the_draft_that_runs_is_no_candidate() -> None:
+    canary = canary_with(candidate={"uri": "file:///copy", "hash": OLD})
+    canary.ticks(2)
+    assert canary.phase == "Serving"
+    assert "run the candidate" in canary.record.refusal
+
+
+def test_a_veto_of_one_task_rolls_back() -> None:
+    canary = trying()
+    pod = canary.tries
+    for index in range(60):
+        assert pod.trial is not None
+        fast, slow = pair(index, 0.25), pair(index, -0.15, "code")
+        both = fast.model_copy(
+            update={"incumbent": fast.incumbent + slow.incumbent, "candidate": fast.candidate + slow.candidate}
+        )
+        pod.trial = pod.trial.model_copy(update={"pairs": (both,)})
+        canary.change(rollout={"draft": {"candidate": CANDIDATE}}, speculation={"tasks": [{"name": "code"}]})
+        canary.tick()
+        if canary.phase != "Canary":
+            break
+    assert canary.phase == "RollingBack"
+
+
+def learnt(canary: Canary) -> tuple[tuple[RowState, ...], tuple[StepTimeCell, ...], tuple[AcceptanceCell, ...]]:
+    learned = canary.session.learned
+    return learned.rows, learned.costs, learned.acceptance
+
+
+def with_estimates(canary: Canary) -> None:
+    """Give the deployment rows, acceptance and drafted step times."""
+    learned = canary.session.learned
+    moments = (400.0, 8.0, 0.2, 1600.0, 400.0, 400.0, 1600.0, 2e5, 1200.0, 0.0, *[1.0] * 6, *[1.0] * 21)
+    known = learned.model_copy(
+        update={
+            "rows": (RowState(concurrency=0, context=0, task="other", depth=5, since=1.0),),
+            "acceptance": (AcceptanceCell(task="other", depth=1, hits=700, total=1000, at=1.0),),
+            "costs": (
+                StepTimeCell(tokens_bucket=4, draft_passes=3, prefill=False, context_bucket=0, values=moments, at=1.0),
+            ),
+        }
+    )
+    canary.session = replace(canary.session, learned=known)
+
+
+def test_with_two_workers_a_canary_changes_no_rows_or_costs() -> None:
+    canary = canary_with()
+    canary.pods[0].name = "aaa"
+    with_estimates(canary)
+    canary.tick()
+    before = learnt(canary)
+    for _ in range(6):
+        canary.tries.draft = NEW if canary.tries.draft == OLD else OLD
+        canary.tries.drafted += 500
+        canary.tick(push=False)
+        assert canary.session.learned.draft == OLD
+        assert learnt(canary) == before
+
+
+def test_the_other_workers_are_learnt_from_during_a_canary() -> None:
+    canary = trying()
+    for _ in range(3):
+        canary.pods[1].drafted += 500
+        canary.tick()
+    (cell,) = canary.session.learned.acceptance
+    assert cell.total == pytest.approx(1500, rel=0.2)
+
+
+def test_a_promotion_moves_rows_and_costs_to_the_new_hash_and_a_rollback_moves_them_back() -> None:
+    canary = canary_with()
+    with_estimates(canary)
+    canary.tick()
+    rows, costs, acceptance = learnt(canary)
+    assert rows[0].since
+    canary.tick()
+    canary.finish_pairs(60, 0.10)
+    assert canary.session.learned.draft == NEW
+    assert learnt(canary) == (rows, costs, acceptance)
+    assert OLD in [parked.draft for parked in canary.session.learned.parked]
+    canary.until("Cooldown")
+    canary.command("rollback")
+    canary.tick()
+    assert canary.session.learned.draft == OLD
+    again = learnt(canary)
+    assert (again[0][0].shape, again[0][0].since) == (rows[0].shape, rows[0].since)
+    assert again[1:] == (costs, acceptance)
+
+
+def test_a_promotion_replaces_no_pod() -> None:
+    canary = trying()
+    before = canary.session.learned.template
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    assert canary.session.learned.template == before

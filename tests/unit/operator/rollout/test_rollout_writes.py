@@ -1,0 +1,88 @@
+"""Order of the writes of a reconcile: the rollout of drafts is stored before anything that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+from canary import Canary, trying
+from fleet import workload_with
+
+from specdecode_operator.controller.reconciler import Parts, Reconciler
+from specdecode_operator.kube.kinds import Kind
+from specdecode_operator.state.deployment_state import DeploymentState, Pending, StateTable
+from specdecode_operator.state.draft_store import DraftStore
+from specdecode_operator.state.packed import Packed
+from specdecode_operator.state.store import StateStore
+from specdecode_operator.types import ChildProblem, Key, Observation, Outcome
+
+
+class Cluster:
+    """A cluster that lists what is applied, and refuses the ConfigMaps in ``down``."""
+
+    def __init__(self) -> None:
+        self.writes: list[str] = []
+        self.down: set[str] = set()
+
+    async def apply(self, manifest: Mapping[str, Any], owner_uid: str) -> ChildProblem | None:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        if name in self.down:
+            return ChildProblem(kind, name, "Unavailable", "no answer")
+        self.writes.append(f"{kind}/{name}")
+        return None
+
+    def digests(self, key: Key, names: Iterable[str]) -> dict[str, str]:
+        return {}
+
+    def recall(self, key: Key, digests: Mapping[str, str]) -> None: ...
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> None:
+        return None
+
+    async def ensure(self, deployment: object, *, suspicious: bool, mounted: bool) -> None: ...
+
+    async def patch(self, *_: object) -> None: ...
+
+
+async def carried_out(cluster: Cluster, canary: Canary) -> tuple[Outcome, StateTable]:
+    """Carry out the last decision, and return what is published to workers."""
+    assert canary.decision is not None
+    table = StateTable()
+    table.put(canary.deployment.key, DeploymentState(resource=Packed.of({}), generation=1))
+    parts = SimpleNamespace(
+        client=cluster,
+        table=table,
+        applier=cluster,
+        store=StateStore(cluster, cluster),
+        drafts=DraftStore(cluster, cluster),
+        tokens=cluster,
+        published=lambda key: None,
+    )
+    workers = tuple(pod.worker() for pod in canary.pods)
+    observed = Observation(workload=workload_with(2), workers=workers, session=canary.session)
+    reconciler = Reconciler(cast(Parts, parts))
+    outcome = await reconciler._apply(canary.deployment, observed, canary.decision, Pending(urgent=True), canary.now)
+    return outcome, table
+
+
+async def test_the_rollout_is_written_before_state_and_plan() -> None:
+    cluster = Cluster()
+    outcome, table = await carried_out(cluster, trying())
+    assert cluster.writes[:3] == ["ConfigMap/demo-drafts", "ConfigMap/demo-state", "ConfigMap/demo-plan"]
+    state = table.get(("ns", "demo"))
+    assert outcome.is_saved
+    assert state is not None
+    assert state.published is not None
+
+
+async def test_a_rollout_that_cannot_be_stored_does_not_begin() -> None:
+    cluster = Cluster()
+    cluster.down = {"demo-drafts"}
+    outcome, table = await carried_out(cluster, trying())
+    assert not {"ConfigMap/demo-plan", "ConfigMap/demo-state"} & set(cluster.writes)
+    assert "Deployment/demo-worker" in cluster.writes, "the other children do not wait"
+    state = table.get(("ns", "demo"))
+    assert not outcome.is_saved
+    assert state is not None
+    assert state.published is None
