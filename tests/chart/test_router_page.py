@@ -25,7 +25,7 @@ def blocks(root: Path) -> list[dict[str, Any]]:
 def test_fields_of_the_page_are_valid(blocks: list[dict[str, Any]], root: Path) -> None:
     example = yaml.safe_load((root / "examples" / "llama-3.1-8b.yaml").read_text())["spec"]
     specs = [block["spec"] for block in blocks if block.keys() == {"spec"}]
-    assert len(specs) >= 3
+    assert len(specs) >= 2
     for spec in specs:
         Spec.model_validate({**example, **spec})
 
