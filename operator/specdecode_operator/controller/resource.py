@@ -11,6 +11,9 @@ from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION, PAUSED_AN
 from specdecode_operator.errors import SpecError
 from specdecode_operator.types import Deployment
 
+MAX_COMMAND = 128
+"""Characters of a command that are read. It is stored, and an annotation may have 256 KiB."""
+
 
 def deployment_of(resource: Mapping[str, Any]) -> Deployment:
     """Parse a resource.
@@ -34,7 +37,7 @@ def deployment_of(resource: Mapping[str, Any]) -> Deployment:
         status=status_of_resource(resource),
         paused=annotations.get(PAUSED_ANNOTATION, "false") != "false",
         pin=annotations.get(PIN_ANNOTATION, ""),
-        draft_command=annotations.get(DRAFT_COMMAND_ANNOTATION, ""),
+        draft_command=annotations.get(DRAFT_COMMAND_ANNOTATION, "")[:MAX_COMMAND],
     )
 
 

@@ -215,13 +215,16 @@ def test_a_worker_that_refuses_a_promotion_takes_it_back() -> None:
     assert canary.record.current == ""
 
 
-def test_a_promotion_that_all_workers_refused_is_taken_back_before_it_counts_as_converged() -> None:
+def test_a_rollback_does_not_count_as_converged_before_its_plan_is_pushed() -> None:
     canary = trying()
     canary.finish_pairs(60, 0.10)
     for pod in canary.pods:
-        pod.obeys, pod.draft, pod.swap_problem, pod.trial = False, OLD, "the folder vanished", None
-    canary.tick(20)
-    assert canary.phase == "RollingBack", "the plan with the old draft was not pushed yet"
+        pod.obeys, pod.draft, pod.trial = False, OLD, None
+    canary.tick()
+    assert canary.phase == "Promoting"
+    canary.command("rollback")
+    canary.tick()
+    assert canary.phase == "RollingBack", "the workers may begin to load the new draft at any moment"
     canary.tick()
     assert canary.phase == "Cooldown"
 

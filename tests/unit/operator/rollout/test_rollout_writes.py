@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from canary import Canary, trying
-from fleet import workload_with
+from fleet import SPEC, workload_with
 
+from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION
 from specdecode_operator.controller.reconciler import Parts, Reconciler
+from specdecode_operator.controller.resource import MAX_COMMAND, deployment_of, identity_of
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.state.deployment_state import DeploymentState, Pending, StateTable
 from specdecode_operator.state.draft_store import DraftStore
@@ -64,6 +66,13 @@ async def carried_out(cluster: Cluster, canary: Canary) -> tuple[Outcome, StateT
     reconciler = Reconciler(cast(Parts, parts))
     outcome = await reconciler._apply(canary.deployment, observed, canary.decision, Pending(urgent=True), canary.now)
     return outcome, table
+
+
+def test_a_command_is_an_action_of_a_user_and_bounded() -> None:
+    metadata = {"namespace": "ns", "name": "demo", "uid": "u1", "generation": 1}
+    commanded = {**metadata, "annotations": {DRAFT_COMMAND_ANNOTATION: "reject " + "x" * 1000}}
+    assert identity_of(metadata) != identity_of(commanded), "it is carried out at once"
+    assert len(deployment_of({"metadata": commanded, "spec": SPEC}).draft_command) == MAX_COMMAND
 
 
 async def test_the_rollout_is_written_before_state_and_plan() -> None:
