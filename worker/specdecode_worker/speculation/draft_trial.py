@@ -37,14 +37,14 @@ class TrialSchedule:
     @property
     def pairs(self) -> tuple[TrialPair, ...]:
         """Newest finished pairs that fit into the report, oldest first."""
-        kept: deque[TrialPair] = deque()
+        newest: deque[TrialPair] = deque()
         left = MAX_PAIRS_BYTES
         for pair in reversed(self._pairs):
             left -= len(pair.model_dump_json())
-            if kept and left < 0:
+            if newest and left < 0:
                 break
-            kept.appendleft(pair)
-        return tuple(kept)
+            newest.appendleft(pair)
+        return tuple(newest)
 
     def new_block(self) -> BlockCosts:
         """Return an empty accumulator for the block that begins."""

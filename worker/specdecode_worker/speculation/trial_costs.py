@@ -92,8 +92,8 @@ def pair_of(index: int, incumbent: BlockCells, candidate: BlockCells) -> TrialPa
         one, other = (block[cell].tokens if cell in block else 0 for block in (incumbent, candidate))
         return one * other / max(one + other, 1), one + other
 
-    kept = sorted(sorted({*incumbent, *candidate}), key=weight, reverse=True)[:MAX_CELLS]
-    sides = (tuple(_cost(cell, block[cell]) for cell in kept if cell in block) for block in (incumbent, candidate))
+    reported = sorted(sorted({*incumbent, *candidate}), key=weight, reverse=True)[:MAX_CELLS]
+    sides = (tuple(_cost(cell, block[cell]) for cell in reported if cell in block) for block in (incumbent, candidate))
     return TrialPair(index=index, incumbent=next(sides), candidate=next(sides))
 
 

@@ -52,8 +52,10 @@ def test_both_sides_of_a_pair_lose_the_cells_that_weigh_least() -> None:
     candidate = {cell: CellSums(2.0, 1 + index) for index, cell in enumerate(cells)}
     alone = CostCell("alone", 0, 0)
     pair = pair_of(3, incumbent | {alone: CellSums(1.0, 10**6)}, candidate)
-    kept = {(cost.task, cost.concurrency) for cost in pair.incumbent}
-    assert kept == {(cost.task, cost.concurrency) for cost in pair.candidate}
-    assert (pair.index, len(kept)) == (3, MAX_CELLS)
-    assert kept == {(cell.task, cell.concurrency) for cell in cells[-MAX_CELLS:]}, "a cell of one side weighs nothing"
+    reported = {(cost.task, cost.concurrency) for cost in pair.incumbent}
+    assert reported == {(cost.task, cost.concurrency) for cost in pair.candidate}
+    assert (pair.index, len(reported)) == (3, MAX_CELLS)
+    assert reported == {(cell.task, cell.concurrency) for cell in cells[-MAX_CELLS:]}, (
+        "a cell of one side weighs nothing"
+    )
     assert {cost.sequence_seconds for cost in pair.incumbent} == {1.23457}

@@ -208,7 +208,7 @@ class DraftFollower:
             self._next_block(run)
 
     def _next_block(self, run: TrialRun) -> None:
-        """Install the draft of the next block and begin it, after a plan that waited for the end of the pair.
+        """Install the draft of the next block and begin it. Between pairs, a held plan is put in force first.
 
         The draft is installed also if it runs already, so that guard, caches and burn-in are alike in both blocks.
         """

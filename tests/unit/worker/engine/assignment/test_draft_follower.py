@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,14 @@ class Harness:
                 assert time.monotonic() < deadline
                 self.turn()
 
+    def turn_until(self, condition: Callable[[], object]) -> None:
+        """Run turns until a condition holds."""
+        for _ in range(500):
+            if condition():
+                return
+            self.turn()
+        raise AssertionError("the condition does not come true")
+
     def serve(self, *names: str, task: str = "other") -> None:
         """Serve requests one after the other, to their ends."""
         for name in names:
@@ -231,12 +240,11 @@ def test_requests_that_run_at_a_swap_belong_to_no_block(run: Harness) -> None:
     run.push(None, trial(block_requests=1))
     run.engine.add(submit("long", max_tokens=150))
     run.engine.add(submit("short", max_tokens=3))
-    while run.follower.trial is not None and len(run.installed) < 2:
-        run.turn()
+    run.turn_until(lambda: len(run.installed) == 2)
     run.engine.add(submit("next", max_tokens=6))
-    while run.follower.trial is not None and not run.follower.trial.pairs:
-        run.turn()
+    run.turn_until(lambda: run.follower.trial is not None and run.follower.trial.pairs)
     assert run.engine._requests.keys() == {"long"}
+    assert run.follower.trial is not None
     (pair,) = run.follower.trial.pairs
     second = pair.incumbent if candidate_first("t", 0) else pair.candidate
     assert sum(cost.tokens for cost in second) == 5
