@@ -262,6 +262,23 @@ def test_pull_stores_no_more_than_its_bound(
     assert [path.name for path in tmp_path.glob("*.segment")] == [newest]
 
 
+def test_full_disk_ends_the_pull_with_its_cause(
+    port: int, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve(monkeypatch, "127.0.0.1")
+    add(folders[0], bytes(300_000))
+    words = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        with pytest.raises(PullFailed, match="No space left") as raised:
+            pull(port, tmp_path)
+        assert isinstance(raised.value.__cause__, OSError)
+        assert not list(tmp_path.glob("*.segment"))
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
 @pytest.mark.parametrize(
     ("address", "token", "named"),
     [("nowhere", "t", "HOST:PORT"), ("ftp://a:1", "t", "HOST:PORT"), ("a:99999", "t", "HOST:PORT"),
