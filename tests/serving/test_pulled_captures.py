@@ -14,17 +14,16 @@ from typing import Any
 
 import httpx
 import pytest
-from worker_process import WorkerProcess, fake, worker_config
+from capturing_workers import MAX_AGE_SECONDS, capturing, free_port
 
 from specdecode_worker.capture.errors import PullFailed
 from specdecode_worker.capture.retention import stored_retention
 from specdecode_worker.capture.segment_format import segment_name
 from specdecode_worker.capture.segment_puller import PullResult, pull_segments, pull_source
-from specdecode_worker.contract import CaptureConfig, Route
+from specdecode_worker.contract import Route
 
 HOST = "workers.test"
 TOKENS = {"operator": "operators", "router": "routers", "capture": "captures"}
-MAX_AGE_SECONDS = 86400.0
 
 
 @pytest.fixture(scope="module")
@@ -33,37 +32,6 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, token in TOKENS.items():
         (folder / name).write_text(token)
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextlib.contextmanager
-def capturing(
-    model_folder: Path, tokens: Path, address: str, admin_port: int, folder: Path, **server: Any
-) -> Iterator[WorkerProcess]:
-    config = worker_config(model_folder)
-    changed = {"host": address, "port": 0, "admin_port": admin_port, "admin_tokens_path": str(tokens), **server}
-    config = config.model_copy(
-        update={
-            "server": config.server.model_copy(update=changed),
-            "capture": CaptureConfig(dir=str(folder), max_age_seconds=MAX_AGE_SECONDS),
-        }
-    )
-    with fake(config.model_dump_json(), folder.with_suffix(".log")) as worker:
-        worker.wait_until(lambda: "admin" in worker.log and _accepts(address, admin_port), 60)
-        yield worker
-
-
-def _accepts(address: str, port: int) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection((address, port), 1).close()
-        return True
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +228,23 @@ def test_pull_stores_no_more_than_its_bound(
     result, _ = pull(port, tmp_path, max_bytes=1000)
     assert (result.fetched, result.over_bound) == (1, 1)
     assert [path.name for path in tmp_path.glob("*.segment")] == [newest]
+
+
+def test_full_disk_ends_the_pull_with_its_cause(
+    port: int, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve(monkeypatch, "127.0.0.1")
+    add(folders[0], bytes(300_000))
+    words = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        with pytest.raises(PullFailed, match="No space left") as raised:
+            pull(port, tmp_path)
+        assert isinstance(raised.value.__cause__, OSError)
+        assert not list(tmp_path.glob("*.segment"))
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from specdecode_worker.contract.wire import CONTRACT_VERSION, Received
 JOB_CONTAINER = "distill"
 """Container of the Job's pods whose termination message has the document."""
 DistillationFailure = Literal["capture", "poisoned", "disk-full", "out-of-memory", "time-limit", "input", "error"]
-"""Category of a failure.
+"""Cause of a failed run.
 
 ``capture``: no captured segments could be fetched or read. ``poisoned``: too much of the captured text is not the
 target's own. ``input``: a model, a file or a setting cannot be used. ``error``: an error that nobody expected.

@@ -128,6 +128,21 @@ def test_failure_is_a_document(
     assert named in verdict.reasons[0]
 
 
+def test_resumed_run_fetches_no_segments_again(
+    flags: list[str], tmp_path: Path, message: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDECODE_CAPTURE_TOKEN", "t")
+    out, gone = tmp_path / "out", ("--capture-from", "127.0.0.1:9")
+    assert run(flags, out, *gone) == 0
+    refused = read(message)
+    assert (refused.failure, "127.0.0.1" in refused.reasons[0]) == ("capture", True)
+    assert run(flags, out) == 0
+    assert read(message).verdict == "inconclusive"
+    (out / "verdict.json").unlink()
+    assert run(flags, out, *gone) == 0, "the workers of the first run may be gone"
+    assert read(message).verdict == "inconclusive"
+
+
 def test_time_limit_counts_over_restarts(flags: list[str], tmp_path: Path, message: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -1,4 +1,4 @@
-"""Shards of samples: conversations with the target's states, each with a file of the records that they were made from."""
+"""Shards of samples: conversations with the target's states, each with a file of the records they were made from."""
 
 from __future__ import annotations
 

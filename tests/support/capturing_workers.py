@@ -1,0 +1,46 @@
+"""Workers with the fake engine that capture traffic, on a chosen loopback address and admin port."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from worker_process import WorkerProcess, fake, worker_config
+
+from specdecode_worker.contract import CaptureConfig
+
+MAX_AGE_SECONDS = 86400.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def capturing(
+    model_folder: Path, tokens: Path, address: str, admin_port: int, folder: Path, **server: Any
+) -> Iterator[WorkerProcess]:
+    config = worker_config(model_folder)
+    changed = {"host": address, "port": 0, "admin_port": admin_port, "admin_tokens_path": str(tokens), **server}
+    config = config.model_copy(
+        update={
+            "server": config.server.model_copy(update=changed),
+            "capture": CaptureConfig(dir=str(folder), max_age_seconds=MAX_AGE_SECONDS),
+        }
+    )
+    with fake(config.model_dump_json(), folder.with_suffix(".log")) as worker:
+        worker.wait_until(lambda: "admin" in worker.log and _accepts(address, admin_port), 60)
+        yield worker
+
+
+def _accepts(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((address, port), 1).close()
+        return True
+    return False
