@@ -95,9 +95,6 @@ def test_new_depth_bound_reaches_workers_without_a_restart(endpoint: Endpoint) -
         endpoint.patch({"speculation": {"depth": {"max": MAX_DEPTH, "initial": 3}}})
 
 
-@pytest.mark.xfail(
-    reason="open: the planner can take longer than SETTLED_SECONDS to speculate again once deep steps are cheap again"
-)
 @pytest.mark.timeout(900)
 def test_depth_falls_when_deep_trees_cost_more_and_rises_again(endpoint: Endpoint, url: str, model: str) -> None:
     endpoint.set_knobs(CHEAP)
