@@ -65,7 +65,9 @@ def two_workers(namespace: Namespace, folder: Path, draft: str) -> Iterator[Endp
     """Deploy two workers that draft chains of three tokens with ``draft``."""
     template = with_knobs(EQUAL_STEPS)
     template["spec"]["volumes"] = [{"name": "drafts", "hostPath": {"path": str(folder), "type": "Directory"}}]
-    template["spec"]["containers"][0]["volumeMounts"] = [{"name": "drafts", "mountPath": "/drafts", "readOnly": True}]
+    mounts = [{"name": "drafts", "mountPath": "/drafts", "readOnly": True}]
+    template["spec"]["containers"][0]["volumeMounts"] = mounts
+    template["spec"]["initContainers"] = [{"name": "pull", "volumeMounts": mounts}]
     speculation = {"mode": "Static", "draft": {"uri": draft}}
     with deployed(namespace, NAME, speculation, {"template": template}, replicas=2) as endpoint:
         wait_for_ready_pods(endpoint, 2)
