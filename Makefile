@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test faults extra-node network-policies operator-faults crds images bench gpu gpu-carry gpu-report simulate loop router outages lossless soak fuzz crd-fuzz requirements
+.PHONY: help venv demo demo-down check lint test faults extra-node network-policies operator-faults crds images bench gpu gpu-carry gpu-report simulate loop router drafts outages lossless soak fuzz crd-fuzz requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ loop: lint ## proofs on the cluster that the operator closes its loop: tasks, lo
 
 router: lint ## proofs on the cluster that clients behind routers notice no fault of a worker, and scaling to zero (15 minutes)
 	ROUTER_PROOFS=1 hack/test tests/e2e/test_8_router.py -s
+
+drafts: lint ## proofs on the cluster that a better draft is promoted and a worse one rolled back (10 minutes)
+	DRAFT_PROOFS=1 hack/test tests/e2e/test_8_drafts.py -s
 
 outages: lint ## proofs that clients notice no lost API server, drained or lost node and rotated key, on a local cluster (20 minutes)
 	OUTAGE_PROOFS=1 hack/test tests/e2e/outages -s
