@@ -85,12 +85,26 @@ def _seconds(timestamp: object) -> float | None:
 def _trouble(status: Mapping[str, Any]) -> str | None:
     """Return the message of the kubelet or the scheduler that says why the pod does not start, or None."""
     for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
-        waiting = container.get("state", {}).get("waiting", {})
-        if waiting.get("reason") not in STARTING:
-            ended = container.get("lastState", {}).get("terminated", {}).get("message", "")
-            words = last_words(ended) or waiting.get("message", "")
-            return f"{container['name']}: {waiting['reason']}: {words}".strip(": ")[:MAX_TROUBLE]
+        reason, message = _failure(container)
+        if reason not in STARTING:
+            return f"{container['name']}: {reason}: {message}".strip(": ")[:MAX_TROUBLE]
     for condition in status.get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return f"{condition.get('reason', '')}: {condition.get('message', '')}"[:MAX_TROUBLE]
     return None
+
+
+def _failure(container: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Return the reason and the message of a container that does not run; the reason is None if it runs or ended well.
+
+    The kubelet can show the failed run for minutes before it says that it waits for the next attempt. Both are called a
+    back-off, so that conditions do not change with every attempt.
+    """
+    state = container.get("state", {})
+    if state.get("terminated", {}).get("exitCode"):
+        ended = state["terminated"]
+        reason = "CrashLoopBackOff" if container.get("restartCount") else ended.get("reason", "Error")
+        return reason, last_words(ended.get("message", ""))
+    waiting = state.get("waiting", {})
+    before = container.get("lastState", {}).get("terminated", {}).get("message", "")
+    return waiting.get("reason"), last_words(before) or waiting.get("message", "")

@@ -46,6 +46,20 @@ def test_the_trouble_of_a_failing_pull_is_the_last_line_of_its_log() -> None:
     assert worker_of(pod(status)).trouble == "pull: CrashLoopBackOff: error: the disk is full: 2 GiB are missing"
 
 
+@pytest.mark.parametrize(
+    ("restarts", "code", "trouble"),
+    [
+        (0, 1, "pull: Error: no config.json in /drafts"),
+        (4, 1, "pull: CrashLoopBackOff: no config.json in /drafts"),
+        (0, 0, None),
+    ],
+)
+def test_a_failed_run_is_trouble_before_the_kubelet_waits(restarts: int, code: int, trouble: str | None) -> None:
+    ended = {"exitCode": code, "reason": "Error", "message": "no config.json in /drafts"}
+    container = {"name": "pull", "restartCount": restarts, "state": {"terminated": ended}}
+    assert worker_of(pod({"initContainerStatuses": [container]})).trouble == trouble
+
+
 def test_an_image_that_cannot_be_pulled_is_trouble() -> None:
     waiting = {"reason": "ImagePullBackOff", "message": "not found"}
     status = {"containerStatuses": [{"name": "worker", "state": {"waiting": waiting}}]}
