@@ -15,6 +15,8 @@ from kube import Cluster, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 LOSS_NOTICED_SECONDS = 120
+ENDED_SECONDS = 25
+"""Time-out of a request (20 s), and time for kube-proxy to follow the EndpointSlice."""
 QUIET_SECONDS = 20
 
 
@@ -58,7 +60,7 @@ def test_lost_node(tenant: Tenant, node: str, figures: Figures) -> None:
             killed = time.monotonic()
             wait_for("the worker is not ready", lambda: len(served.pods()) == 1, timeout_s=LOSS_NOTICED_SECONDS)
             figures.record("traffic", f"{label}: seconds until its worker is not ready", time.monotonic() - killed)
-            time.sleep(QUIET_SECONDS)  # requests that were sent before end with a time-out
+            time.sleep(ENDED_SECONDS)  # requests that were sent before end with a time-out
             noticed = len(clients.failures)
             assert served.is_condition("Available", "True")
             time.sleep(QUIET_SECONDS)
