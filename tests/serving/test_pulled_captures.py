@@ -111,7 +111,7 @@ def test_rewritten_segment_has_another_hash(port: int, folders: list[Path]) -> N
 
 
 @pytest.mark.parametrize("token", ["operators", "routers"])
-@pytest.mark.parametrize("below", ["", "/x", f"/{segment_name(1e9)}"])
+@pytest.mark.parametrize("below", ["", "/x", f"/{1e9:018.0f}-{'a' * 12}.segment"])
 def test_only_the_scope_capture_reads_segments(port: int, folders: list[Path], token: str, below: str) -> None:
     add(folders[0], b"text of users")
     answer = call(port, Route.captures + below, token)
