@@ -190,7 +190,7 @@ def _command(verb: str, args: argparse.Namespace, api: Api) -> None:
 
 
 def _timed(verb: str) -> str:
-    """Return a command with the present time, which tells it from the same command given before."""
+    """Return a command with the present time, so that a repeated command is a new one."""
     return f"{verb} {datetime.fromtimestamp(time.time(), UTC).isoformat(timespec='milliseconds')}"
 
 
