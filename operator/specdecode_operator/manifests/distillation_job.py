@@ -22,6 +22,7 @@ from specdecode_operator.manifests.identity import (
     metadata,
     tokens_name,
 )
+from specdecode_operator.manifests.template import pod_security_context
 from specdecode_operator.manifests.volumes import REVISIONS_PATH, pull_mounts, secret_volume, volumes
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
@@ -31,8 +32,6 @@ RUN_LABEL = f"{GROUP}/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 SCRATCH_DIR = "/var/lib/specdecode/distillation"
 PROMPTS_DIR = "/etc/specdecode/prompts"
-USER = 65532
-"""User and group of all containers."""
 DEADLINE_MARGIN_SECONDS = 600
 """Time beyond the limit in which the command ends by itself and writes its verdict, with loading of the model."""
 GRACE_SECONDS = 120
@@ -140,14 +139,7 @@ def _pod(deployment: Deployment, settings: DistillationJob, defaults: Defaults) 
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_security_context(),
         "initContainers": [_pull(deployment, settings, defaults)],
         "containers": [_distill(deployment, settings, defaults)],
         "volumes": _volumes(deployment, settings),

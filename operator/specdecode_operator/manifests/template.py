@@ -95,6 +95,19 @@ def _labelled(template: dict[str, Any], labels: dict[str, str]) -> dict[str, Any
     return merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
 
 
+def pod_security_context() -> dict[str, Any]:
+    """Return the security context of pods that read models, which Pod Security `restricted` admits."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "fsGroup": USER,
+        # Kubernetes does not walk through a model cache of many gigabytes at every start.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
 def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
     drain = spec.drain
@@ -102,15 +115,7 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         # A Service called specdecode would put SPECDECODE_* variables of its own into the environment.
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            # Kubernetes does not walk through a model cache of many gigabytes at every start.
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_security_context(),
         "terminationGracePeriodSeconds": drain.endpoint_delay_seconds + drain.grace_period_seconds + 10,
         "initContainers": [_pull(spec, defaults)],
         "containers": [_worker(deployment, defaults)],
