@@ -6,6 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from specdecode_operator.api.distillation import METHOD_MESSAGE as DISTILLATION_METHOD_MESSAGE
+from specdecode_operator.api.distillation import METHOD_RULE as DISTILLATION_METHOD_RULE
+from specdecode_operator.api.distillation import DistillationSpec
 from specdecode_operator.api.engine import EngineSpec
 from specdecode_operator.api.rollout import (
     CANDIDATE_METHOD_MESSAGE,
@@ -198,6 +201,7 @@ class Spec(Api):
             rule(_SPLIT_HAS_WORKERS, _SPLIT_NEEDS_WORKERS),
             rule(CANDIDATE_METHOD_RULE, CANDIDATE_METHOD_MESSAGE),
             rule(CANDIDATE_URI_RULE, CANDIDATE_URI_MESSAGE),
+            rule(DISTILLATION_METHOD_RULE, DISTILLATION_METHOD_MESSAGE),
         )
     )
 
@@ -235,6 +239,11 @@ class Spec(Api):
         description="Way of a new draft into service. No change of it replaces workers.",
         examples=[{"draft": {"candidate": {"uri": "pvc://drafts/week-47", "hash": "4f1c9a7be2d05c6e"}}}],
     )
+    distillation: DistillationSpec = Field(
+        default=DistillationSpec(),
+        description="Capture of traffic, and training of new drafts from it. Only storage replaces workers.",
+        examples=[{"capture": {"enabled": True}, "trigger": {"mode": "Drift"}, "storage": {"claim": "drafts"}}],
+    )
     tls: TlsSpec | None = Field(
         default=None,
         description="Certificate of the ports 8000 and 8001, which then serve HTTPS; the Service listens on port 443. "
@@ -257,6 +266,12 @@ class Spec(Api):
             raise ValueError(CANDIDATE_METHOD_MESSAGE)
         if candidate and draft and candidate.uri == draft.uri:
             raise ValueError(CANDIDATE_URI_MESSAGE)
+        return self
+
+    @model_validator(mode="after")
+    def _can_distil(self) -> Self:
+        if self.distillation.capture.enabled and self.speculation.method != "eagle3":
+            raise ValueError(DISTILLATION_METHOD_MESSAGE)
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from specdecode_operator.api.devices import AcceleratorSpec, ResourceClaimSpec, ResourcesSpec
+from specdecode_operator.api.distillation import (
+    DistillationCaptureSpec,
+    DistillationJobSpec,
+    DistillationSpec,
+    DistillationStorageSpec,
+    DistillationTriggerSpec,
+)
 from specdecode_operator.api.draft_status import (
     DraftLineageStatus,
     DraftStatus,
@@ -102,6 +109,11 @@ __all__ = [
     "ConditionType",
     "Decision",
     "DepthSpec",
+    "DistillationCaptureSpec",
+    "DistillationJobSpec",
+    "DistillationSpec",
+    "DistillationStorageSpec",
+    "DistillationTriggerSpec",
     "DraftCandidateSpec",
     "DraftLineageStatus",
     "DraftRolloutSpec",

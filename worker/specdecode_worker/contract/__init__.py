@@ -16,7 +16,7 @@ from specdecode_worker.contract.assignment import (
     TrialState,
     candidate_first,
 )
-from specdecode_worker.contract.capture import CaptureConfig
+from specdecode_worker.contract.capture import CaptureConfig, CaptureReport, CaptureRules
 from specdecode_worker.contract.config import (
     DRAFT_FREE,
     WITH_MLP,
@@ -86,6 +86,8 @@ __all__ = [
     "Artifact",
     "Buckets",
     "CaptureConfig",
+    "CaptureReport",
+    "CaptureRules",
     "CheckVerdict",
     "DraftAssignment",
     "DraftConfig",

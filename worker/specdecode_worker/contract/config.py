@@ -174,7 +174,9 @@ class WorkerConfig(Written):
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
     capture: CaptureConfig | None = None
-    """None disables capture."""
+    """None disables capture, except where the plan switches it on."""
+    capture_dir: str | None = None
+    """Folder of this worker alone for captures that the plan switches on. None: it cannot."""
     cache_dir: str = "/var/cache/specdecode"
     """Folder into which `pull` downloads models and from which `serve` loads them."""
 

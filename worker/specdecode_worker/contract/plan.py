@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from specdecode_worker.contract.assignment import DraftAssignment
+from specdecode_worker.contract.capture import CaptureRules
 from specdecode_worker.contract.shape import TreeShape
 from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, MAX_TASKS, OTHER_TASK, Received, TaskName
 
@@ -82,6 +83,8 @@ class Plan(Received):
     tasks: tuple[TaskMatch, ...] = Field(default=(), max_length=MAX_TASKS)
     assignment: DraftAssignment | None = None
     """Drafts of the workers. None: each worker runs the draft of its config."""
+    capture: CaptureRules | None = None
+    """Capture of requests. None: nothing is captured, and what was captured under an earlier plan is deleted."""
 
     @model_validator(mode="after")
     def _rows_lie_in_buckets(self) -> Self:

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from specdecode_worker.contract.assignment import TrialState
+from specdecode_worker.contract.capture import CaptureReport
 from specdecode_worker.contract.plan import Buckets, TaskMatch
 from specdecode_worker.contract.synthetic import SyntheticKnobs
 from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, MAX_TASKS, DraftQuantization, Method, Received
@@ -224,6 +225,8 @@ class Report(Received):
     """Additional drafts. Rows of the plan are computed for ``draft``, but apply to the draft of each task."""
     trial: TrialState | None = None
     """Trial of a candidate that this worker runs, or that failed here. None: the plan assigns it none."""
+    capture: CaptureReport | None = None
+    """Captured requests; None where the worker has no folder for captures that the plan switches on."""
     plan: PlanState = PlanState()
     synthetic: SyntheticKnobs | None = None
     draining: bool = False
