@@ -71,7 +71,8 @@ class DistillationTriggerSpec(Api):
     )
     schedule: Annotated[str, Field(max_length=64, pattern=r"^(\S+ ){4}\S+$")] | None = Field(
         default=None,
-        description="Times of runs with mode Schedule, as a cron expression of five fields in UTC. Absent: no run has a fixed time.",
+        description="Times of runs with mode Schedule, as a cron expression of five fields in UTC. Absent: no run has "
+        "a fixed time.",
         examples=["0 3 * * 0"],
     )
     min_loss_percent: float = Field(
