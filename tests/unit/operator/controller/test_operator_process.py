@@ -68,7 +68,6 @@ def test_a_resource_gets_children_and_a_status_that_stays_the_same(
     assert made["status"]["url"] == f"http://made.{namespace}.svc/v1"
     token = cluster.get("secret", "made-tokens", namespace)["data"]
     assert set(token) == {"operator", "router", "capture"}
-    time.sleep(8)
 
     def versions() -> dict[str, str]:
         children = cluster.list(f"sdd,{CHILDREN}", "", namespace)
@@ -76,8 +75,14 @@ def test_a_resource_gets_children_and_a_status_that_stays_the_same(
             f"{child['kind']}/{child['metadata']['name']}": child["metadata"]["resourceVersion"] for child in children
         }
 
+    def are_settled() -> bool:
+        before = versions()
+        time.sleep(3)
+        return versions() == before
+
+    wait_for("the first writes are over", are_settled, timeout_s=40, every_s=0)
     settled = versions()
-    time.sleep(5)
+    time.sleep(8)
     assert versions() == settled, "a deployment at rest is written"
     assert cluster.get("secret", "made-tokens", namespace)["data"] == token
 

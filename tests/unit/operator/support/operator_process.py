@@ -15,13 +15,15 @@ import yaml
 from kube import Cluster, wait_for
 
 from specdecode_operator.api import crd
-from specdecode_operator.api.v1alpha1 import PLURAL
+from specdecode_operator.api.v1alpha1 import GROUP, PLURAL
 
 
 def install_crd(cluster: Cluster) -> None:
     """Install the CRD as the models have it, over another version that the cluster may have."""
     cluster.apply(yaml.safe_load(crd.text()), server_side=True)
-    wait_for("our kind is served", lambda: cluster.kubectl("get", PLURAL, "--all-namespaces") is not None)
+    # The full name: copies of the kind in other groups may be served or cached by kubectl at the same time.
+    words = ("get", f"{PLURAL}.{GROUP}", "--all-namespaces")
+    wait_for("our kind is served", lambda: cluster.kubectl(*words) is not None)
 
 
 def free_port() -> int:
