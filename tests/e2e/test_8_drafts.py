@@ -8,13 +8,12 @@ test`` runs the promotion only.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from harness.draft_files import GOOD_URI, write_noised_head
 from harness.endpoint import EQUAL_STEPS, MODEL, Endpoint
 from harness.kube import Namespace
 from harness.loop import deployed, with_knobs
@@ -27,7 +26,7 @@ from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
 
 NAME = "drafts"
-GOOD_URI, NOISED_URI = "embedded://smollm2-135m-instruct-eagle3", "file:///drafts/noised"
+NOISED_URI = "file:///drafts/noised"
 VERDICT_SECONDS = 600
 CLIENTS = 6
 pytestmark = pytest.mark.timeout(1500)
@@ -39,28 +38,9 @@ def drafts(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder on the node with the noised head."""
     if not cluster.local:
         pytest.skip("the files of the incumbent lie on this machine")
-    import torch
-    from safetensors.torch import load_file, save_file
-
     folder = tmp_path_factory.mktemp("drafts")
-    head = folder / "noised"
-    shutil.copytree(resolve(GOOD_URI), head)
-    (path,) = head.glob("*.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    tensors = {name: _with_noise(tensor, generator) for name, tensor in load_file(path).items()}
-    for entry in (folder, head, *head.iterdir()):
-        entry.chmod(0o755 if entry.is_dir() else 0o644)
-    save_file(tensors, path)
-    path.chmod(0o644)
+    write_noised_head(folder / "noised")
     return folder
-
-
-def _with_noise(tensor: Any, generator: Any) -> Any:
-    import torch
-
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor + 0.5 * tensor.std() * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
 
 @contextmanager

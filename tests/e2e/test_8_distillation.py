@@ -1,0 +1,213 @@
+"""A whole loop on the real cluster: captured traffic, a training Job, a trial on one of two workers, and a promotion.
+
+The incumbent is the embedded head with noise on its weights, on a claim that workers and the Job mount. Only requests
+of one kind of client permit their capture: different questions with short answers, so that a verdict has enough
+conversations within minutes. ``make drafts`` runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+import pytest
+from harness.draft_files import bind_claim, delete_claim, write_noised_head
+from harness.endpoint import EQUAL_STEPS, MODEL, Endpoint
+from harness.kube import Namespace
+from harness.loop import deployed, with_knobs
+from harness.release import Release
+from harness.streams import StreamTraffic, failures, unbroken_answers
+from harness.worker_faults import wait_for_ready_pods
+from kube import Cluster, Manifest, wait_for
+
+from specdecode_worker.capture import opening_hash
+from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.training.data import prompts
+from specdecode_worker.training.distillation.splits import split_of
+
+NAME, CLAIM = "distilled", "new-drafts"
+INCUMBENT = f"pvc://{CLAIM}/noised"
+SPLITS = {"train": 200, "validation": 24, "test": 72}
+"""Conversations by split, which is a hash of their openings: a verdict needs 64 of the test split."""
+ANSWER_TOKENS = 24
+CLIENTS, ASKERS = 2, 4
+COLLECT_SECONDS, JOB_SECONDS, CANARY_SECONDS = 900, 1500, 900
+pytestmark = [
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not os.environ.get("DRAFT_PROOFS"), reason="half an hour: DRAFT_PROOFS=1, or make drafts"),
+]
+
+
+@pytest.fixture
+def claim(cluster: Cluster, watched: Namespace, tmp_path: Path) -> Iterator[Path]:
+    """Yield the folder of a claim that has the noised head."""
+    if not cluster.local:
+        pytest.skip("the volume lies on this machine")
+    folder = tmp_path / CLAIM
+    folder.mkdir()
+    write_noised_head(folder / "noised")
+    for parent in (tmp_path, tmp_path.parent):
+        parent.chmod(0o755)
+    volume = bind_claim(watched, CLAIM, folder)
+    yield folder
+    delete_claim(cluster, watched, CLAIM, volume)
+
+
+class Askers:
+    """Clients that ask different questions and permit the capture of them, while a block runs.
+
+    They repeat the questions, with other answers, when all were asked.
+    """
+
+    def __init__(self, url: str, clients: int) -> None:
+        self.asked = 0
+        self.problems: list[str] = []
+        self._url, self._questions = url, different_questions()
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(clients)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+
+    def _run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
+            while not self._stop.is_set():
+                with self._lock:
+                    number, self.asked = self.asked, self.asked + 1
+                try:
+                    self._ask(client, number)
+                except httpx.HTTPError as error:
+                    self.problems.append(f"{type(error).__name__}: {error}"[:300])
+                    self._stop.wait(0.5)
+
+    def _ask(self, client: httpx.Client, number: int) -> None:
+        question = self._questions[number % len(self._questions)]
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0.8,
+            "seed": number,
+        }
+        answer = client.post("/v1/chat/completions", json=body, headers={"X-Specdecode-Capture": "on"})
+        answer.raise_for_status()
+
+
+def different_questions() -> list[str]:
+    """Return questions of the prompt set, as many of each split as SPLITS says, in random order."""
+    rng, left, found = random.Random("askers"), Counter(SPLITS), set[str]()
+    while left.total() > 0:
+        text = prompts.draw(rng).text
+        split = split_of(opening_hash(text))
+        if text not in found and left[split] > 0 and len(text) < 300:
+            left[split] -= 1
+            found.add(text)
+    questions = sorted(found)
+    rng.shuffle(questions)
+    return questions
+
+
+def test_captured_traffic_becomes_a_faster_draft(release: Release, watched: Namespace, claim: Path) -> None:
+    release.start()
+    speculation = {"mode": "Static", "draft": {"uri": INCUMBENT}}
+    workers = {"template": with_knobs(EQUAL_STEPS)}
+    extra = {"distillation": distillation(), "rollout": {"draft": {"blockRequests": 2}}}
+    with (
+        deployed(watched, NAME, speculation, workers, replicas=2, **extra) as endpoint,
+        watched.reach("service", NAME, 80) as url,
+    ):
+        wait_for_ready_pods(endpoint, 2)
+        expected, before = unbroken_answers(url, MODEL), endpoint.identities()
+        old = model_hash(claim / "noised")
+        assert running_hashes(endpoint) == {old}
+        stages = Stages()
+        with StreamTraffic(url, MODEL, CLIENTS) as traffic, Askers(url, ASKERS) as askers:
+            command(endpoint, "distill")
+            stages.wait("Collecting", endpoint, timeout_s=60)
+            stages.wait("Distilling", endpoint, timeout_s=COLLECT_SECONDS)
+            stages.wait("Canary", endpoint, timeout_s=JOB_SECONDS)
+            stages.wait("Promoting", endpoint, timeout_s=CANARY_SECONDS, also=("Cooldown",))
+            new = draft_status(endpoint)["current"]["hash"]
+            wait_for("all workers run it", lambda: running_hashes(endpoint) == {new}, timeout_s=60)
+            stages.wait("Cooldown", endpoint, timeout_s=60)
+        status = draft_status(endpoint)
+        print(f"\n{stages}\nrun: {status['lastRun']}\nlineage: {status['lineage'][0]}")
+        assert new != old
+        assert status["lastRun"]["outcome"] == "Better"
+        assert status["lineage"][0]["outcome"] == "Promoted"
+        assert endpoint.identities() == before, "no pod was replaced"
+        assert askers.problems == []
+        assert failures(traffic.answers, expected) == []
+        assert new in {folder.name for folder in (claim / "drafts" / NAME).iterdir()}
+        wait_for("captures are deleted", lambda: captured(endpoint) < SPLITS["train"], timeout_s=60)
+
+
+def distillation() -> Manifest:
+    """Return ``spec.distillation``: every request that permits it is captured, and a run takes a few minutes."""
+    return {
+        "capture": {"enabled": True, "share": 1, "consent": "OptIn", "maxAge": "2h"},
+        "trigger": {"minConversations": sum(SPLITS.values())},
+        "job": {
+            "steps": 40,
+            "timeLimit": "20m",
+            "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "6Gi"}},
+        },
+        "storage": {"claim": CLAIM},
+    }
+
+
+class Stages:
+    """Phases of the rollout with the seconds until each was reached."""
+
+    def __init__(self) -> None:
+        self._began, self._reached = time.monotonic(), list[tuple[str, float]]()
+
+    def wait(self, phase: str, endpoint: Endpoint, *, timeout_s: float, also: tuple[str, ...] = ()) -> None:
+        wait_for(
+            f"phase {phase} ({self})",
+            lambda: draft_status(endpoint).get("phase") in (phase, *also),
+            timeout_s=timeout_s,
+            every_s=1,
+        )
+        self._reached.append((phase, time.monotonic() - self._began))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{phase} after {seconds:.0f} s" for phase, seconds in self._reached)
+
+
+def command(endpoint: Endpoint, verb: str) -> None:
+    """Give a command as the kubectl plugin does."""
+    text = f"specdecode.io/draft-command={verb} {time.time_ns()}"
+    endpoint.namespace.kubectl("annotate", "sdd", endpoint.name, "--overwrite", text)
+
+
+def draft_status(endpoint: Endpoint) -> Manifest:
+    return endpoint.status().get("draft") or {}
+
+
+def running_hashes(endpoint: Endpoint) -> set[str]:
+    """Return the hashes of the drafts that the ready workers run."""
+    return {endpoint.report(pod).draft.hash for pod in endpoint.ready_pods()}
+
+
+def captured(endpoint: Endpoint) -> int:
+    """Return the captured conversations of all ready workers."""
+    captures = [endpoint.report(pod).capture for pod in endpoint.ready_pods()]
+    return sum(one.conversations for one in captures if one is not None)
