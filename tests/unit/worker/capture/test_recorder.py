@@ -11,7 +11,7 @@ import pytest
 from captured import record
 
 from specdecode_worker.capture import CaptureError, Dropped, ReadStats, Record, Recorder, read_records
-from specdecode_worker.capture.recorder import QUEUE_RECORDS
+from specdecode_worker.capture.record_queue import QUEUE_RECORDS
 from specdecode_worker.contract import CaptureConfig
 
 

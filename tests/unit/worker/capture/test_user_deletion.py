@@ -11,15 +11,16 @@ import pytest
 from captured import record
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.capture import ReadStats, Record, read_records, user_hash
+from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.capture.record import encode
 from specdecode_worker.capture.segment_format import list_segments
 from specdecode_worker.capture.segments import SegmentWriter
+from specdecode_worker.capture.subject_keys import unkeyed_hash
 from specdecode_worker.capture.user_deletion import delete_user_records
 
 
 def of_user(number: int, user: str) -> Record:
-    return msgspec.structs.replace(record(number), user=user_hash(user) if user else "")
+    return msgspec.structs.replace(record(number), user=unkeyed_hash(user) if user else "")
 
 
 def writer(folder: Path) -> SegmentWriter:
