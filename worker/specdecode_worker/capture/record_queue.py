@@ -47,7 +47,7 @@ class RecordQueue:
     def take(self, timeout: float, may_take: Callable[[], bool] = lambda: True) -> QueuedRecord | None:
         """Return the oldest record, or None after ``timeout`` seconds, or once ``may_take`` is false.
 
-        The caller hands the record to `done` when it is written or dropped.
+        The caller hands the record to `done` when it is written or dropped, or to `give_back`.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -65,6 +65,14 @@ class RecordQueue:
         """Forget a record that was taken."""
         with self._changed:
             self._taken.discard(item)
+
+    def give_back(self, item: QueuedRecord) -> None:
+        """Let another thread take a record that was taken, unless it was discarded meanwhile."""
+        with self._changed:
+            self._taken.discard(item)
+            if not item.unwanted:
+                self._waiting.appendleft(item)
+                self._changed.notify()
 
     def discard(self, is_unwanted: Callable[[QueuedRecord], bool]) -> int:
         """Remove the records for which ``is_unwanted`` holds, mark those that are being written, and count both."""

@@ -173,10 +173,10 @@ class ControlThread:
         activity, seconds = writer.activity() or ("", 0.0)
         if not writer.is_alive:
             self._writer = None
-            self._fail(writer.failure or "the capture thread ended", until_written=writer.disk_failed)
+            if not writer.stopped:
+                self._fail(writer.failure or "the capture thread ended", until_written=writer.disk_failed)
         elif activity == "redaction" and seconds > self._limits.hang:
             self._stop_writer()
-            self._counts.drop(Dropped.redaction_error, int(writer.is_ready))
             self._fail(f"the redaction hook {writer.redact} has not returned for {seconds:.0f} s")
         elif writer.is_ready and not self._until_written:
             self._problem = ""
@@ -211,21 +211,25 @@ class ControlThread:
         self._subjects.expire(rules.max_age_seconds)
         self._counts.stored_bytes = self._store.totals.size
 
-    def _write(self, writer: RecordWriter, item: QueuedRecord, record: Record, body: bytes) -> None:
-        """Store a record unless the rules have changed against it. Raises OSError."""
+    def _write(self, writer: RecordWriter, item: QueuedRecord, record: Record, body: bytes) -> bool:
+        """Store a record unless the rules forbid it by now. Return False if it needs another hook. Raises OSError."""
         with self._store.lock:
-            if item.unwanted or writer.stopped:
-                return  # counted where it was discarded
+            if item.unwanted:
+                return True  # counted where it was discarded
             state = self._current.state
-            if state.rules is None or state.rules.redact != writer.redact or state.forbids(record, item.epoch):
+            if state.forbids(record, item.epoch):
                 self._counts.drop(Dropped.deleted)
-                return
+                return True
+            is_current = state.rules is not None and state.rules.redact == writer.redact
+            if not is_current or writer.stopped or state.epoch != self._cleared_epoch:
+                return False
             if len(body) > self._store.largest:
                 self._counts.drop(Dropped.too_large)
-                return
+                return True
             self._subjects.store_for(record.user)
             self._store.append(record, body)
         self._counts.records[record.task] += 1
         self._counts.stored_bytes = self._store.totals.size
         if self._until_written:
             self._problem, self._until_written = "", False
+        return True

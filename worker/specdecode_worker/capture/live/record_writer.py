@@ -15,8 +15,11 @@ from specdecode_worker.capture.redaction import Hook, load_hook, redact_and_enco
 
 _TAKE_SECONDS = 1.0
 
-Store = Callable[["RecordWriter", QueuedRecord, Record, bytes], None]
-"""Stores a redacted record with its encoding, or drops it. Raises OSError if the disk refuses it."""
+Store = Callable[["RecordWriter", QueuedRecord, Record, bytes], bool]
+"""Stores a redacted record with its encoding, or drops it. Returns False if another writer must redact the record.
+
+Raises OSError if the disk refuses it.
+"""
 
 
 class RecordWriter:
@@ -35,7 +38,7 @@ class RecordWriter:
         self.is_ready = False
         """True once the hook is loaded."""
         self.stopped = False
-        """True once the writer must take no further record. What it holds is not written."""
+        """True once the writer takes no further record. What it holds is given back to the queue."""
         self.closing = False
         """True once the writer ends when the queue is empty."""
         self._queue, self._counts, self._store, self._ended = queue, counts, store, ended
@@ -92,7 +95,9 @@ class RecordWriter:
                     return
                 continue
             try:
-                self._write(item, hook)
+                if not self._write(item, hook):
+                    self.stopped = True
+                    self._queue.give_back(item)
             except OSError:
                 self._counts.drop(Dropped.write_error)
                 raise
@@ -105,16 +110,17 @@ class RecordWriter:
     def _may_take(self) -> bool:
         return not self.stopped and not (self.closing and not len(self._queue))
 
-    def _write(self, item: QueuedRecord, hook: Hook | None) -> None:
+    def _write(self, item: QueuedRecord, hook: Hook | None) -> bool:
+        """Write or drop a record. Return False if another writer must do it."""
         with self._doing("redaction"):
             encoded = redact_and_encode(item.record, hook)
         if self.stopped:
-            return  # counted when the writer was abandoned
+            return False
         if isinstance(encoded, Dropped):
             self._counts.drop(encoded)
-            return
+            return True
         with self._doing("disk"):
-            self._store(self, item, *encoded)
+            return self._store(self, item, *encoded)
 
     @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:
