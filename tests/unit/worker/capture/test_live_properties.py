@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
+import pytest
 from captured import record
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from live_captures import live, read, settle
 
 from specdecode_worker.capture import Record
@@ -18,29 +16,27 @@ from specdecode_worker.capture.live import LiveRecorder
 from specdecode_worker.contract.capture import CaptureRules
 
 BASE_SECONDS = 1e9
-"""Time of all recorders. Records and ``delete_before`` lie up to ten seconds before it."""
+"""Time of all recorders. Records and ``delete_before`` lie up to 20 seconds before it."""
 TASKS, USERS = ("code", "qa"), ("", "ann", "bob")
 
-ages = st.integers(min_value=0, max_value=10)
-rules = st.none() | st.builds(
-    lambda share, code, consent, age, redact: CaptureRules(
-        share=share, task_shares={"code": code}, consent=consent, delete_before=BASE_SECONDS - age, redact=redact
-    ),
-    st.sampled_from((0.0, 1.0)),
-    st.sampled_from((0.0, 1.0)),
-    st.sampled_from(("OptOut", "OptIn")),
-    ages,
-    st.sampled_from((None, "redaction_hooks:odd_ones")),
-)
-requests = st.tuples(st.sampled_from(TASKS), st.booleans(), ages, st.sampled_from(USERS))
-steps = st.lists(
-    st.tuples(st.just("plan"), rules)
-    | st.tuples(st.just("begin"), requests)
-    | st.tuples(st.just("end"), st.integers(min_value=0, max_value=3))
-    | st.tuples(st.just("delete"), st.sampled_from(("ann", "bob")))
-    | st.tuples(st.just("settle"), st.none()),
-    max_size=24,
-)
+STEPS = ("request",) * 10 + ("plan",) * 4 + ("settle",) * 4 + ("begin", "end") * 3 + ("delete",)
+
+
+def some_rules(draw: random.Random) -> CaptureRules | None:
+    if draw.random() < 0.15:
+        return None
+    return CaptureRules(
+        share=draw.choice((1.0, 1.0, 0.0)),
+        task_shares={"code": draw.choice((1.0, 1.0, 0.0))},
+        consent=draw.choice(("OptOut", "OptOut", "OptIn")),
+        delete_before=BASE_SECONDS - draw.randint(0, 20),
+        redact=draw.choice((None, None, "redaction_hooks:odd_ones")),
+    )
+
+
+def some_request(draw: random.Random) -> tuple[str, bool, int, str]:
+    """Return task, permission, age and user of a request."""
+    return draw.choice(TASKS), draw.random() < 0.5, draw.randint(0, 20), draw.choice(USERS)
 
 
 @dataclass
@@ -64,6 +60,11 @@ class Requests:
         made = record(self.number, task=task, time_seconds=BASE_SECONDS - age)
         made = msgspec.structs.replace(made, user=recorder.subject_of(user), permitted=permitted)
         self.running.append((made, recorder.epoch, self.current))
+
+    def request(self, task: str, permitted: bool, age: int, user: str) -> None:
+        before = len(self.running)
+        self.begin(task, permitted, age, user)
+        self.end(before)
 
     def end(self, index: int) -> None:
         if index < len(self.running):
@@ -91,33 +92,38 @@ class Requests:
         )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(rules, steps)
-def test_no_record_stays_that_the_last_rules_forbid(
-    first: CaptureRules | None, order: list[tuple[str, object]]
-) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with live(folder, first, clock=lambda: BASE_SECONDS) as recorder:
-            done = Requests(recorder, first)
-            for step, value in order:
-                if step == "plan":
-                    done.current = value
-                    recorder.apply(done.current)
-                elif step == "settle":
-                    settle(recorder)
-                elif step == "begin":
-                    done.begin(*value)
-                else:
-                    getattr(done, step)(value)
-            settle(recorder)
-            kept = read(folder)
-            assert [made for made in kept if not done.is_allowed(made)] == []
-            report = recorder.report()
-            assert (report.conversations, report.problem) == (len(kept), None)
-            assert report.oldest == min((made.time_seconds for made in kept), default=None)
-            if done.current is None:
-                assert not list(folder.iterdir())
-            under_last = {number for number, (_, at_end, _) in done.ended.items() if at_end is done.current}
-            expected = {number for number in under_last if done.is_allowed(done.ended[number][0])}
-            assert expected <= {made.sampling.seed for made in kept}, "what the last rules permit is there"
+def run(folder: Path, draw: random.Random) -> None:
+    """Run a random order of steps and compare the folder with the last rules."""
+    first = some_rules(draw)
+    with live(folder, first, clock=lambda: BASE_SECONDS) as recorder:
+        done = Requests(recorder, first)
+        for step in draw.choices(STEPS, k=40):
+            if step == "plan":
+                done.current = some_rules(draw)
+                recorder.apply(done.current)
+            elif step == "settle":
+                settle(recorder)
+            elif step == "delete":
+                done.delete(draw.choice(USERS[1:]))
+            elif step == "end":
+                done.end(0)
+            else:
+                getattr(done, step)(*some_request(draw))
+        settle(recorder)
+        kept = read(folder)
+        assert [made for made in kept if not done.is_allowed(made)] == []
+        report = recorder.report()
+        assert (report.conversations, report.problem) == (len(kept), None)
+        assert report.oldest == min((made.time_seconds for made in kept), default=None)
+        assert done.current is not None or not list(folder.iterdir())
+        under_last = {number for number, (_, at_end, _) in done.ended.items() if at_end is done.current}
+        expected = {number for number in under_last if done.is_allowed(done.ended[number][0])}
+        assert expected <= {made.sampling.seed for made in kept}, "what the last rules permit is there"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_record_stays_that_the_last_rules_forbid(part: int, tmp_path: Path) -> None:
+    for number in range(40):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        run(folder, random.Random(f"{part}/{number}"))

@@ -93,6 +93,18 @@ def test_other_redaction_holds_for_the_next_record(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [2, 5, 6]
 
 
+def test_record_that_waits_for_the_disk_passes_the_new_redaction(tmp_path: Path) -> None:
+    with live(tmp_path) as recorder:
+        put(recorder, 1)
+        stored(recorder, 1)
+        with recorder._store.lock:
+            put(recorder, 2)
+            wait(lambda: recorder._control._writer.activity() is not None)  # type: ignore[union-attr]
+            recorder.apply(changed(redact="redaction_hooks:odd_ones"))
+        wait(lambda: recorder.counts.dropped == {Dropped.redacted: 1})
+    assert numbers(tmp_path) == [1]
+
+
 def test_records_before_the_time_are_deleted_and_the_others_stay(tmp_path: Path) -> None:
     with live(tmp_path) as recorder:
         put(recorder, 0, age=100)

@@ -211,18 +211,22 @@ class ControlThread:
         self._subjects.expire(rules.max_age_seconds)
         self._counts.stored_bytes = self._store.totals.size
 
-    def _write(self, writer: RecordWriter, item: QueuedRecord, record: Record, body: bytes) -> bool:
+    def _write(self, writer: RecordWriter, item: QueuedRecord, redacted: tuple[Record, bytes] | Dropped) -> bool:
         """Store a record unless the rules forbid it by now. Return False if it needs another hook. Raises OSError."""
         with self._store.lock:
             if item.unwanted:
                 return True  # counted where it was discarded
             state = self._current.state
-            if state.forbids(record, item.epoch):
+            if state.forbids(item.record, item.epoch):
                 self._counts.drop(Dropped.deleted)
                 return True
             is_current = state.rules is not None and state.rules.redact == writer.redact
             if not is_current or writer.stopped or state.epoch != self._cleared_epoch:
                 return False
+            if isinstance(redacted, Dropped):
+                self._counts.drop(redacted)
+                return True
+            record, body = redacted
             if len(body) > self._store.largest:
                 self._counts.drop(Dropped.too_large)
                 return True

@@ -15,8 +15,8 @@ from specdecode_worker.capture.redaction import Hook, load_hook, redact_and_enco
 
 _TAKE_SECONDS = 1.0
 
-Store = Callable[["RecordWriter", QueuedRecord, Record, bytes], bool]
-"""Stores a redacted record with its encoding, or drops it. Returns False if another writer must redact the record.
+Store = Callable[["RecordWriter", QueuedRecord, tuple[Record, bytes] | Dropped], bool]
+"""Stores a redacted record with its encoding, or counts it as dropped. Returns False if another writer must redact it.
 
 Raises OSError if the disk refuses it.
 """
@@ -116,11 +116,8 @@ class RecordWriter:
             encoded = redact_and_encode(item.record, hook)
         if self.stopped:
             return False
-        if isinstance(encoded, Dropped):
-            self._counts.drop(encoded)
-            return True
         with self._doing("disk"):
-            return self._store(self, item, *encoded)
+            return self._store(self, item, encoded)
 
     @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:
