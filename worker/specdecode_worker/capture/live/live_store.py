@@ -121,7 +121,8 @@ class LiveStore:
     def delete_forbidden(self, before_seconds: float, *, only_permitted: bool) -> None:
         """Delete records older than ``before_seconds``, and those without express permission if ``only_permitted``.
 
-        A segment that cannot be rewritten, as on a full disk, is deleted as a whole.
+        A segment that cannot be rewritten, as on a full disk, is deleted as a whole, and so is one without any record
+        that can be read.
 
         Raises:
             OSError: A segment cannot be deleted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -79,7 +80,7 @@ class RecordWriter:
             self._write_all(hook)
         except OSError as error:
             self.disk_failed = True
-            self.failure = f"captured records cannot be written: {error.strerror or error}"
+            self.failure = f"captured records cannot be written: {os.strerror(error.errno) if error.errno else error}"
         except CaptureError as error:
             self.failure = str(error)
         except BaseException as error:  # a hook may even raise SystemExit; its message may have text of a request
