@@ -77,11 +77,11 @@ class RecordQueue:
     def discard(self, is_unwanted: Callable[[QueuedRecord], bool]) -> int:
         """Remove the records for which ``is_unwanted`` holds, mark those that are being written, and count both."""
         with self._changed:
-            found = [item for item in (*self._waiting, *self._taken) if not item.unwanted and is_unwanted(item)]
-            for item in found:
+            discarded = [item for item in (*self._waiting, *self._taken) if not item.unwanted and is_unwanted(item)]
+            for item in discarded:
                 item.unwanted = True
             self._waiting = deque(item for item in self._waiting if not item.unwanted)
-        return len(found)
+        return len(discarded)
 
     def wake(self) -> None:
         """Let every call of `take` check its condition again."""

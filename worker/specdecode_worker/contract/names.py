@@ -23,7 +23,7 @@ class Route:
     captures = "/v1/captures"
     """List of finished segments of captured traffic; one segment is below it, by its name."""
     capture_deletions = "/v1/captures/deletions"
-    """Deletion of the captured requests of one user, who is in the body."""
+    """Deletion of the captured requests of one user. The body names the user."""
 
 
 class Header:

@@ -91,7 +91,7 @@ def test_changed_rules_are_tried_at_once(tmp_path: Path, full_disk: list[bool]) 
     assert numbers(tmp_path) == [2]
 
 
-def test_slow_disk_holds_up_nobody_and_fills_nothing(tmp_path: Path, slow_disk: threading.Event) -> None:
+def test_slow_disk_delays_no_call(tmp_path: Path, slow_disk: threading.Event) -> None:
     with live(tmp_path) as recorder:
         began = time.monotonic()
         put(recorder, *range(QUEUE_RECORDS + 50))

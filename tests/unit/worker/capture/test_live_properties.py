@@ -110,15 +110,15 @@ def run(folder: Path, draw: random.Random) -> None:
             else:
                 getattr(done, step)(*some_request(draw))
         settle(recorder)
-        kept = read(folder)
-        assert [made for made in kept if not done.is_allowed(made)] == []
+        stored_records = read(folder)
+        assert [made for made in stored_records if not done.is_allowed(made)] == []
         report = recorder.report()
-        assert (report.conversations, report.problem) == (len(kept), None)
-        assert report.oldest == min((made.time_seconds for made in kept), default=None)
+        assert (report.conversations, report.problem) == (len(stored_records), None)
+        assert report.oldest == min((made.time_seconds for made in stored_records), default=None)
         assert done.current is not None or not list(folder.iterdir())
         under_last = {number for number, (_, at_end, _) in done.ended.items() if at_end is done.current}
         expected = {number for number in under_last if done.is_allowed(done.ended[number][0])}
-        assert expected <= {made.sampling.seed for made in kept}, "what the last rules permit is there"
+        assert expected <= {made.sampling.seed for made in stored_records}, "what the last rules permit is there"
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -47,7 +47,7 @@ def test_rules_switch_capture_on_and_off(tmp_path: Path) -> None:
         assert numbers(folder) == [4]
 
 
-def test_records_of_an_earlier_run_of_the_process_are_kept_or_deleted_by_the_plan(tmp_path: Path) -> None:
+def test_plan_decides_about_records_of_an_earlier_process(tmp_path: Path) -> None:
     with live(tmp_path) as recorder:
         put(recorder, 0, 1)
     with live(tmp_path) as recorder:
@@ -136,7 +136,7 @@ def test_a_queued_record_is_deleted_too(tmp_path: Path, held: threading.Event) -
         assert recorder.report().dropped == {"deleted": 2}
 
 
-def test_opt_in_deletes_what_nobody_permitted(tmp_path: Path) -> None:
+def test_opt_in_deletes_records_without_permission(tmp_path: Path) -> None:
     with live(tmp_path) as recorder:
         put(recorder, 0, 1)
         put(recorder, 2, permitted=True)

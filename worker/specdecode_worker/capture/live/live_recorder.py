@@ -57,7 +57,7 @@ class LiveRecorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether the plan switches capture on."""
+        """True if the plan switches capture on."""
         return self._current.state.rules is not None
 
     @property

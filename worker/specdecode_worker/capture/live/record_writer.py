@@ -52,7 +52,7 @@ class RecordWriter:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """True while the thread runs."""
         return self._thread.is_alive()
 
     def activity(self) -> tuple[str, float] | None:

@@ -42,9 +42,9 @@ def now_record(number: int, *, user: str = "", permitted: bool = False, age: flo
 def numbers(folder: Path) -> list[int]:
     """Return the numbers of the stored records, in order."""
     stats = ReadStats()
-    found = [one.sampling.seed for one in read_records([folder], stats)]
+    seeds = [one.sampling.seed for one in read_records([folder], stats)]
     assert (stats.torn, stats.unreadable) == (0, 0)
-    return sorted(found)
+    return sorted(seeds)
 
 
 def wait(condition: Callable[[], object], seconds: float = 20) -> None:
