@@ -233,3 +233,25 @@ def test_close_writes_what_is_queued(tmp_path: Path) -> None:
         wait(lambda: recorder._control._writer is not None)
         put(recorder, *range(50))
     assert numbers(tmp_path) == list(range(50))
+
+
+@pytest.mark.parametrize("step", ["open", "sweep", "delete_forbidden"])
+def test_capture_goes_on_after_a_failure_of_the_control_thread(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with live(tmp_path) as recorder:
+        put(recorder, 0)
+        stored(recorder, 1)
+        with monkeypatch.context() as broken:
+            broken.setattr(recorder._store, step, refuse)
+            recorder._control._swept_at = 0.0
+            recorder.apply(RULES.model_copy(update={"share": 0.999, "max_bytes": 2**20}))
+            wait(lambda: "Input/output error" in problem_of(recorder))
+            assert recorder._control.is_stopped
+        wait(lambda: not problem_of(recorder) and not recorder._control.is_stopped)
+        put(recorder, 1)
+        stored(recorder, 2)
+    assert numbers(tmp_path) == [0, 1]

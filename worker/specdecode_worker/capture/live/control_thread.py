@@ -154,8 +154,6 @@ class ControlThread:
         self._applied = rules
         self._swept_at = time.monotonic()
         self._counts.stored_bytes = self._store.totals.size
-        if not self._until_written:
-            self._problem = ""
 
     def _check_writer(self, rules: CaptureRules) -> None:
         """Start the writer of the rules' hook. Replace one that has ended or hangs, after the time of a retry."""
@@ -178,8 +176,10 @@ class ControlThread:
         elif activity == "redaction" and seconds > self._limits.hang:
             self._stop_writer()
             self._fail(f"the redaction hook {writer.redact} has not returned for {seconds:.0f} s")
-        elif writer.is_ready and not self._until_written:
-            self._problem = ""
+        elif writer.is_ready and self._may_retry():
+            self.is_stopped = False
+            if not self._until_written:
+                self._problem = ""
 
     def _stop_writer(self) -> None:
         """Stop the writer without waiting for it: it may hang in a hook."""
