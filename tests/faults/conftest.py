@@ -44,13 +44,16 @@ def start_pod(tmp_path: Path) -> Iterator[StartWorker]:
 
 @pytest.fixture
 def start_fake(small_folder: Path, tmp_path: Path) -> Iterator[StartWorker]:
-    """Yield ``start(capture=None, environment=None, **server)``, which starts a real server around the fake engine."""
+    """Yield ``start(capture=None, environment=None, capture_dir=None, **server)``: a server around the fake engine."""
     with contextlib.ExitStack() as stack:
 
         def start(
-            capture: dict[str, object] | None = None, environment: dict[str, str] | None = None, **server: object
+            capture: dict[str, object] | None = None,
+            environment: dict[str, str] | None = None,
+            capture_dir: str | None = None,
+            **server: object,
         ) -> WorkerProcess:
-            config = worker_config(small_folder).model_dump() | {"capture": capture}
+            config = worker_config(small_folder).model_dump() | {"capture": capture, "capture_dir": capture_dir}
             config["server"] |= {"host": "127.0.0.1", "port": 0, "admin_port": 0, **server}
             variables = {"SPECDECODE_TERMINATION_LOG": str(tmp_path / "fake.termination"), **(environment or {})}
             config_json = WorkerConfig.model_validate(config).model_dump_json()

@@ -256,6 +256,12 @@ def end_capture_thread(record: object) -> None:
     raise SystemExit
 
 
+def hang_in_hook(record: object) -> object:
+    """Redaction hook that never returns."""
+    hang_in_python()
+    return record
+
+
 def logprob(token: int, seed: int = 0) -> float:
     """Return the log-probability that the engine reports for a token."""
     return -(token + 1) / 1024 - seed % 997

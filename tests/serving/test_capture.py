@@ -11,7 +11,7 @@ import httpx
 import pytest
 from worker_process import worker_config
 
-from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records, user_hash
+from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records
 from specdecode_worker.contract import CaptureConfig, Plan, TaskMatch
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.server.lifecycle import Lifecycle
@@ -81,7 +81,7 @@ async def test_the_hash_of_the_user_is_captured(client: httpx.AsyncClient, recor
     for user in ("ann@example.org", 7, None):
         await chat(client, user=user)
     captured = records(recorder, tmp_path)
-    assert [one.user for one in captured] == [user_hash("ann@example.org"), user_hash("7"), ""]
+    assert [one.user for one in captured] == [recorder.subject_of("ann@example.org"), recorder.subject_of("7"), ""]
 
 
 @pytest.mark.parametrize(

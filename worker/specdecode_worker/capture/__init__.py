@@ -2,11 +2,13 @@
 
 server ──enqueue──> Recorder: bounded queue ──thread──> redaction ──> SegmentWriter ──> DIR/*.segment ──> read_records
                                                                       `retention` and `user_deletion` delete from there
+
+`Recorder` serves a folder of the worker's configuration; `live.LiveRecorder` one that the plan switches on and off.
 """
 
 from specdecode_worker.capture.counters import CaptureCounts, Dropped
 from specdecode_worker.capture.errors import CaptureError
-from specdecode_worker.capture.record import Record, opening_hash, user_hash
+from specdecode_worker.capture.record import Record, opening_hash
 from specdecode_worker.capture.recorder import Recorder
 from specdecode_worker.capture.segment_reader import ReadStats, read_records
 
@@ -19,5 +21,4 @@ __all__ = [
     "Recorder",
     "opening_hash",
     "read_records",
-    "user_hash",
 ]

@@ -1,10 +1,8 @@
-"""Counters of the capture, exported by ``metrics``.
-
-The recorder's thread and the event loop both write them, each with keys of its own.
-"""
+"""Counters of the capture, exported by ``metrics``. Threads of the capture and the event loop write them."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,16 +19,27 @@ class Dropped(StrEnum):
     redaction_error = "redaction_error"
     too_large = "too_large"
     write_error = "write_error"
+    stopped = "stopped"
+    """Capture is stopped by a problem, which the report names."""
+    deleted = "deleted"
+    """The plan's rules changed, or the user's records were deleted, before the record was written."""
 
 
 @dataclass(slots=True)
 class CaptureCounts:
     """Counters of one worker, monotonic except ``stored_bytes``.
 
-    ``stored_bytes`` is the size of the folder at the last sweep.
+    ``stored_bytes`` is the size of the folder at the last sweep, or write where the plan switches capture on.
     """
 
     records: Counter[str] = field(default_factory=Counter)
     """Records written, by task."""
     dropped: Counter[Dropped] = field(default_factory=Counter)
     stored_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def drop(self, reason: Dropped, count: int = 1) -> None:
+        """Count dropped records."""
+        if count:
+            with self._lock:
+                self.dropped[reason] += count

@@ -35,7 +35,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0
     """Share of such requests that were captured: this record represents 1/share of them."""
     user: str = ""
-    """`user_hash` of the request's field ``user``; empty without one. Records are deleted by it."""
+    """Hash of the request's field ``user`` (`subject_keys`); empty without one. Records are deleted by it."""
+    permitted: bool = False
+    """True if the client expressly permitted the capture. Other records are deleted when consent becomes OptIn."""
 
     @property
     def output_length(self) -> int:
@@ -51,16 +53,17 @@ def opening_hash(text: str) -> str:
     return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16]
 
 
-def user_hash(user: str) -> str:
-    """Return 32 hex digits of the SHA-256 of a user's identifier.
+class Stamp(msgspec.Struct, frozen=True):
+    """Fields of a record by which it is deleted. Reading them is faster than decoding the record."""
 
-    It hides the identifier from a casual reader only: those with a list of identifiers can compute their hashes.
-    """
-    return hashlib.sha256(b"user\0" + user.encode(errors="surrogatepass")).hexdigest()[:32]
+    time_seconds: float
+    user: str = ""
+    permitted: bool = False
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Record)
+_STAMP_DECODER = msgspec.msgpack.Decoder(Stamp)
 
 
 def encode(record: Record) -> bytes:
@@ -71,3 +74,8 @@ def encode(record: Record) -> bytes:
 def decode(body: bytes) -> Record:
     """Decode a record. Raise msgspec.DecodeError, or its subclass ValidationError, if the bytes are invalid."""
     return _DECODER.decode(body)
+
+
+def decode_stamp(body: bytes) -> Stamp:
+    """Decode the stamp of an encoded record. Raise msgspec.MsgspecError if the bytes are invalid."""
+    return _STAMP_DECODER.decode(body)

@@ -1,4 +1,4 @@
-"""Background thread that writes records.
+"""Recorder of a worker whose configuration has a capture folder, and the thread that writes its records.
 
 The server hands records over without waiting; records that exceed the queue are dropped.
 """
@@ -6,7 +6,6 @@ The server hands records over without waiting; records that exceed the queue are
 from __future__ import annotations
 
 import logging
-import queue
 import random
 import threading
 import time
@@ -14,12 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specdecode_worker.capture.counters import CaptureCounts, Dropped
-from specdecode_worker.capture.record import Record, encode
-from specdecode_worker.capture.redaction import Hook, apply_hook, load_hook
+from specdecode_worker.capture.record import Record
+from specdecode_worker.capture.record_queue import QueuedRecord, RecordQueue
+from specdecode_worker.capture.redaction import Hook, load_hook, redact_and_encode
+from specdecode_worker.capture.retention import Retention
 from specdecode_worker.capture.segments import SegmentWriter
+from specdecode_worker.capture.subject_keys import SubjectKeys, UserHashes
+from specdecode_worker.capture.user_deletion import DeletionCounts, delete_user_records
 from specdecode_worker.contract import CaptureConfig
-
-QUEUE_RECORDS = 256
+from specdecode_worker.contract.capture import Consent
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +30,20 @@ class Recorder:
     """Recorder of one worker.
 
     ``share_of``, ``should_capture`` and ``enqueue`` must be called from the event loop. The recorder's own thread
-    redacts and writes.
+    redacts and writes. ``delete_user`` blocks.
     """
 
+    consent: Consent = "OptOut"
+    is_on = True
+    epoch = 0
+
     def __init__(
-        self, config: CaptureConfig, *, clock: Callable[[], float] = time.time, seed: int | None = None
+        self,
+        config: CaptureConfig,
+        *,
+        read_token: Callable[[], str | None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+        seed: int | None = None,
     ) -> None:
         """Start the thread.
 
@@ -42,13 +53,18 @@ class Recorder:
         self.counts = CaptureCounts()
         self.failure = ""
         """Reason why the thread ended before ``close``; empty while it works."""
+        self.folder = Path(config.dir)
+        self.retention = Retention(config.max_age_seconds, config.max_bytes)
         self._config = config
         self._random = random.Random(seed)
         self._hook: Hook | None = load_hook(config.redact) if config.redact else None
         self._segments = SegmentWriter(
-            Path(config.dir), max_bytes=config.max_bytes, max_age_seconds=config.max_age_seconds, clock=clock
+            self.folder, max_bytes=config.max_bytes, max_age_seconds=config.max_age_seconds, clock=clock
         )
-        self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_RECORDS)
+        self._subjects = SubjectKeys(self.folder, read_token)
+        self._queue = RecordQueue()
+        self._writing = threading.Lock()
+        self._closing = False
         self._failing = False
         self._thread = threading.Thread(target=self._run_or_fail, name="capture", daemon=True)
         self._thread.start()
@@ -61,21 +77,39 @@ class Recorder:
         """Return whether to capture this request of ``task``, by a random draw with its share."""
         return self._random.random() < self.share_of(task)
 
-    def enqueue(self, record: Record) -> None:
+    def subject_of(self, user: str | None) -> str:
+        """Return the hash of a request's user; empty without one."""
+        return self._subjects.hash_of(user)
+
+    def enqueue(self, record: Record, epoch: int = 0) -> None:
         """Queue a record without waiting; drop it if the queue is full."""
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self.counts.dropped[Dropped.queue_full] += 1
+        if not self._queue.put(QueuedRecord(record, epoch)):
+            self.counts.drop(Dropped.queue_full)
+
+    def user_hashes(self, user: str) -> UserHashes:
+        """Return the hashes that records of a user may have. Reads the folder."""
+        return UserHashes(user, self._subjects.known().values())
+
+    def delete_user(self, user: str) -> DeletionCounts:
+        """Delete the records of a user from the folder and from the queue.
+
+        Raises:
+            FolderUnusable: The folder cannot be read, or a segment cannot be replaced.
+        """
+        hashes = self.user_hashes(user)
+        # A record that is being written is either on disk before the folder is read, or marked and not written.
+        with self._writing:
+            queued = self._queue.discard(lambda item: hashes.matches(item.record.user))
+        self.counts.drop(Dropped.deleted, queued)
+        counts = delete_user_records(self.folder, user, self._subjects.known().values())
+        counts.queued = queued
+        return counts
 
     def close(self, seconds: float = 5.0) -> None:
         """Write the queued records and stop the thread, waiting at most ``seconds``."""
-        deadline = time.monotonic() + seconds
-        try:
-            self._queue.put(None, timeout=seconds)
-        except queue.Full:
-            return
-        self._thread.join(max(deadline - time.monotonic(), 0))
+        self._closing = True
+        self._queue.wake()
+        self._thread.join(seconds)
 
     def _run_or_fail(self) -> None:
         try:
@@ -91,40 +125,39 @@ class Recorder:
             if time.monotonic() >= swept + every:
                 self._sweep()
                 swept = time.monotonic()
-            try:
-                record = self._queue.get(timeout=every)
-            except queue.Empty:
-                continue
-            if record is None:
+            item = self._queue.take(every, lambda: not self._closing or len(self._queue) > 0)
+            if item is not None:
+                self._try_to_write(item)
+                self._queue.done(item)
+            elif self._closing:
                 break
-            self._try_to_write(record)
         self._segments.close()
 
-    def _try_to_write(self, record: Record) -> None:
+    def _try_to_write(self, item: QueuedRecord) -> None:
         """Write a record or count it as dropped. No error may end the thread, which writes again when it can."""
         try:
-            self._write(record)
+            self._write(item)
         except Exception as error:
-            self.counts.dropped[Dropped.write_error] += 1
+            self.counts.drop(Dropped.write_error)
             if not self._failing:  # log once only: a full disk would also fill the log
                 log.warning("captured records cannot be written: %s", error, exc_info=not isinstance(error, OSError))
             self._failing = True
 
-    def _write(self, record: Record) -> None:
-        redacted = apply_hook(record, self._hook)
-        if isinstance(redacted, Dropped):
-            self.counts.dropped[redacted] += 1
+    def _write(self, item: QueuedRecord) -> None:
+        encoded = redact_and_encode(item.record, self._hook)
+        if isinstance(encoded, Dropped):
+            self.counts.drop(encoded)
             return
-        try:
-            body = encode(redacted)
-        except (TypeError, ValueError):  # the hook set a field to a type that a record cannot hold
-            self.counts.dropped[Dropped.redaction_error] += 1
-            return
+        record, body = encoded
         if len(body) > self._segments.largest:
-            self.counts.dropped[Dropped.too_large] += 1
+            self.counts.drop(Dropped.too_large)
             return
-        self._segments.append(body)
-        self.counts.records[redacted.task] += 1
+        with self._writing:
+            if item.unwanted:
+                return
+            self._subjects.store_for(record.user)
+            self._segments.append(body)
+        self.counts.records[record.task] += 1
         if self._failing:
             dropped = self.counts.dropped[Dropped.write_error]
             log.warning("captured records are written again; %d were dropped since the start", dropped)
@@ -132,6 +165,8 @@ class Recorder:
 
     def _sweep(self) -> None:
         try:
+            self._subjects.refresh()
             self.counts.stored_bytes = self._segments.sweep()
+            self._subjects.expire(self._config.max_age_seconds)
         except Exception as error:
             log.warning("captured records cannot be swept: %s", error)

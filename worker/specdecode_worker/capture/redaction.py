@@ -10,7 +10,7 @@ from typing import Any
 
 from specdecode_worker.capture.counters import Dropped
 from specdecode_worker.capture.errors import HookNotFound
-from specdecode_worker.capture.record import Record
+from specdecode_worker.capture.record import Record, encode
 
 Hook = Callable[[Record], Record | None]
 
@@ -49,3 +49,14 @@ def apply_hook(record: Record, hook: Hook | None) -> Record | Dropped:
     if redacted is None:
         return Dropped.redacted
     return redacted if isinstance(redacted, Record) else Dropped.redaction_error
+
+
+def redact_and_encode(record: Record, hook: Hook | None) -> tuple[Record, bytes] | Dropped:
+    """Return the record to write with its encoding, or the reason to drop it."""
+    redacted = apply_hook(record, hook)
+    if isinstance(redacted, Dropped):
+        return redacted
+    try:
+        return redacted, encode(redacted)
+    except (TypeError, ValueError):  # the hook set a field to a type that a record cannot hold
+        return Dropped.redaction_error

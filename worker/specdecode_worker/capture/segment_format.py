@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import struct
 import uuid
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 MAGIC = b"SDCAP01\n"
 SUFFIX = ".segment"
@@ -53,26 +55,33 @@ def frame_of(body: bytes) -> bytes:
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
-def read_bodies(content: bytes) -> Iterator[bytes | None]:
-    """Yield the bodies of a segment's frames, and None at the end if the rest cannot be read."""
+def read_bodies(file: BinaryIO) -> Iterator[bytes | None]:
+    """Yield the bodies of a segment's frames, and None at the end if the rest cannot be read.
+
+    One frame is in memory at a time. After each body, ``file`` is at the end of its frame.
+    """
+    size = os.fstat(file.fileno()).st_size
     at = len(MAGIC)
-    if not content.startswith(MAGIC):
+    if file.read(len(MAGIC)) != MAGIC:
         yield None
         return
-    while at < len(content):
-        body = _body(content, at)
+    while at < size:
+        body = _next_body(file, size - at)
         yield body
         if body is None:
             return
         at += FRAME_OVERHEAD + len(body)
 
 
-def _body(content: bytes, at: int) -> bytes | None:
-    """Return the body of the frame at offset ``at``, or None if the frame is truncated or corrupt."""
-    if at + FRAME_OVERHEAD > len(content):
+def _next_body(file: BinaryIO, left: int) -> bytes | None:
+    """Return the body of the next frame, or None if the frame is truncated or corrupt."""
+    head = file.read(FRAME_OVERHEAD)
+    if len(head) < FRAME_OVERHEAD:
         return None
-    length, checksum = _HEAD.unpack_from(content, at)
-    body = content[at + FRAME_OVERHEAD : at + FRAME_OVERHEAD + length]
+    length, checksum = _HEAD.unpack(head)
+    if length > left - FRAME_OVERHEAD:
+        return None
+    body = file.read(length)
     return body if len(body) == length and zlib.crc32(body) == checksum else None
 
 

@@ -55,13 +55,15 @@ class FinishedSegments:
     """Reader of the finished segments of ``folder``. Its methods block, and ``listing`` reads all new segments."""
 
     def __init__(self, folder: Path, retention: Retention, clock: Callable[[], float] = time.time) -> None:
-        self._folder, self._retention, self._clock = folder, retention, clock
+        self._folder, self._clock = folder, clock
+        self.retention = retention
+        """Bounds in force. They may be replaced."""
         self._hashes: dict[str, tuple[_Status, str]] = {}
 
     def listing(self) -> SegmentListing:
         """Return the newest finished segments that have not expired. A segment is hashed once."""
         now = self._clock()
-        segments = [one for one in list_segments(self._folder) if not self._retention.is_expired(one, now)]
+        segments = [one for one in list_segments(self._folder) if not self.retention.is_expired(one, now)]
         listed = []
         hashes: dict[str, tuple[_Status, str]] = {}
         for segment in segments[-MAX_LISTED:]:
@@ -74,7 +76,7 @@ class FinishedSegments:
                 hashes[name] = (status, sha256)
                 listed.append(ListedSegment(name=name, size=status[2], sha256=sha256))
         self._hashes = hashes
-        return SegmentListing(segments=tuple(listed), max_age_seconds=self._retention.max_age_seconds)
+        return SegmentListing(segments=tuple(listed), max_age_seconds=self.retention.max_age_seconds)
 
     def open(self, name: str) -> BinaryIO:
         """Open a finished segment.
@@ -99,7 +101,7 @@ class FinishedSegments:
 
     def _is_finished(self, name: str) -> bool:
         began_seconds = int(name.partition("-")[0]) / 1e6
-        return began_seconds + self._retention.segment_seconds + FINISH_MARGIN_SECONDS < self._clock()
+        return began_seconds + self.retention.segment_seconds + FINISH_MARGIN_SECONDS < self._clock()
 
 
 def hash_file(file: BinaryIO) -> str:

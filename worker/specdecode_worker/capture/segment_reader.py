@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -40,11 +41,12 @@ def read_records(folders: Sequence[Path], stats: ReadStats, clock: Callable[[], 
             raise FolderUnusable(f"{folder} is no folder; name the one that `serve --capture` was given")
         for segment in _valid_segments(folder, clock()):
             try:
-                content = segment.path.read_bytes()
+                file = segment.path.open("rb")
             except FileNotFoundError:
                 continue  # deleted by a writer since the listing
-            stats.segments += 1
-            yield from _records(content, stats)
+            with file:
+                stats.segments += 1
+                yield from _records(file, stats)
 
 
 def _valid_segments(folder: Path, now: float) -> list[Segment]:
@@ -57,8 +59,8 @@ def _valid_segments(folder: Path, now: float) -> list[Segment]:
     return [segment for segment in list_segments(folder) if not retention.is_expired(segment, now)]
 
 
-def _records(content: bytes, stats: ReadStats) -> Iterator[Record]:
-    for body in read_bodies(content):
+def _records(file: BinaryIO, stats: ReadStats) -> Iterator[Record]:
+    for body in read_bodies(file):
         if body is None:
             stats.torn += 1
             return

@@ -43,6 +43,8 @@ class SegmentWriter:
         self._file: int | None = None
         self._path = folder
         self._size, self._began, self._unswept = 0, 0.0, 0
+        self.sweeps = 0
+        """Sweeps so far. After each, older segments may be gone."""
         try:
             self._prepare_folder()
             mark = folder / f".{uuid.uuid4().hex}"
@@ -57,6 +59,11 @@ class SegmentWriter:
     def largest(self) -> int:
         """Size in bytes of the largest record that fits a segment."""
         return self._retention.segment_bytes - len(MAGIC) - FRAME_OVERHEAD
+
+    @property
+    def path(self) -> Path:
+        """Segment of the last record."""
+        return self._path
 
     @property
     def sweep_seconds(self) -> float:
@@ -90,6 +97,7 @@ class SegmentWriter:
             OSError: A segment cannot be deleted.
         """
         self._unswept = 0
+        self.sweeps += 1
         return sweep(self._folder, self._retention, self._clock())
 
     def close(self) -> None:

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from specdecode_worker.capture.errors import CaptureError, FolderUnusable
-from specdecode_worker.capture.record import Record, user_hash
+from specdecode_worker.capture.record import Record
 from specdecode_worker.capture.retention import RETENTION_FILE, delete_expired, stored_retention
+from specdecode_worker.capture.subject_keys import UserHashes, derived_key, stored_keys
 from specdecode_worker.capture.user_deletion import delete_user_records
 
 
@@ -27,21 +28,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     delete.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of `serve --capture`, or `distill --out`")
     delete.add_argument("--user", required=True, metavar="ID", help="value of the field `user` of the requests")
+    delete.add_argument("--token-file", type=Path, metavar="FILE",
+                        help="admin tokens with the scope operator, one a line, for folders without keys")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Return the exit code: 0 on success, 1 if a folder cannot be used or may still hold records of the user."""
     codes = []
+    try:
+        keys = _keys(args) if args.action == "delete" else []
+    except CaptureError as error:
+        print(f"specdecode-worker capture: {error}", file=sys.stderr)
+        return 1
     for folder in args.folders:
         try:
             if _is_run(folder):
-                codes.append(_delete_from_run(folder, args))
+                codes.append(_delete_from_run(folder, args, keys))
             else:
-                codes.append(_sweep(folder, args.max_age) if args.action == "sweep" else _delete(folder, args.user))
+                codes.append(
+                    _sweep(folder, args.max_age) if args.action == "sweep" else _delete(folder, args.user, keys)
+                )
         except CaptureError as error:
             print(f"specdecode-worker capture: {error}", file=sys.stderr)
             codes.append(1)
     return max(codes)
+
+
+def _keys(args: argparse.Namespace) -> list[bytes]:
+    """Return the keys of all named folders and of the token file: copies of records have the same hashes."""
+    keys = [key for folder in args.folders for key in stored_keys(folder).values()]
+    if args.token_file is None:
+        return keys
+    try:
+        return keys + [derived_key(token) for token in args.token_file.read_text().split()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise FolderUnusable(f"{args.token_file} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def _is_run(folder: Path) -> bool:
@@ -49,7 +70,7 @@ def _is_run(folder: Path) -> bool:
     return (folder / "data").is_dir() and not (folder / RETENTION_FILE).exists()
 
 
-def _delete_from_run(folder: Path, args: argparse.Namespace) -> int:
+def _delete_from_run(folder: Path, args: argparse.Namespace, keys: list[bytes]) -> int:
     """Delete expired records, or those of a user, from a run of `distill` and return the exit code."""
     # Imported here, because it needs torch, which the deletion of segments does not.
     from specdecode_worker.training.distillation.run_deletion import delete_from_run
@@ -58,10 +79,15 @@ def _delete_from_run(folder: Path, args: argparse.Namespace) -> int:
     if args.action == "sweep" and args.max_age is None:
         raise FolderUnusable(f"{folder} is a run of `distill`; give the maximum age of its records with --max-age")
     oldest = time.time() - args.max_age if args.action == "sweep" else 0.0
-    wanted_user = user_hash(args.user) if args.action == "delete" else None
+    hashes = UserHashes(args.user, keys) if args.action == "delete" else None
+    undecidable = 0
 
     def unwanted(record: Record) -> bool:
-        return record.time_seconds < oldest if wanted_user is None else record.user == wanted_user
+        nonlocal undecidable
+        if hashes is None:
+            return record.time_seconds < oldest
+        undecidable += hashes.is_undecidable(record.user)
+        return hashes.matches(record.user)
 
     try:
         count = delete_from_run(folder, unwanted)
@@ -70,7 +96,7 @@ def _delete_from_run(folder: Path, args: argparse.Namespace) -> int:
     except OSError as error:
         raise FolderUnusable(f"{error.filename or folder} cannot be rewritten: {error.strerror or error}") from None
     print(f"{folder}: {count} records deleted from the data of a distillation run")
-    return 0
+    return _warn_of_undecidable(folder, undecidable)
 
 
 def _sweep(folder: Path, max_age_seconds: float | None) -> int:
@@ -89,15 +115,28 @@ def _sweep(folder: Path, max_age_seconds: float | None) -> int:
     return 0
 
 
-def _delete(folder: Path, user: str) -> int:
+def _delete(folder: Path, user: str, keys: list[bytes]) -> int:
     """Delete the records of a user from a folder and return the exit code."""
-    counts = delete_user_records(folder, user)
+    counts = delete_user_records(folder, user, keys)
     print(f"{folder}: {counts.records} records deleted, {counts.segments} segments rewritten")
+    code = _warn_of_undecidable(folder, counts.undecidable)
     if not counts.unreadable:
-        return 0
+        return code
     print(
         f"specdecode-worker capture: {folder}: {counts.unreadable} segments or records cannot be read and may be of "
         "this user; they are deleted when they expire, or delete their files now",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _warn_of_undecidable(folder: Path, count: int) -> int:
+    """Name the number of records whose keys are missing, and return the exit code."""
+    if not count:
+        return 0
+    print(
+        f"specdecode-worker capture: {folder}: {count} records have hashes of an unknown key and may be of this user; "
+        "name the folder of the worker that wrote them too, or give its operator tokens with --token-file",
         file=sys.stderr,
     )
     return 1

@@ -22,6 +22,8 @@ class Route:
     draft = "/v1/draft"
     captures = "/v1/captures"
     """List of finished segments of captured traffic; one segment is below it, by its name."""
+    capture_deletions = "/v1/captures/deletions"
+    """Deletion of the captured requests of one user. The body names the user."""
 
 
 class Header:

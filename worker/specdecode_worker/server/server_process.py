@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import Env, Plan, ServerConfig, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.engine_interface import Build
@@ -103,12 +104,12 @@ async def serve(
     credentials = load_credentials(config.server, os.environ, api_keys)
     tls = _certificate(config.server)
     sockets = _bind(config, admin_host=_LOOPBACK if credentials.generated_token else config.server.host)
-    recorder = open_recorder(config.capture)
+    recorder = open_recorder(config, plan)
     engine, deadline, parts = EngineClient(config, plan, knobs, build=build), ExitDeadline(), VitalParts()
     try:
         lifecycle = Lifecycle()
         parts.start("engine watch", watch_engine(engine, lifecycle, config.server.step_timeout_seconds))
-        if recorder is not None:
+        if isinstance(recorder, Recorder):
             parts.start("capture thread", watch_recorder(recorder))
         service = Service(config, engine, lifecycle, plan, recorder)
         shutdown = Shutdown(lifecycle, config.server, lambda: engine.unfinished_answers, signals.exit_now)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from specdecode_worker.capture import Recorder
+from specdecode_worker.capture.live import LiveRecorder
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.ipc.engine_client import EngineClient
@@ -51,7 +52,7 @@ class Service:
         engine: EngineClient,
         lifecycle: Lifecycle,
         plan: Plan,
-        recorder: Recorder | None = None,
+        recorder: Recorder | LiveRecorder | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -101,6 +102,16 @@ class Service:
         self.check_loaded()
         assert self._model is not None
         return self._model
+
+    @property
+    def recorder(self) -> Recorder | LiveRecorder | None:
+        """Recorder of captured requests; None without a folder for them."""
+        return self._recorder
+
+    @property
+    def capture(self) -> RequestCapture | None:
+        """Capture of requests; None without a folder for it, and while the model loads."""
+        return self._capture
 
     @property
     def compatibility_key(self) -> str:
@@ -163,7 +174,7 @@ class Service:
         prompts: Sequence[Prompt],
         task: str,
         *,
-        capture: bool = True,
+        capture: bool | None = None,
         terms: RequestTerms = RequestTerms(),  # noqa: B008  # frozen
     ) -> list[Generation]:
         """Start ``request.generated_choices`` generations for each prompt. Either all of them start or none.
@@ -172,7 +183,7 @@ class Service:
             request: The validated request body.
             prompts: Tokenized prompts of the request.
             task: Task label of the request.
-            capture: False when the client does not permit its request to be captured.
+            capture: Whether the client permits its request to be captured; None if it does not say.
             terms: Client and deadlines of the request.
 
         Returns:
@@ -185,9 +196,8 @@ class Service:
         choices = new_choices(self.model, request, prompts)
         self.lifecycle.check_accepting()
         self._check_queue(self.engine.in_flight, len(choices), len(prompts), terms.client)
-        if self._capture is not None and not capture:
-            self._capture.opted_out()
-        return self._starter.start(choices, self._origin(request, task, terms), self._capture if capture else None)
+        start_record = self._capture.for_request(capture) if self._capture is not None else None
+        return self._starter.start(choices, self._origin(request, task, terms), start_record)
 
     def resume(
         self, request: GenerationRequest, choices: Sequence[StartingChoice], task: str, *, terms: RequestTerms
@@ -225,6 +235,8 @@ class Service:
             with _engine_errors():
                 await self.engine.set_plan(plan)
             self.plans.current = plan
+            if isinstance(self._recorder, LiveRecorder):
+                self._recorder.apply(plan.capture)
 
     async def begin_draft_swap(self, draft: DraftConfig, name: str, expected_hash: str | None = None) -> str:
         """Start to replace the draft ``name`` (empty for the default draft).
@@ -254,7 +266,7 @@ class Service:
             await self.engine.set_synthetic(knobs)
 
     async def report(self) -> Report:
-        """Return the engine's report, completed with the draining state and the compatibility key.
+        """Return the engine's report, completed with draining state, compatibility key and captured requests.
 
         Callers at the same time share one report.
 
@@ -264,7 +276,11 @@ class Service:
         self.check_loaded()
         with _engine_errors():
             report = await self._engine_report.result()
-        own = {"draining": self.lifecycle.shutting_down, "compatibility_key": self._compatibility_key}
+        own = {
+            "draining": self.lifecycle.shutting_down,
+            "compatibility_key": self._compatibility_key,
+            "capture": self._recorder.report() if isinstance(self._recorder, LiveRecorder) else None,
+        }
         return report.model_copy(update=own)
 
 

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from captured import record
 
 from specdecode_worker.capture import CaptureError, Dropped, ReadStats, Record, Recorder, read_records
-from specdecode_worker.capture.recorder import QUEUE_RECORDS
+from specdecode_worker.capture.record_queue import QUEUE_RECORDS
 from specdecode_worker.contract import CaptureConfig
 
 
@@ -140,3 +141,25 @@ def test_old_segments_are_deleted_while_idle(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     made.close()
+
+
+def test_records_of_a_user_are_deleted_from_folder_and_queue(tmp_path: Path, held: threading.Event) -> None:
+    made = recorder(tmp_path, redact="redaction_hooks:hanging")
+    ann, bob = (msgspec.structs.replace(record(n), user=made.subject_of(u)) for n, u in ((0, "ann"), (1, "bob")))
+    held.set()
+    made.enqueue(ann)
+    deadline = time.monotonic() + 10
+    while not made.counts.records:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    held.clear()
+    for one in (ann, ann, bob):
+        made.enqueue(one)
+    while len(made._queue) > 2:
+        time.sleep(0.01)
+    counts = made.delete_user("ann")
+    assert (counts.records, counts.queued) == (1, 2)
+    held.set()
+    made.close()
+    assert read(tmp_path) == [bob]
+    assert made.counts.dropped == {Dropped.deleted: 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,25 @@ import pytest
 from captured import record
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.capture import ReadStats, Record, read_records, user_hash
+from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.capture.record import encode
 from specdecode_worker.capture.segment_format import list_segments
 from specdecode_worker.capture.segments import SegmentWriter
+from specdecode_worker.capture.subject_keys import (
+    KEY_SUFFIX,
+    SubjectKeys,
+    UserHashes,
+    derived_key,
+    key_id,
+    keyed_hash,
+    stored_keys,
+    unkeyed_hash,
+)
 from specdecode_worker.capture.user_deletion import delete_user_records
 
 
 def of_user(number: int, user: str) -> Record:
-    return msgspec.structs.replace(record(number), user=user_hash(user) if user else "")
+    return msgspec.structs.replace(record(number), user=unkeyed_hash(user) if user else "")
 
 
 def writer(folder: Path) -> SegmentWriter:
@@ -87,3 +98,56 @@ def test_the_command_deletes_and_says_what_it_cannot_read(tmp_path: Path, capsys
     assert main(["capture", "delete", "--user", "ann", str(tmp_path)]) == 1
     assert "1 segments or records cannot be read" in capsys.readouterr().err
     assert main(["capture", "delete", "--user", "ann", str(tmp_path / "missing")]) == 1
+
+
+def keyed(number: int, user: str, key: bytes) -> Record:
+    return msgspec.structs.replace(record(number), user=keyed_hash(key, user))
+
+
+def test_keyed_and_unkeyed_records_are_deleted_with_the_keys_of_the_folder(tmp_path: Path, capsys: Any) -> None:
+    segments, subjects = writer(tmp_path), SubjectKeys(tmp_path, lambda: "token")
+    subjects.store_for(subjects.hash_of("ann"))
+    for made in (of_user(0, "ann"), keyed(1, "ann", derived_key("token")), keyed(2, "bob", derived_key("token"))):
+        segments.append(encode(made))
+    assert main(["capture", "delete", "--user", "ann", str(tmp_path)]) == 0
+    assert "2 records deleted" in capsys.readouterr().out
+    assert [one.sampling.seed for one in read(tmp_path)] == [2]
+
+
+def test_copies_without_keys_need_the_tokens(tmp_path: Path, capsys: Any) -> None:
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    segments, other_subjects = writer(copy), SubjectKeys(other, lambda: "other")
+    other.mkdir()
+    other_subjects.store_for(other_subjects.hash_of("ann"))
+    segments.append(encode(keyed(0, "ann", derived_key("old"))))
+    segments.append(encode(keyed(1, "ann", derived_key("other"))))
+    assert main(["capture", "delete", "--user", "ann", str(copy)]) == 1
+    assert "2 records have hashes of an unknown key" in capsys.readouterr().err
+    assert main(["capture", "delete", "--user", "ann", str(copy), str(other)]) == 1, "the keys of all named folders"
+    assert [one.sampling.seed for one in read(copy)] == [0]
+    tokens = tmp_path / "operator"
+    tokens.write_text("new\nold\n")
+    assert main(["capture", "delete", "--user", "ann", "--token-file", str(tokens), str(copy)]) == 0
+    assert read(copy) == []
+    assert main(["capture", "delete", "--user", "ann", "--token-file", str(copy / "none"), str(copy)]) == 1
+
+
+def test_hashes_cannot_be_computed_without_the_key() -> None:
+    hashes = UserHashes("ann", [derived_key("mine")])
+    assert hashes.matches(keyed_hash(derived_key("mine"), "ann"))
+    assert not hashes.matches(keyed_hash(derived_key("theirs"), "ann"))
+    assert hashes.is_undecidable(keyed_hash(derived_key("theirs"), "ann"))
+    assert not hashes.is_undecidable(unkeyed_hash("bob"))
+    assert not hashes.is_undecidable("")
+
+
+def test_keys_are_deleted_once_no_record_can_need_them(tmp_path: Path) -> None:
+    for token in ("old", "recent", "current"):
+        subjects = SubjectKeys(tmp_path, lambda token=token: token)  # type: ignore[misc]
+        subjects.store_for(subjects.hash_of("ann"))
+    path = tmp_path / f"{key_id(derived_key('old'))}{KEY_SUFFIX}"
+    os.utime(path, (0, 0))
+    current = tmp_path / f"{key_id(derived_key('current'))}{KEY_SUFFIX}"
+    os.utime(current, (0, 0))
+    subjects.expire(3600)
+    assert set(stored_keys(tmp_path)) == {key_id(derived_key("recent")), key_id(derived_key("current"))}

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.capture import Record, opening_hash, user_hash
+from specdecode_worker.capture import Record, opening_hash
+from specdecode_worker.capture.subject_keys import unkeyed_hash
 from specdecode_worker.engine.ipc.messages import Sampling
 from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.replay_pool import read_pool
@@ -20,7 +21,7 @@ def record(number: int) -> Record:
     return Record(
         tokens=tuple(range(number, number + 8)), prompt_length=4, sampling=Sampling(max_tokens=4, seed=0),
         target="t", task="a", time_seconds=float(number), opening=opening_hash(str(number)),
-        user=user_hash("alice" if number % 2 else "bob"),
+        user=unkeyed_hash("alice" if number % 2 else "bob"),
     )  # fmt: skip
 
 

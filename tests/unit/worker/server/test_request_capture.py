@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.capture import Dropped, Recorder
+from specdecode_worker.capture import Dropped, ReadStats, Recorder, read_records
+from specdecode_worker.capture.live import LiveRecorder
 from specdecode_worker.contract import CaptureConfig, Sampler
+from specdecode_worker.contract.capture import CaptureRules
 from specdecode_worker.engine.ipc.messages import Sampling, Tokens
-from specdecode_worker.server.request_capture import RequestCapture
+from specdecode_worker.server.request_capture import RecordBuilder, RequestCapture
 from specdecode_worker.server.text.prompts import Prompt
 
 
@@ -27,3 +29,36 @@ def test_mss_requests_are_captured_only_if_greedy(
     recorder.close()
     assert recorder.counts.records.total() == taken
     assert recorder.counts.dropped[Dropped.not_repeatable] == 1 - taken
+
+
+def end(builder: RecordBuilder | None) -> None:
+    assert builder is not None
+    builder.process(Tokens(request_id="r", tokens=(4,)))
+    builder.end()
+
+
+def test_request_that_runs_while_its_user_is_deleted_is_not_captured(tmp_path: Path) -> None:
+    recorder = LiveRecorder(tmp_path, CaptureRules(share=1.0), read_token=lambda: "token")
+    capture = RequestCapture(recorder, "t", "coupled")
+
+    def start(user: str) -> RecordBuilder | None:
+        return capture.start_record(Prompt((1, 2)), Sampling(max_tokens=3, seed=1), "other", user, None)
+
+    ann, bob = start("ann"), start("bob")
+    capture.delete_user("ann")
+    for builder in (ann, bob, start("ann")):
+        end(builder)
+    recorder.close()
+    assert recorder.counts.dropped == {Dropped.deleted: 1}
+    assert recorder.counts.records.total() == 2, "later requests of the user are captured"
+
+
+def test_record_has_the_share_that_it_was_drawn_with(tmp_path: Path) -> None:
+    recorder = LiveRecorder(tmp_path, CaptureRules(share=1.0))
+    capture = RequestCapture(recorder, "t", "coupled")
+    builder = capture.start_record(Prompt((1, 2)), Sampling(max_tokens=3, seed=1), "other", None, True)
+    recorder.apply(CaptureRules(share=0.25))
+    end(builder)
+    recorder.close()
+    (record,) = read_records([tmp_path], ReadStats())
+    assert (record.share, record.permitted) == (1.0, True)

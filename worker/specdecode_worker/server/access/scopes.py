@@ -12,7 +12,7 @@ class Scope(StrEnum):
     """Purpose of an admin token. The file of a token has the name of its scope."""
 
     operator = "operator"
-    """Every route except captured segments, also those that a later version adds."""
+    """Every route except the reading of captured segments, also routes that a later version adds."""
     router = "router"
     """Reports, and the internal streams below INTERNAL_PREFIX."""
     capture = "capture"
@@ -38,6 +38,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("POST", Route.drain): _OPERATOR,
     ("GET", Route.captures): _CAPTURE,
     ("GET", f"{Route.captures}/{{name}}"): _CAPTURE,
+    ("POST", Route.capture_deletions): _OPERATOR,
 }
 """Scopes that may call each route of the admin port."""
 
@@ -51,6 +52,6 @@ def allowed_scopes(method: str, path: str) -> frozenset[Scope]:
     """Return the scopes that may call a route. A route that is not in the table is the operator's alone."""
     if path.startswith(INTERNAL_PREFIX):
         return _OPERATOR_AND_ROUTER
-    if path.startswith(f"{Route.captures}/"):
+    if path.startswith(f"{Route.captures}/") and (method, path) not in ROUTE_SCOPES:
         return _CAPTURE
     return ROUTE_SCOPES.get((method, path), _OPERATOR)

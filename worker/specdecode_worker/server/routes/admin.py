@@ -14,6 +14,7 @@ from specdecode_worker.server.plan_store import parse_plan
 from specdecode_worker.server.requests.body_parser import parse_contract
 from specdecode_worker.server.requests.draft_swap import NewDraft
 from specdecode_worker.server.routes.admin_access import AdminAccessCheck
+from specdecode_worker.server.routes.capture_deletions import add_capture_deletions
 from specdecode_worker.server.routes.captures import add_captures
 from specdecode_worker.server.routes.http_app import answer_errors, read_body
 from specdecode_worker.server.routes.internal import add_internal
@@ -29,6 +30,7 @@ def admin_app(service: Service, shutdown: Shutdown, tokens: ReloadedSecrets) -> 
     _add_draft(app, service)
     _add_synthetic(app, service)
     add_internal(app, service)
+    add_capture_deletions(app, service)
     add_captures(app, service)
 
     @app.get(Route.report)

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 from typing import BinaryIO, TypeVar
 
 from fastapi import FastAPI
@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from specdecode_worker.capture.errors import SegmentNotFound
-from specdecode_worker.capture.retention import Retention
 from specdecode_worker.capture.segment_listing import READ_BYTES, FinishedSegments
 from specdecode_worker.contract import Route
 from specdecode_worker.server.errors import Unavailable
@@ -95,12 +94,20 @@ class _SegmentSource:
         self._transfers -= 1
 
     def _finished_segments(self) -> FinishedSegments:
-        capture = self._service.config.capture
-        if capture is None:
+        """Return the segments, with the bounds that are in force. Raise HTTPException (404) while capture is off."""
+        recorder = self._service.recorder
+        retention = recorder.retention if recorder is not None else None
+        if recorder is None or retention is None:
+            self._segments = None
             raise HTTPException(404, "this worker does not capture traffic")
         if self._segments is None:
-            self._segments = FinishedSegments(Path(capture.dir), Retention(capture.max_age_seconds, capture.max_bytes))
+            self._segments = FinishedSegments(recorder.folder, retention)
+        self._segments.retention = retention
         return self._segments
+
+
+class _SegmentDeleted(Exception):
+    """A segment that was deleted or rewritten while it was sent."""
 
 
 class _SegmentResponse(StreamingResponse):
@@ -120,6 +127,8 @@ class _SegmentResponse(StreamingResponse):
                 await super().__call__(scope, receive, send)
         except TimeoutError:
             log.warning("a client did not read a captured segment within %.0f s", TRANSFER_SECONDS)
+        except _SegmentDeleted:
+            log.info("a captured segment was deleted while it was sent; the rest of it is not sent")
         finally:
             self._file.close()
             self._source.end_transfer()
@@ -127,11 +136,17 @@ class _SegmentResponse(StreamingResponse):
     async def _pieces(self) -> AsyncIterator[bytes]:
         left = self._size
         while left > 0:
-            piece = await self._source.read(lambda: self._file.read(min(READ_BYTES, left)))  # noqa: B023
+            piece = await self._source.read(partial(self._next_piece, min(READ_BYTES, left)))
             if not piece:
                 return
             left -= len(piece)
             yield piece
+
+    def _next_piece(self, size: int) -> bytes:
+        """Read from the segment. Raise _SegmentDeleted if it was deleted or rewritten meanwhile."""
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise _SegmentDeleted
+        return self._file.read(size)
 
 
 def _lower_priority() -> None:

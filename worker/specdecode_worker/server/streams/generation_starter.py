@@ -16,7 +16,7 @@ from specdecode_worker.server.access.prefix_salt import prefix_salt
 from specdecode_worker.server.admission import AdmissionQueue
 from specdecode_worker.server.errors import Unavailable
 from specdecode_worker.server.generation import Generation, RequestObserver
-from specdecode_worker.server.request_capture import RequestCapture
+from specdecode_worker.server.request_capture import StartRecord
 from specdecode_worker.server.request_terms import RequestTerms
 from specdecode_worker.server.requests import GenerationRequest
 from specdecode_worker.server.streams.starting_choice import StartingChoice
@@ -49,9 +49,9 @@ class GenerationStarter:
         self._engine, self._queue, self._counts = engine, queue, counts
 
     def start(
-        self, choices: Sequence[StartingChoice], origin: Origin, capture: RequestCapture | None
+        self, choices: Sequence[StartingChoice], origin: Origin, start_record: StartRecord | None
     ) -> list[Generation]:
-        """Start all choices of a request. Without ``capture`` it is not captured.
+        """Start all choices of a request. Without ``start_record`` it is not captured.
 
         Raises:
             Unavailable: The engine is gone. No choice has started.
@@ -59,13 +59,13 @@ class GenerationStarter:
         with contextlib.ExitStack() as started:
             generations = []
             for choice in choices:
-                generation = self._generation(choice, origin, capture)
+                generation = self._generation(choice, origin, start_record)
                 started.callback(generation.close)
                 generations.append(generation)
             started.pop_all()
         return generations
 
-    def _generation(self, choice: StartingChoice, origin: Origin, capture: RequestCapture | None) -> Generation:
+    def _generation(self, choice: StartingChoice, origin: Origin, start_record: StartRecord | None) -> Generation:
         if choice.output.finish_reason is not None:
             return Generation(
                 None, choice.output, choice.sampling, observers=(), on_end=lambda: None, replayed=choice.replayed
@@ -80,21 +80,21 @@ class GenerationStarter:
             stream,
             choice.output,
             choice.sampling,
-            observers=self._observers(choice, submit, origin, capture),
+            observers=self._observers(choice, submit, origin, start_record),
             on_end=lambda: self._queue.record_end(time.monotonic(), submit.client),
             retry_after_seconds=lambda: self._queue.wait_seconds(1, time.monotonic()),
             replayed=choice.replayed,
         )
 
     def _observers(
-        self, choice: StartingChoice, submit: Submit, origin: Origin, capture: RequestCapture | None
+        self, choice: StartingChoice, submit: Submit, origin: Origin, start_record: StartRecord | None
     ) -> list[RequestObserver]:
         earlier_tokens = None if submit.emitted is None else len(submit.emitted)
         observers: list[RequestObserver] = [
             self._counts.request_counter(submit.task, len(submit.prompt), submit.client, earlier_tokens)
         ]
-        if capture is not None and choice.generates:
-            observer = capture.start_record(choice.prompt, submit.sampling, submit.task, origin.user)
+        if start_record is not None and choice.generates:
+            observer = start_record(choice.prompt, submit.sampling, submit.task, origin.user)
             observers += [observer] if observer is not None else []
         return observers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import msgspec
@@ -29,3 +30,17 @@ def wrong(record: Record) -> Any:
 
 def spoiling(record: Record) -> Record:
     return msgspec.structs.replace(record, task=object())  # type: ignore[arg-type]
+
+
+HELD = threading.Event()
+"""Set while the hook `hanging` returns."""
+HELD.set()
+
+
+def hanging(record: Record) -> Record:
+    HELD.wait(60)
+    return record
+
+
+def ending(record: Record) -> Record:
+    raise SystemExit(f"a secret: {record.tokens}")

@@ -1,0 +1,165 @@
+"""Faults of capture that the plan switches on: full disk, slow disk, hooks that hang or end the thread.
+
+The worker serves on, the report says why nothing is captured, and the next rules are tried at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import httpx
+import pytest
+from bounds import healthy
+from worker_process import StartWorker, WorkerProcess
+
+from specdecode_worker.capture import ReadStats, read_records
+from specdecode_worker.capture.segment_format import segment_name
+from specdecode_worker.contract import Plan, Report, Route
+from specdecode_worker.contract.capture import CaptureReport, CaptureRules
+
+versions = count(1)
+ANSWER_SECONDS = 2.0
+"""Bound of the time of a short request during every fault."""
+
+
+def push(worker: WorkerProcess, **rules: object) -> None:
+    plan = Plan(uid="uid-1", version=next(versions), capture=CaptureRules(share=1.0, **rules))  # type: ignore[arg-type]
+    assert worker.call_admin(Route.plan, "PUT", content=plan.model_dump_json()).status_code == 200
+
+
+def push_off(worker: WorkerProcess) -> None:
+    plan = Plan(uid="uid-1", version=next(versions))
+    assert worker.call_admin(Route.plan, "PUT", content=plan.model_dump_json()).status_code == 200
+
+
+def ask(worker: WorkerProcess, requests: int = 1, n: int = 1) -> None:
+    """Send requests and check that none waits for the capture."""
+    for _ in range(requests):
+        began = time.monotonic()
+        body = {"model": "small", "prompt": "hello " * 30, "max_tokens": 2, "n": n}
+        answer = httpx.post(f"{worker.public}/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+        assert time.monotonic() - began < ANSWER_SECONDS
+
+
+def captured(worker: WorkerProcess) -> CaptureReport:
+    report = Report.model_validate(worker.call_admin(Route.report).json()).capture
+    assert report is not None
+    return report
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield the folder of a file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    mounted = subprocess.run(words, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_full_disk_stops_capture_and_the_next_rules_are_tried(small_disk: Path, start_fake: StartWorker) -> None:
+    folder, filler = small_disk / "captures", small_disk / "filler"
+    worker = start_fake(capture_dir=str(folder))
+    with healthy(worker):
+        push(worker)
+        ask(worker)
+        worker.wait_until(lambda: captured(worker).conversations == 1)
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        ask(worker, 8, n=4)
+        worker.wait_until(lambda: "No space left" in (captured(worker).problem or ""))
+        full = captured(worker)
+        assert full.dropped["write_error"] == 1, "the disk is tried once"
+        ask(worker, 3)
+        assert captured(worker).dropped["stopped"] > full.dropped.get("stopped", 0)
+        filler.unlink()
+        push(worker, max_bytes=2**17)
+        worker.wait_until(lambda: not worker_is_stopped(worker))
+        ask(worker, 2)
+        worker.wait_until(lambda: captured(worker).problem is None)
+    stats = ReadStats()
+    readable = len(list(read_records([folder], stats)))
+    report = captured(worker)
+    print(f"{report.conversations} stored, {readable} readable, {report.dropped} dropped, {stats.torn} torn segments")
+    assert (readable, stats.torn, stats.unreadable) == (report.conversations, 0, 0)
+
+
+def worker_is_stopped(worker: WorkerProcess) -> bool:
+    """Return whether a request is still dropped because capture is stopped."""
+    before = captured(worker).dropped.get("stopped", 0)
+    ask(worker)
+    return captured(worker).dropped.get("stopped", 0) > before
+
+
+def test_bound_holds_on_a_small_disk(small_disk: Path, start_fake: StartWorker) -> None:
+    folder = small_disk / "captures"
+    worker = start_fake(capture_dir=str(folder))
+    push(worker, max_bytes=2**16)
+    with healthy(worker):
+        for _ in range(8):
+            ask(worker, 6, n=4)
+            assert sum(path.stat().st_size for path in folder.iterdir() if path.exists()) <= 2**16 + 4096
+    report = captured(worker)
+    assert (report.problem, report.dropped) == (None, {})
+    assert 0 < report.stored_bytes <= 2**16
+
+
+def test_slow_disk_delays_no_request(tmp_path: Path, start_fake: StartWorker) -> None:
+    folder = tmp_path / "captures"
+    worker = start_fake(capture_dir=str(folder))
+    push(worker)
+    ask(worker)
+    worker.wait_until(lambda: captured(worker).conversations == 1)
+    blocked = folder / segment_name(time.time() - 10)
+    os.mkfifo(blocked)  # reading it waits, as on a disk that does not answer
+    with healthy(worker):
+        push(worker, max_bytes=2**20)
+        ask(worker, 10)
+        worker.wait_until(lambda: captured(worker).problem is not None, 30)
+        ask(worker, 3)
+        assert captured(worker).conversations <= 11
+        blocked.open("wb").close()
+        worker.wait_until(lambda: captured(worker).problem is None)
+        worker.wait_until(lambda: captured(worker).conversations == 14)
+
+
+def test_hook_that_hangs_stops_capture_only(tmp_path: Path, start_fake: StartWorker) -> None:
+    folder = tmp_path / "captures"
+    worker = start_fake(capture_dir=str(folder))
+    with healthy(worker):
+        push(worker, redact="fake_engine:hang_in_hook")
+        ask(worker, 3)
+        worker.wait_until(lambda: "has not returned" in (captured(worker).problem or ""), 30)
+        ask(worker, 3)
+        push_off(worker)
+        worker.wait_until(lambda: captured(worker).problem is None and not list(folder.iterdir()))
+        push(worker)
+        ask(worker)
+        worker.wait_until(lambda: captured(worker).conversations >= 1)
+    worker.terminate()
+    assert worker.exit_code(20) == 0, "a thread that hangs holds up no exit"
+
+
+def test_dead_capture_thread_does_not_end_the_worker(tmp_path: Path, start_fake: StartWorker) -> None:
+    worker = start_fake(capture_dir=str(tmp_path / "captures"))
+    with healthy(worker):
+        push(worker, redact="fake_engine:end_capture_thread")
+        ask(worker)
+        worker.wait_until(lambda: "SystemExit" in (captured(worker).problem or ""))
+        push(worker)
+        worker.wait_until(lambda: not worker_is_stopped(worker))
+        worker.wait_until(lambda: captured(worker).conversations >= 1)
+    assert worker.process.poll() is None

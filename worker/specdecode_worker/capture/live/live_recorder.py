@@ -1,0 +1,162 @@
+"""Recorder that follows the capture rules of the plan while the worker serves."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from specdecode_worker.capture.counters import CaptureCounts, Dropped
+from specdecode_worker.capture.errors import FolderUnusable
+from specdecode_worker.capture.live.control_thread import ControlThread, Limits
+from specdecode_worker.capture.live.live_store import LiveStore
+from specdecode_worker.capture.live.rules_state import CurrentRules
+from specdecode_worker.capture.record import Record
+from specdecode_worker.capture.record_queue import QueuedRecord, RecordQueue
+from specdecode_worker.capture.retention import Retention
+from specdecode_worker.capture.subject_keys import SubjectKeys, UserHashes
+from specdecode_worker.capture.user_deletion import DeletionCounts
+from specdecode_worker.contract.capture import CaptureReport, CaptureRules, Consent
+
+_MAX_PROBLEM = 1000
+_CLOCK_SECONDS = 60.0
+"""Time by which ``delete_before`` may be in the future before the report says so."""
+
+
+class LiveRecorder:
+    """Recorder of one worker.
+
+    ``user_hashes``, ``delete_user`` and ``close`` block. All else may be called from the event loop. No failure of
+    capture leaves this class.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rules: CaptureRules | None,
+        *,
+        read_token: Callable[[], str | None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+        seed: int | None = None,
+        limits: Limits = Limits(),  # noqa: B008  # frozen
+    ) -> None:
+        """Start the control thread, which deletes what the folder holds if ``rules`` is None."""
+        self.folder = folder
+        self.counts = CaptureCounts()
+        self._clock, self._limits = clock, limits
+        self._random = random.Random(seed)
+        self._current = CurrentRules(rules)
+        self._subjects = SubjectKeys(folder, read_token)
+        self._queue = RecordQueue()
+        self._store = LiveStore(folder, clock)
+        self._control = ControlThread(
+            self._current, self._store, self._queue, self._subjects, self.counts, self._limits
+        )
+        self._control.start()
+
+    @property
+    def is_on(self) -> bool:
+        """True if the plan switches capture on."""
+        return self._current.state.rules is not None
+
+    @property
+    def consent(self) -> Consent:
+        """Consent that requests need."""
+        rules = self._current.state.rules
+        return rules.consent if rules else "OptOut"
+
+    @property
+    def epoch(self) -> int:
+        """Number of times that capture was switched off."""
+        return self._current.state.epoch
+
+    @property
+    def retention(self) -> Retention | None:
+        """Bounds of the folder; None while capture is off."""
+        rules = self._current.state.rules
+        return Retention(rules.max_age_seconds, rules.max_bytes) if rules else None
+
+    def apply(self, rules: CaptureRules | None) -> None:
+        """Follow ``rules`` from the next request on; None switches capture off and deletes what is stored."""
+        if self._current.replace(rules):
+            self._control.wake()
+
+    def share_of(self, task: str) -> float:
+        """Return the share of requests of ``task`` to capture."""
+        rules = self._current.state.rules
+        return rules.task_shares.get(task, rules.share) if rules else 0.0
+
+    def should_capture(self, task: str) -> bool:
+        """Return whether to capture this request of ``task``, by a random draw with its share."""
+        if self._random.random() >= self.share_of(task):
+            return False
+        if self._control.is_stopped:
+            self.counts.drop(Dropped.stopped)
+            return False
+        return True
+
+    def subject_of(self, user: str | None) -> str:
+        """Return the hash of a request's user; empty without one."""
+        return self._subjects.hash_of(user)
+
+    def enqueue(self, record: Record, epoch: int) -> None:
+        """Queue the record of a request that began in ``epoch``; drop it if the queue is full or rules forbid it."""
+        if self._control.is_stopped:
+            self.counts.drop(Dropped.stopped)
+        elif self._current.state.forbids(record, epoch):
+            self.counts.drop(Dropped.deleted)
+        elif not self._queue.put(QueuedRecord(record, epoch)):
+            self.counts.drop(Dropped.queue_full)
+
+    def report(self) -> CaptureReport:
+        """Return the state for the worker's report."""
+        totals = self._store.totals
+        return CaptureReport(
+            conversations=totals.records,
+            stored_bytes=totals.size,
+            oldest=totals.oldest,
+            dropped={reason.value: count for reason in Dropped if (count := self.counts.dropped[reason])},
+            problem=(self._control.problem or self._clock_problem())[:_MAX_PROBLEM] or None,
+        )
+
+    def user_hashes(self, user: str) -> UserHashes:
+        """Return the hashes that records of a user may have. Reads the folder."""
+        return UserHashes(user, self._subjects.known().values())
+
+    def delete_user(self, user: str) -> DeletionCounts:
+        """Delete the records of a user from the folder and from the queue.
+
+        Raises:
+            FolderUnusable: The disk does not answer, or a segment cannot be read or deleted.
+        """
+        hashes = self.user_hashes(user)
+        if not self._store.lock.acquire(timeout=self._limits.lock):
+            raise FolderUnusable(f"{self.folder} does not answer; records of the user may still be there")
+        try:
+            queued = self._queue.discard(lambda item: hashes.matches(item.record.user))
+            self.counts.drop(Dropped.deleted, queued)
+            counts = self._store.delete_user(hashes)
+        except OSError as error:
+            raise FolderUnusable(f"{self.folder}: {error.strerror or error}") from None
+        finally:
+            self._store.lock.release()
+        counts.queued = queued
+        self.counts.stored_bytes = self._store.totals.size
+        return counts
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Write the queued records and stop the threads, waiting at most ``seconds``."""
+        end = time.monotonic() + seconds
+        self._control.close(seconds)
+        if self._store.lock.acquire(timeout=max(end - time.monotonic(), 0)):
+            self._store.close()
+            self._store.lock.release()
+
+    def _clock_problem(self) -> str:
+        """Return the problem of a ``delete_before`` that lies in this worker's future."""
+        rules = self._current.state.rules
+        ahead = rules.delete_before - self._clock() if rules else 0.0
+        if ahead <= _CLOCK_SECONDS:
+            return ""
+        return f"delete_before is {ahead:.0f} s ahead of this worker's clock; nothing is captured until then"
