@@ -11,6 +11,8 @@ from specdecode_operator.errors import SpecError
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, ServerConfig, WorkerConfig
 
 CACHE_DIR = "/var/cache/specdecode"
+CAPTURES_DIR = "/var/lib/specdecode/captures"
+"""Folder of captured requests, one for each pod."""
 TOKENS_DIR = "/etc/specdecode/tokens"
 """Folder with the admin tokens: the files ``operator``, ``router`` and ``capture``."""
 API_KEYS_DIR = "/etc/specdecode/api-keys"
@@ -54,6 +56,7 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
         ),
         engine=_engine(spec),
         server=_server(spec),
+        capture_dir=CAPTURES_DIR,
         cache_dir=CACHE_DIR,
     )
 
