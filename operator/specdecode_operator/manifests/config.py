@@ -132,9 +132,25 @@ def cores(quantity: object) -> Decimal:
     Raises:
         SpecError: The text is no quantity.
     """
+    try:
+        return _value(quantity)
+    except InvalidOperation:
+        raise SpecError(f"workers.resources.limits.cpu is {quantity!r}; write cores such as 2, 1.5 or 500m") from None
+
+
+def byte_count(quantity: object, field: str) -> int:
+    """Return the bytes of a quantity such as ``2Gi``.
+
+    Raises:
+        SpecError: The text is no quantity. The message names ``field``.
+    """
+    try:
+        return int(_value(quantity))
+    except (InvalidOperation, OverflowError, ValueError):
+        raise SpecError(f"{field} is {quantity!r}; write a size such as 2Gi") from None
+
+
+def _value(quantity: object) -> Decimal:
     text = str(quantity)
     suffix = next((suffix for suffix in sorted(_FACTORS, key=len, reverse=True) if text.endswith(suffix)), "")
-    try:
-        return Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
-    except InvalidOperation:
-        raise SpecError(f"workers.resources.limits.cpu is {text!r}; write cores such as 2, 1.5 or 500m") from None
+    return Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
