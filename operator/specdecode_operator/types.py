@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.drafts.job_status import JobStatus
 from specdecode_operator.measurements import (
     Capacity,
     Figures,
@@ -34,6 +35,7 @@ __all__ = [
     "ScalingLimit",
     "Speed",
     "TaskFigures",
+    "TrainingJob",
     "UnhealthyWorker",
     "Worker",
     "Workload",
@@ -135,6 +137,20 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """A Job that trains a draft, with its state."""
+
+    name: str
+    uid: str
+    run: str
+    """Run that it belongs to, by its label."""
+    owner_uid: str
+    """Uid of the controlling owner; empty without one."""
+    deleting: bool
+    status: JobStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """Workload, workers and session of one deployment at one moment: the input of a decision."""
 
@@ -147,6 +163,8 @@ class Observation:
     """The Deployment of the routers. None if there is none."""
     demand: Mapping[str, HeldRequests] = field(default_factory=dict)
     """Requests that routers hold because no worker is ready, by router."""
+    jobs: tuple[TrainingJob, ...] = ()
+    """Jobs with the deployment's name in their label, whoever owns them."""
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -225,6 +243,10 @@ class Decision:
     """Names of pods to evict, so that new pods replace them."""
     nodes: int | None = None
     """Draft tokens of the shape in use at the present load; 0 for plain decoding."""
+    job: Manifest | None = None
+    """Training Job to create. None if none is due, or it exists."""
+    ended_jobs: tuple[TrainingJob, ...] = ()
+    """Training Jobs to delete, because no run needs them."""
     urgent: bool = False
     """The learned state holds a new decision, which must be persisted before it takes effect."""
     learnt: bool = False
