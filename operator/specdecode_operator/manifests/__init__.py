@@ -4,7 +4,6 @@ from specdecode_operator.manifests.config import is_pinned, unpinned_uris, worke
 from specdecode_operator.manifests.distillation_job import (
     RUN_LABEL,
     check_job_template,
-    devices_of,
     distillation_job,
     job_name,
 )
@@ -68,7 +67,6 @@ __all__ = [
     "child_names",
     "demand_config_map",
     "demand_name",
-    "devices_of",
     "distillation_job",
     "drafts_config_map",
     "drafts_name",

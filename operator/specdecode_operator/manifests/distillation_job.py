@@ -211,7 +211,7 @@ def arguments(deployment: Deployment, run: RunRecord) -> list[str]:
         "dtype": spec.model.dtype,
         "time-limit": seconds_of(job.time_limit),
         "max-age": seconds_of(spec.distillation.capture.max_age),
-        "device": "cuda" if devices_of(deployment) else "cpu",
+        "device": "cuda" if job.devices else "cpu",
     }
     if spec.tls:
         values["capture-ca"] = f"{TLS_DIR}/ca.crt"
@@ -226,19 +226,11 @@ def arguments(deployment: Deployment, run: RunRecord) -> list[str]:
     return ["--job", *(f"--{flag}={value}" for flag, value in values.items())]
 
 
-def devices_of(deployment: Deployment) -> int:
-    """Return the number of devices of the Job; 0 if it trains on the CPU."""
-    accelerator = deployment.spec.distillation.job.accelerator
-    if accelerator is None:
-        return 0
-    return 1 if accelerator.count is None else accelerator.count
-
-
 def _resources(deployment: Deployment) -> dict[str, Any]:
     job = deployment.spec.distillation.job
     resources: dict[str, Any] = job.resources.model_dump(mode="json", exclude_defaults=True)
-    if job.accelerator and (count := devices_of(deployment)):
-        resources["limits"] = {**resources.get("limits", {}), job.accelerator.resource: count}
+    if job.accelerator and job.devices:
+        resources["limits"] = {**resources.get("limits", {}), job.accelerator.resource: job.devices}
     return resources
 
 

@@ -124,9 +124,9 @@ class DraftRecord(Stored):
     """Time before which captured requests are deleted, in seconds of the epoch."""
     run_refusal: str = ""
     """Reason why the latest command to train was refused; empty if it was not."""
-    run_seconds: float = 0
+    run_device_seconds: float = 0.0
     """Device seconds of the latest run with a verdict; 0 before the first one."""
-    run_recovery: float | None = None
+    recovery: float | None = None
     """Share of the loss that the latest better draft recovers, by its verdict. None before the first one."""
     run_outcomes: dict[str, int] = Field(default={})
     """Runs that ended, by outcome."""
