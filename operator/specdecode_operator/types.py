@@ -275,3 +275,5 @@ class Outcome:
     problems: tuple[ChildProblem, ...] = ()
     is_saved: bool = True
     """The state that the decision rests on is persisted."""
+    job_problem: str = ""
+    """Reason why the training Job could not be created; empty if there is none."""

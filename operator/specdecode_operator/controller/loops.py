@@ -12,6 +12,7 @@ from specdecode_operator.controller.reconciler import Parts, Reconciler
 from specdecode_operator.controller.workqueue import WorkQueue
 from specdecode_operator.kube.apply import CACHE_LAG_SECONDS, ChildApplier
 from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.job_writer import JobWriter
 from specdecode_operator.settings import Settings
 from specdecode_operator.state.deployment_state import DeploymentState, StateTable
 from specdecode_operator.state.draft_store import DraftStore
@@ -74,6 +75,7 @@ class Loops:
                 store=self._store,
                 drafts=self._drafts,
                 tokens=self._tokens,
+                jobs=JobWriter(client),
                 plan=lambda key: self.planning.add(key, changed=True),
                 published=self._scraper.nudge,
                 unconfirmed=self._check_later,

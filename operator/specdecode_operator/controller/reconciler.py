@@ -26,6 +26,7 @@ from specdecode_operator.controller.status import failed_status, status_of
 from specdecode_operator.errors import ClusterError, EvictionBlocked, Refused
 from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.job_writer import JobWriter
 from specdecode_operator.kube.kinds import DEPLOYMENTS, PODS
 from specdecode_operator.state.deployment_state import DeploymentState, Failure, Pending, Published, StateTable
 from specdecode_operator.state.draft_store import DraftStore
@@ -53,6 +54,7 @@ class Parts:
     store: StateStore
     drafts: DraftStore
     tokens: AdminTokens
+    jobs: JobWriter
     plan: Callable[[Key], None]
     """Function that requests a decision of the planner."""
     published: Callable[[Key], None]
@@ -170,10 +172,12 @@ class Reconciler:
             problem = await self._parts.applier.apply(manifest, deployment.uid)
             if problem is not None:
                 problems.append(problem)
-        if unsaved is None:  # Workers must not run a plan that a restart of the operator would lose.
+        job_problem = ""
+        if unsaved is None:  # Neither a plan nor a Job may exist that a restart of the operator would not know of.
             self._publish(deployment, decision)
+            job_problem = await self._parts.jobs.carry_out(deployment.key, decision.job, decision.ended_jobs)
         await self._mark_and_evict(deployment, observed, decision)
-        return Outcome(problems=tuple(problems), is_saved=unsaved is None)
+        return Outcome(problems=tuple(problems), is_saved=unsaved is None, job_problem=job_problem)
 
     async def _ensure_tokens(self, deployment: Deployment, observed: Observation) -> ChildProblem | None:
         workers = [worker for worker in observed.workers if not worker.leaving]
