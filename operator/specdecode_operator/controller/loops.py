@@ -12,7 +12,6 @@ from specdecode_operator.controller.reconciler import Parts, Reconciler
 from specdecode_operator.controller.workqueue import WorkQueue
 from specdecode_operator.kube.apply import CACHE_LAG_SECONDS, ChildApplier
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.job_writer import JobWriter
 from specdecode_operator.settings import Settings
 from specdecode_operator.state.deployment_state import DeploymentState, StateTable
 from specdecode_operator.state.draft_store import DraftStore
@@ -21,6 +20,7 @@ from specdecode_operator.telemetry.scrape_round import WorkerAccess
 from specdecode_operator.telemetry.scraper import RoundTimes, Scraper
 from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_operator.telemetry.worker_poll import Target
+from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import Defaults, Key
 
 CHECK_SECONDS = 0.3

@@ -1,16 +1,14 @@
-"""Conversion of Pods, Deployments and Jobs of Kubernetes to the records that decisions use. Pure."""
+"""Conversion of Pods and Deployments of Kubernetes to Worker and Workload records. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from specdecode_operator import manifests
-from specdecode_operator.drafts.job_status import job_status
-from specdecode_operator.kube.children import controller_of
 from specdecode_operator.kube.termination_message import last_words, revisions_of, verdict_of
-from specdecode_operator.types import TrainingJob, Worker, Workload
+from specdecode_operator.types import Worker, Workload
 
 _NO_REVISIONS: Mapping[str, str] = {}
 MAX_TROUBLE = 500
@@ -60,33 +58,6 @@ def workload_of(deployment: Mapping[str, Any]) -> Workload:
         replica_failure=failure.get("message") if failure.get("status") == "True" else None,
         template=deployment["spec"]["template"],
         spec_hash=(deployment["metadata"].get("annotations") or {}).get(manifests.SPEC_HASH_ANNOTATION, ""),
-    )
-
-
-def job_view(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a Job or of its pod that its state is read from, without templates and containers."""
-    kept = ("name", "uid", "labels", "ownerReferences", "creationTimestamp", "deletionTimestamp")
-    metadata = {name: manifest["metadata"][name] for name in kept if name in manifest["metadata"]}
-    suspend = (manifest.get("spec") or {}).get("suspend")
-    return {"metadata": metadata, "spec": {"suspend": suspend}, "status": manifest.get("status") or {}}
-
-
-def job_of(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> TrainingJob:
-    """Return the record of a Job.
-
-    Args:
-        job: View of the Job.
-        pods: Views of the pods of all Jobs of its deployment.
-    """
-    metadata = job["metadata"]
-    mine = [pod for pod in pods if (controller_of(pod["metadata"]) or {}).get("uid") == metadata["uid"]]
-    return TrainingJob(
-        name=metadata["name"],
-        uid=metadata["uid"],
-        run=(metadata.get("labels") or {}).get(manifests.RUN_LABEL, ""),
-        owner_uid=(controller_of(metadata) or {}).get("uid", ""),
-        deleting="deletionTimestamp" in metadata,
-        status=job_status(job, mine),
     )
 
 

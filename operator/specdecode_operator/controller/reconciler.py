@@ -26,13 +26,13 @@ from specdecode_operator.controller.status import failed_status, status_of
 from specdecode_operator.errors import ClusterError, EvictionBlocked, Refused
 from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.job_writer import JobWriter
 from specdecode_operator.kube.kinds import DEPLOYMENTS, PODS
 from specdecode_operator.state.deployment_state import DeploymentState, Failure, Pending, Published, StateTable
 from specdecode_operator.state.draft_store import DraftStore
 from specdecode_operator.state.packed import Packed
 from specdecode_operator.state.session import PackedSession
 from specdecode_operator.state.store import StateStore
+from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import ChildProblem, Decision, Deployment, Key, Observation, Outcome
 
 VERIFY_SECONDS = 300.0

@@ -191,8 +191,8 @@ def parse_drafts(data: Mapping[str, str]) -> tuple[DraftRecord, tuple[str, ...]]
         return UNUSED.model_copy(update={"problem": problem[:1000], "lineage": lineage}), (problem,)
     trial = _read(data, "trial", problems, _trial)
     run, last_run = _read(data, "run", problems, _runs) or (None, None)
-    found = {"trial": trial, "lineage": lineage, "run": run, "last_run": last_run}
-    return lifecycle.model_copy(update=found), tuple(problems)
+    sections = {"trial": trial, "lineage": lineage, "run": run, "last_run": last_run}
+    return lifecycle.model_copy(update=sections), tuple(problems)
 
 
 def unknown_drafts(data: Mapping[str, str]) -> dict[str, str]:

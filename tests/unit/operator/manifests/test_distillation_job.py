@@ -102,7 +102,7 @@ def test_pod_meets_the_restricted_pod_security_standard() -> None:
     assert kinds <= {"emptyDir", "configMap", "secret", "persistentVolumeClaim"}
 
 
-def test_the_claim_is_written_by_distill_alone_and_runs_are_kept_apart() -> None:
+def test_only_distill_writes_the_claim_and_each_run_has_its_folder() -> None:
     spec = {"speculation": {"draft": {"uri": "pvc://drafts/demo/0"}}}
     claims = [one for one in pod(**spec)["volumes"] if "persistentVolumeClaim" in one]
     assert claims == [{"name": "claim-drafts", "persistentVolumeClaim": {"claimName": "drafts"}}]

@@ -14,12 +14,12 @@ from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION
 from specdecode_operator.controller.reconciler import Parts, Reconciler
 from specdecode_operator.controller.resource import MAX_COMMAND, deployment_of, identity_of
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.job_writer import JobWriter
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.state.deployment_state import DeploymentState, Pending, StateTable
 from specdecode_operator.state.draft_store import DraftStore
 from specdecode_operator.state.packed import Packed
 from specdecode_operator.state.store import StateStore
+from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import ChildProblem, Key, Observation, Outcome
 
 

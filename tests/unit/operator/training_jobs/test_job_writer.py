@@ -1,4 +1,4 @@
-"""Training Jobs are created once, and deleted with their pods; what stands in the way is said and retried."""
+"""Training Jobs are created once, and deleted with their pods; a refusal is reported and retried."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, cast
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.errors import ClusterError, Conflict, Refused
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.job_writer import JobWriter
 from specdecode_operator.kube.kinds import Kind
+from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import TrainingJob
 
 KEY = ("ns", "demo")

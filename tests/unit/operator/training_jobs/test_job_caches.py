@@ -19,13 +19,13 @@ RUN = RunRecord(id="g3", started=1.0, draft_uri="embedded://d", claim="drafts")
 KEY = ("ns", "demo")
 
 
-def selects(labels: str, found: dict[str, str]) -> bool:
+def selects(labels: str, pod_labels: dict[str, str]) -> bool:
     """Return whether a label selector of the operator selects these labels."""
     for term in labels.split(",") if " in " not in labels else [labels.split(",", 1)[0]]:
         key, _, value = term.partition("=")
-        if key not in found or (value and found[key] != value):
+        if key not in pod_labels or (value and pod_labels[key] != value):
             return False
-    return " in " not in labels or found.get("specdecode.io/role") in ("worker", "router")
+    return " in " not in labels or pod_labels.get("specdecode.io/role") in ("worker", "router")
 
 
 class Api:
@@ -72,9 +72,9 @@ async def synced(*objects: tuple[Kind, dict[str, Any]]) -> Caches:
 
 async def test_the_state_of_a_job_comes_from_its_own_pods() -> None:
     caches = await synced((JOBS, job()), (PODS, pod()), (PODS, pod("Failed", owner="another")))
-    (found,) = caches.jobs(KEY)
-    assert (found.name, found.run, found.owner_uid) == ("demo-distill-g3", "g3", "u1")
-    assert (found.status.state, found.status.pods_failed) == (JobState.RUNNING, 0)
+    (only,) = caches.jobs(KEY)
+    assert (only.name, only.run, only.owner_uid) == ("demo-distill-g3", "g3", "u1")
+    assert (only.status.state, only.status.pods_failed) == (JobState.RUNNING, 0)
     assert caches.jobs(("ns", "other")) == ()
 
 
