@@ -148,6 +148,10 @@ class TrainingJob:
     """Uid of the controlling owner; empty without one."""
     deleting: bool
     status: JobStatus
+    waiting_pod: str = ""
+    """Uid of its pod if that is on a node and starts no container, for a reason that its status does not have."""
+    waiting_since: float = 0.0
+    """Creation time of that pod, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,13 @@ from fleet import DEFAULTS, deployment_with
 
 from specdecode_operator import manifests
 from specdecode_operator.controller.caches import Caches
+from specdecode_operator.controller.mount_problems import add_mount_problems
 from specdecode_operator.drafts.job_status import JobState
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import JOBS, PODS, Kind
 from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Observation
 
 RUN = RunRecord(id="g3", started=1.0, draft_uri="embedded://d", claim="drafts")
 KEY = ("ns", "demo")
@@ -76,6 +79,26 @@ async def test_the_state_of_a_job_comes_from_its_own_pods() -> None:
     assert (only.name, only.run, only.owner_uid) == ("demo-distill-g3", "g3", "u1")
     assert (only.status.state, only.status.pods_failed) == (JobState.RUNNING, 0)
     assert caches.jobs(("ns", "other")) == ()
+
+
+async def test_a_pod_whose_volume_does_not_mount_is_explained_by_its_events() -> None:
+    stuck = pod("Pending")
+    stuck["metadata"]["creationTimestamp"] = "1970-01-01T00:01:40Z"
+    stuck["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
+    event = {"metadata": {}, "reason": "FailedMount", "message": 'configmap "golden" not found'}
+    (job_of_pod,) = (await synced((JOBS, job()), (PODS, stuck))).jobs(KEY)
+    asked: list[str] = []
+
+    class Events:
+        async def list(self, kind: Kind, namespace: str, *, fields: str) -> dict[str, Any]:
+            asked.append(fields)
+            return {"items": [event]}
+
+    observed = Observation(workload=None, workers=(), session=Session(), jobs=(job_of_pod,))
+    for now, reason in ((110, ""), (120, 'FailedMount: configmap "golden" not found')):
+        (after,) = (await add_mount_problems(cast(KubeClient, Events()), "ns", observed, now)).jobs
+        assert (after.status.state, after.status.reason) == (JobState.PENDING, reason)
+    assert asked == ["involvedObject.uid=p-j1,type=Warning"]
 
 
 async def test_pods_of_jobs_are_no_workers() -> None:
