@@ -63,6 +63,9 @@ class DraftRunStatus(Api):
         default=None, description="Captured conversations of all workers while the run collects, rounded down."
     )
     needed: int | None = Field(default=None, description="Captured conversations that the run needs.")
+    capture_problem: Text | None = Field(
+        default=None, description="Reason why a worker captures no requests, while the run collects."
+    )
     job: Text | None = Field(default=None, description="Name of the Job. Absent: the run collects still.")
     job_state: Text | None = Field(
         default=None,

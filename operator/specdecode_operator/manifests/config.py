@@ -6,7 +6,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Literal
 
-from specdecode_operator.api.v1alpha1 import Spec
+from specdecode_operator.api.v1alpha1 import ResourcesSpec, Spec
 from specdecode_operator.errors import SpecError
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, ServerConfig, WorkerConfig
 
@@ -118,12 +118,15 @@ def default_served_name(uri: str) -> str:
 
 
 def threads(spec: Spec) -> int | None:
-    """Return the torch threads of a CPU worker: whole cores of its limit, because more would be throttled in a step."""
-    limits = spec.workers.resources.limits
-    if device(spec) != "cpu" or "cpu" not in limits:
+    """Return the torch threads of a CPU worker; None on another device, or without a limit of its cores."""
+    return whole_cores(spec.workers.resources) if device(spec) == "cpu" else None
+
+
+def whole_cores(resources: ResourcesSpec) -> int | None:
+    """Return the whole cores of a limit, because more threads would be throttled in a step. None without a limit."""
+    if "cpu" not in resources.limits:
         return None
-    whole = min(cores(limits["cpu"]), Decimal(MAX_THREADS))
-    return max(1, int(whole))
+    return max(1, int(min(cores(resources.limits["cpu"]), Decimal(MAX_THREADS))))
 
 
 def cores(quantity: object) -> Decimal:

@@ -13,7 +13,7 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, seconds_of
 from specdecode_operator.drafts.run_places import published_prefix, run_folder
-from specdecode_operator.manifests.config import CACHE_DIR, TLS_DIR, unpinned_uris
+from specdecode_operator.manifests.config import CACHE_DIR, TLS_DIR, unpinned_uris, whole_cores
 from specdecode_operator.manifests.identity import (
     NAME_LABEL,
     ROLE_LABEL,
@@ -182,9 +182,11 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict
     prompts = [{"name": "prompts", "mountPath": PROMPTS_DIR, "readOnly": True}] if _prompts(deployment) else []
     claim = {"name": claim_volume(run.claim), "mountPath": f"{CLAIMS_DIR}/{run.claim}"}
     models = [mount for mount in pull_mounts(spec) if mount["mountPath"] != claim["mountPath"]]
+    threads = None if spec.distillation.job.devices else whole_cores(spec.distillation.job.resources)
     env = [
         {"name": "HOME", "value": "/tmp"},
         {"name": "XDG_CACHE_HOME", "value": "/tmp"},
+        *([{"name": "OMP_NUM_THREADS", "value": str(threads)}] if threads else []),
         *([{"name": Env.revisions_path, "value": REVISIONS_PATH}] if unpinned_uris(spec) else []),
         _from_secret(Env.capture_token, tokens_name(deployment.name), TokenScope.capture.value),
     ]

@@ -80,7 +80,9 @@ def run_line(draft: DraftStatus | None) -> str:
     if run is None:
         return ""
     if run.job is None:
-        return f"Run {run.id} collects: {run.conversations or 0} of {run.needed or 0} conversations ({run.reason})."
+        problem = f" {run.capture_problem}." if run.capture_problem else ""
+        counted = f"{run.conversations or 0} of {run.needed or 0} conversations"
+        return f"Run {run.id} collects: {counted} ({run.reason}).{problem}"
     reason = f": {run.job_reason}" if run.job_reason else ""
     losses = f", created again {run.losses} times" if run.losses else ""
     return f"Run {run.id} trains: Job {run.job} is {run.job_state}{reason}{losses}."

@@ -30,8 +30,9 @@ def run_section(deployment: Deployment, observed: Observation, job_problem: str)
     shown = DraftRunStatus(id=run.id, started=iso(run.started), reason=run.reason, losses=run.losses)
     if record.phase is Phase.COLLECTING:
         needed = deployment.spec.distillation.trigger.min_conversations
-        update: dict[str, object] = {"conversations": _stepped(captured_conversations(observed), needed)}
-        return shown.model_copy(update={**update, "needed": needed})
+        count = _stepped(captured_conversations(observed), needed)
+        problem = capture_problem(observed) or None
+        return shown.model_copy(update={"conversations": count, "needed": needed, "capture_problem": problem})
     state, reason = job_state(deployment, observed, run, job_problem)
     update = {"job": manifests.job_name(deployment.name, run.id), "job_state": state, "job_reason": reason or None}
     return shown.model_copy(update=update)
@@ -45,7 +46,9 @@ def run_progress(deployment: Deployment, observed: Observation, job_problem: str
         return "the stored run could not be read"
     if record.phase is Phase.COLLECTING:
         needed = deployment.spec.distillation.trigger.min_conversations
-        return f"requests are captured until the workers hold {needed} conversations"
+        problem = capture_problem(observed)
+        wanted = f"requests are captured until the workers hold {needed} conversations"
+        return f"{wanted}; {problem}" if problem else wanted
     state, reason = job_state(deployment, observed, run, job_problem)
     name = manifests.job_name(deployment.name, run.id)
     return f"Job {name}: {state}" + (f": {reason}" if reason else "")
@@ -59,6 +62,16 @@ def job_state(deployment: Deployment, observed: Observation, run: RunRecord, pro
     if problem:
         return REFUSED, problem
     return ABSENT, f"it was lost and is created again after {iso(run.retry_at)}" if run.losses else ""
+
+
+def capture_problem(observed: Observation) -> str:
+    """Return why a worker captures no requests; empty if all do."""
+    for report in sorted(observed.reports, key=lambda one: one.worker):
+        if report.capture is None:
+            return f"worker {report.worker} has no folder for captured requests: its pod is of an older template"
+        if report.capture.problem:
+            return f"worker {report.worker}: {report.capture.problem}"
+    return ""
 
 
 def _stepped(count: int, needed: int) -> int:

@@ -167,6 +167,14 @@ def test_scheduling_and_devices_are_those_of_the_settings() -> None:
     assert not {"nodeSelector", "tolerations", "priorityClassName"} & pod().keys()
 
 
+def test_threads_on_a_cpu_are_the_whole_cores_of_the_limit() -> None:
+    resources = {"limits": {"cpu": "2500m"}}
+    variables = {one["name"]: one.get("value") for one in container({"resources": resources})["env"]}
+    assert variables["OMP_NUM_THREADS"] == "2"
+    with_device = container({"resources": resources, "accelerator": {"count": 1}})["env"]
+    assert "OMP_NUM_THREADS" not in {one["name"] for one in with_device}
+
+
 def test_captures_are_pulled_from_all_workers_with_the_capture_token_alone() -> None:
     assert flags()["capture-from"] == "demo-workers.ns.svc:8001"
     env = {one["name"]: one for one in container()["env"]}

@@ -76,6 +76,17 @@ def test_collecting_shows_how_many_conversations_there_are() -> None:
     assert run_metrics.CAPTURED._values["ns", "demo"] == 40
 
 
+def test_a_worker_that_cannot_capture_is_named() -> None:
+    canary = collecting()
+    canary.pods[1].captured = None
+    status = shown(canary)
+    run = draft_of(status).run
+    assert run is not None
+    assert "worker pod-b has no folder" in str(run.capture_problem)
+    assert "worker pod-b has no folder" in condition_of(status).message
+    assert "worker pod-b has no folder" in text_of(canary)
+
+
 def test_the_count_changes_status_at_most_a_hundred_times() -> None:
     canary = collecting()
     trigger = {"minConversations": 1000}
