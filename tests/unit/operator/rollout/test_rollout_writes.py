@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from canary import Canary, distilling, trying
+from canary import Canary, capturing, distilling, trying
 from fleet import SPEC, workload_with
 
 from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION
@@ -121,3 +121,14 @@ async def test_no_job_is_created_for_a_run_that_cannot_be_stored(down: str) -> N
     outcome, _ = await carried_out(cluster, distilling())
     assert not outcome.is_saved
     assert not any(write.startswith("Job/") for write in cluster.writes)
+
+
+async def test_a_refused_command_is_stored_so_that_it_is_not_carried_out_after_a_restart() -> None:
+    quiet = capturing(distillation={"storage": {}})
+    commanded = capturing(distillation={"storage": {}})
+    commanded.command("distill")
+    commanded.tick()
+    for canary, is_stored in ((quiet, False), (commanded, True)):
+        cluster = Cluster()
+        await carried_out(cluster, canary)
+        assert ("ConfigMap/demo-drafts" in cluster.writes) == is_stored

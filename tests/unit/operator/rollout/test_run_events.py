@@ -46,6 +46,21 @@ def test_a_command_collects_and_enough_conversations_make_a_job() -> None:
     assert len(canary.created_jobs) == 1
     assert canary.record.run is not None
     assert canary.record.run.job_uid == "job-1"
+    assert canary.decision is not None
+    assert canary.decision.job is None, "it is asked for until it was seen"
+
+
+def test_a_second_run_has_a_name_and_a_folder_of_its_own() -> None:
+    canary = running()
+    canary.job_ends(verdict("worse"))
+    canary.tick()
+    canary.tick(3600)
+    assert canary.phase == "Serving"
+    canary.command("distill")
+    canary.tick()
+    canary.pods[0].captured = 100
+    canary.ticks(2)
+    assert len(set(canary.created_jobs)) == 2
 
 
 def test_conversations_that_the_plan_deletes_do_not_count() -> None:
@@ -215,6 +230,15 @@ def test_a_lost_job_is_created_again_after_a_pause_and_three_losses_fail_the_run
     assert canary.record.run_outcomes == {"Failed": 1}
 
 
+def test_a_job_that_was_never_seen_is_not_lost() -> None:
+    canary = distilling()
+    for _ in range(5):
+        decision = canary.tick(push=False)
+        assert decision.job is not None, "it may have been refused"
+    assert canary.record.run is not None
+    assert canary.record.run.losses == 0
+
+
 def test_a_job_that_is_being_deleted_counts_as_lost() -> None:
     canary = running()
     canary.jobs[0] = replace(canary.jobs[0], deleting=True)
@@ -226,8 +250,9 @@ def test_a_job_that_is_being_deleted_counts_as_lost() -> None:
 def test_jobs_of_others_are_neither_followed_nor_deleted() -> None:
     canary = running()
     foreign = replace(canary.jobs[0], name="theirs", uid="x", owner_uid="u9", status=verdict())
+    older = replace(foreign, name="older", uid="z", run="old")
     stray = replace(canary.jobs[0], name="stray", uid="y", run="old")
-    canary.jobs = [foreign, stray, *canary.jobs]
+    canary.jobs = [foreign, older, stray, *canary.jobs]
     decision = canary.tick()
     assert [job.name for job in decision.ended_jobs] == ["stray"]
     assert canary.phase == "Distilling"
