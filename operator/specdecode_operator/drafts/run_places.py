@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from specdecode_worker.contract import Artifact
+
+_HASH = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*")
+"""Form of a draft's hash. It is the name of one folder, so it has no slash and does not begin with a dot."""
 
 
 def published_prefix(claim: str, deployment: str) -> str:
@@ -19,6 +24,8 @@ def problem_of_draft(draft: Artifact | None, prefix: str) -> str:
     """Return why workers must not take a Job's draft; empty if they may."""
     if draft is None:
         return "the verdict is better and names no draft"
+    if not _HASH.fullmatch(draft.hash):
+        return f"the verdict names a draft with the hash {draft.hash!r}, which is none"
     if draft.uri != f"{prefix}/{draft.hash}":
         return f"the verdict names the draft {draft.uri}, which is not {prefix}/{draft.hash}"
     return ""

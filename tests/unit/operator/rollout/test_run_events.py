@@ -197,10 +197,12 @@ def test_a_run_that_fails_says_why(status: JobStatus, outcome: str, words: str, 
         Artifact(uri=f"pvc://drafts/drafts/other/{TRAINED}", hash=TRAINED),
         Artifact(uri="pvc://drafts/drafts/demo/abc", hash=TRAINED),
         Artifact(uri=f"pvc://drafts/drafts/demo/../demo/{TRAINED}", hash=TRAINED),
+        Artifact(uri="pvc://drafts/drafts/demo/..", hash=".."),
+        Artifact(uri="pvc://drafts/drafts/demo/x/../../other", hash="x/../../other"),
         Artifact(uri=f"file:///tmp/{TRAINED}", hash=TRAINED),
         Artifact(uri=f"pvc://drafts/drafts/demo/{OLD}", hash=OLD),
     ],
-    ids=["of another deployment", "wrong hash", "dots", "elsewhere", "in use"],
+    ids=["of another deployment", "wrong hash", "dots", "parent", "path", "elsewhere", "in use"],
 )
 def test_a_draft_from_another_place_is_not_taken(draft: Artifact) -> None:
     canary = running()
