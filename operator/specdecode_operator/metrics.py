@@ -11,6 +11,7 @@ from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.gauges import DeploymentGauge
+from specdecode_operator.run_metrics import CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, record_runs
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
 from specdecode_worker.contract import OTHER_TASK
 
@@ -134,7 +135,7 @@ TASK_ITL = DeploymentGauge(
 
 _VALUES = {"True": 1, "False": 0, "Unknown": -1}
 _TASK_GAUGES = (TASK_ACCEPTANCE, TASK_LENGTH, TASK_SPEEDUP, TASK_TTFT, TASK_ITL)
-_GAUGES = [value for value in globals().values() if isinstance(value, DeploymentGauge)]
+_GAUGES = {CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, *(v for v in globals().values() if isinstance(v, DeploymentGauge))}
 _COUNTERS = (PLAN_CHANGES, DECISIONS)
 _tasks_by_key: dict[Key, frozenset[str]] = {}
 """Tasks that have series now."""
@@ -167,6 +168,7 @@ def record(deployment: Deployment, observed: Observation, decision: Decision, st
         _record_tasks(key, {name: decision.figures.tasks.get(name, TaskFigures()) for name in tasks[:MAX_TASKS]})
     _record_gains(key, decision.history)
     _record_drafts(key, status.draft)
+    record_runs(deployment, observed)
     _record_conditions(key, status)
 
 

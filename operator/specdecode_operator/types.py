@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.drafts.job_status import JobStatus
 from specdecode_operator.measurements import (
     Capacity,
     Figures,
@@ -34,6 +35,7 @@ __all__ = [
     "ScalingLimit",
     "Speed",
     "TaskFigures",
+    "TrainingJob",
     "UnhealthyWorker",
     "Worker",
     "Workload",
@@ -135,6 +137,24 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """A Job that trains a draft, with its state."""
+
+    name: str
+    uid: str
+    run: str
+    """Run that it belongs to, by its label."""
+    owner_uid: str
+    """Uid of the controlling owner; empty without one."""
+    deleting: bool
+    status: JobStatus
+    waiting_pod: str = ""
+    """Uid of its pod if that is on a node and starts no container, for a reason that its status does not have."""
+    waiting_since: float = 0.0
+    """Creation time of that pod, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """Workload, workers and session of one deployment at one moment: the input of a decision."""
 
@@ -147,6 +167,8 @@ class Observation:
     """The Deployment of the routers. None if there is none."""
     demand: Mapping[str, HeldRequests] = field(default_factory=dict)
     """Requests that routers hold because no worker is ready, by router."""
+    jobs: tuple[TrainingJob, ...] = ()
+    """Jobs with the deployment's name in their label, whoever owns them."""
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -225,6 +247,10 @@ class Decision:
     """Names of pods to evict, so that new pods replace them."""
     nodes: int | None = None
     """Draft tokens of the shape in use at the present load; 0 for plain decoding."""
+    job: Manifest | None = None
+    """Training Job to create. None if none is due, or it exists."""
+    ended_jobs: tuple[TrainingJob, ...] = ()
+    """Training Jobs to delete, because no run needs them."""
     urgent: bool = False
     """The learned state holds a new decision, which must be persisted before it takes effect."""
     learnt: bool = False
@@ -253,3 +279,5 @@ class Outcome:
     problems: tuple[ChildProblem, ...] = ()
     is_saved: bool = True
     """The state that the decision rests on is persisted."""
+    job_problem: str = ""
+    """Reason why the training Job could not be created; empty if there is none."""

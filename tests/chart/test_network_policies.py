@@ -9,7 +9,7 @@ import pytest
 
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.manifests import pod_template, rolling_hash, router_workload, workload
-from specdecode_operator.manifests.identity import router_labels, selector
+from specdecode_operator.manifests.identity import NAME_LABEL, ROLE_LABEL, Role, router_labels, selector
 from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.contract import Port
 
@@ -18,6 +18,7 @@ STRANGER = ("team-a", {"app": "shell"})
 PROMETHEUS = ("monitoring", {"app": "prometheus"})
 WORKER = selector("llama")
 ROUTER = router_labels("llama")
+JOB = {NAME_LABEL: "llama", ROLE_LABEL: Role.job.value}
 ON: dict[str, Any] = {"networkPolicy": {"enabled": True}, "watchNamespaces": ["team-a"]}
 FROM_MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 
@@ -81,6 +82,12 @@ def test_routers_of_the_namespace_reach_the_admin_port_of_workers(chart: Any) ->
     (policy,) = worker_policies(chart.template(ON))
     assert allows(policy, ("team-a", ROUTER), Port.admin)
     assert not allows(policy, ("team-b", ROUTER), Port.admin)
+
+
+def test_training_jobs_of_the_namespace_reach_the_admin_port_of_workers(chart: Any) -> None:
+    (policy,) = worker_policies(chart.template(ON))
+    assert allows(policy, ("team-a", JOB), Port.admin)
+    assert not allows(policy, ("team-b", JOB), Port.admin)
 
 
 def test_clients_reach_routers_as_they_reach_workers(chart: Any) -> None:

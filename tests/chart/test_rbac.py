@@ -30,6 +30,7 @@ SERVED: Rights = {
     ("", "pods"): {"list", "watch", "patch"},
     ("", "pods/eviction"): {"create"},
     ("", "events"): {"create", "list"},
+    ("batch", "jobs"): {"get", "list", "watch", "create", "delete"},
 }
 """Rights in the namespaces that the operator serves."""
 OWN: Rights = {

@@ -141,6 +141,13 @@ class DistillationJobSpec(Api):
         examples=[{"spec": {"runtimeClassName": "nvidia"}}],
     )
 
+    @property
+    def devices(self) -> int:
+        """Number of devices of the Job; 0 if it trains on the CPU."""
+        if self.accelerator is None:
+            return 0
+        return 1 if self.accelerator.count is None else self.accelerator.count
+
 
 class DistillationStorageSpec(Api):
     """Place of trained drafts and of the state of a run."""

@@ -10,6 +10,8 @@ from specdecode_operator.api.schema import Api, Text
 
 Outcome = Literal["Promoted", "RolledBack", "Rejected", "Undecided", "Refused", "Failed", "Expired", "Superseded"]
 """End of a candidate's trial or promotion."""
+RunOutcome = Literal["Better", "NotBetter", "Failed", "Poisoned", "Expired", "Rejected", "Superseded"]
+"""End of a training run."""
 
 
 class DraftVersionStatus(Api):
@@ -51,6 +53,52 @@ class DraftLineageStatus(Api):
     reason: Text = Field(default="", description="Reason in a sentence, with numbers.")
 
 
+class DraftRunStatus(Api):
+    """Training run that is under way."""
+
+    id: Text = Field(description="Name of the run: part of the Job's name, and its folder on the claim.")
+    started: Text = Field(description="Time of its beginning.")
+    reason: Text = Field(default="", description="Reason for the run.")
+    conversations: int | None = Field(
+        default=None, description="Captured conversations of all workers while the run collects, rounded down."
+    )
+    needed: int | None = Field(default=None, description="Captured conversations that the run needs.")
+    capture_problem: Text | None = Field(
+        default=None, description="Reason why a worker captures no requests, while the run collects."
+    )
+    job: Text | None = Field(default=None, description="Name of the Job. Absent: the run collects still.")
+    job_state: Text | None = Field(
+        default=None,
+        description="State of the Job: Absent, Refused, Pending, Unschedulable, Suspended, Running, Preempted, "
+        "Retrying, Failed, OutOfMemory, DeadlineExceeded or Finished.",
+    )
+    job_reason: Text | None = Field(
+        default=None, description="Reason for that state, in the words of the scheduler, the queue or the kernel."
+    )
+    losses: int = Field(default=0, description="Times that the Job vanished and was created again.")
+
+
+class DraftRunEndStatus(Api):
+    """Training run that ended."""
+
+    id: Text = Field(description="Name of the run.")
+    time: Text = Field(description="Time of its end.")
+    outcome: RunOutcome = Field(
+        description="Better: its draft became a candidate; NotBetter: no gain was shown; Failed; Poisoned: too much "
+        "captured text is not the target's own; Expired: time was over; Rejected: by a user; Superseded: draft or "
+        "target changed."
+    )
+    hash: Text | None = Field(default=None, description="Hash of its draft. Absent: there is none.")
+    gain_percent: float | None = Field(
+        default=None, description="Gain in tokens per second over the draft before, on the captured mix, in percent."
+    )
+    least_gain_percent: float | None = Field(default=None, description="Lower bound of the gain, in percent.")
+    most_gain_percent: float | None = Field(default=None, description="Upper bound, likewise.")
+    conversations: int = Field(default=0, description="Captured conversations that were used.")
+    device_seconds: float = Field(default=0, description="Device seconds of the run.")
+    reason: Text = Field(default="", description="Reason in a sentence.")
+
+
 class DraftStatus(Api):
     """Draft that the workers run, and the rollout of another one."""
 
@@ -63,10 +111,12 @@ class DraftStatus(Api):
     previous: DraftVersionStatus | None = Field(default=None, description="Draft to which a rollback returns.")
     phase: Text | None = Field(
         default=None,
-        description="Phase of the rollout: Serving, Canary, Promoting, RollingBack or Cooldown. Absent until a "
-        "candidate was offered.",
+        description="Phase: Serving, Collecting, Distilling, Canary, Promoting, RollingBack or Cooldown. Absent until "
+        "a candidate was offered or a run was requested.",
     )
     trial: DraftTrialStatus | None = Field(default=None, description="Trial that runs now.")
+    run: DraftRunStatus | None = Field(default=None, description="Training run that is under way.")
+    last_run: DraftRunEndStatus | None = Field(default=None, description="Latest training run that ended.")
     last_verdict: Text | None = Field(default=None, description="Latest verdict or end of a rollout, in a sentence.")
     lineage: Annotated[tuple[DraftLineageStatus, ...], Field(max_length=10)] = Field(
         default=(), description="Candidates that were tried, the latest first."

@@ -65,10 +65,13 @@ class Condition(Api):
     observed_generation: int = Field(default=0, description="Generation of the spec that the condition is about.")
 
 
-Cause = Literal["bounds", "loses", "gain", "trial", "probe", "up", "down", "mode", "pin", "canary", "user", "failure"]
+Cause = Literal[
+    "bounds", "loses", "gain", "trial", "probe", "up", "down", "mode", "pin", "canary", "user", "failure", "run"
+]
 """Cause of a decision: bounds of the spec; speculation that loses; a measured gain; a trial of an unmeasured shape; a
 probe after speculation was stopped; rising or falling demand; a changed mode; a changed pin; the canary of a draft; a
-user's change or command about drafts; a draft that could not be loaded, a lost pod or the end of its time."""
+user's change or command about drafts; a draft that could not be loaded, a lost pod or the end of its time; a training
+run."""
 
 
 class Decision(Api):

@@ -18,6 +18,8 @@ from specdecode_operator.api.distillation import (
 )
 from specdecode_operator.api.draft_status import (
     DraftLineageStatus,
+    DraftRunEndStatus,
+    DraftRunStatus,
     DraftStatus,
     DraftTrialStatus,
     DraftVersionStatus,
@@ -117,6 +119,8 @@ __all__ = [
     "DraftCandidateSpec",
     "DraftLineageStatus",
     "DraftRolloutSpec",
+    "DraftRunEndStatus",
+    "DraftRunStatus",
     "DraftSpec",
     "DraftStatus",
     "DraftTrialStatus",

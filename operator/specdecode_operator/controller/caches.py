@@ -17,6 +17,7 @@ from specdecode_operator.kube.informer_set import InformerSet
 from specdecode_operator.kube.kinds import (
     BUDGETS,
     CONFIG_MAPS,
+    JOBS,
     PODS,
     ROLE_BINDINGS,
     ROLES,
@@ -26,13 +27,18 @@ from specdecode_operator.kube.kinds import (
     Child,
 )
 from specdecode_operator.manifests import ROLE_LABEL, Role
-from specdecode_operator.types import Key, Worker, Workload
+from specdecode_operator.training_jobs.job_views import job_of, job_view
+from specdecode_operator.types import Key, TrainingJob, Worker, Workload
 from specdecode_worker.contract.demand import HeldRequests, read_demand
 
 CHILD_LABELS = f"{GROUP}/name"
 """Label selector of all children: each has the label with the name of its deployment."""
 POD_LABELS = f"{GROUP}/name,{GROUP}/role=worker"
 """Label selector of worker pods."""
+JOB_LABELS = f"{GROUP}/name,{GROUP}/role=job"
+"""Label selector of training Jobs and of their pods."""
+JOB_PODS = "JobPod"
+"""Name of the informer of the pods of Jobs."""
 WORKLOAD_LABELS = f"{GROUP}/name,{GROUP}/role in (worker,router)"
 """Label selector of the Deployments of workers and routers."""
 ROUTER_LABELS = f"{GROUP}/name,{GROUP}/role=router"
@@ -89,6 +95,8 @@ class Caches:
         self._demand: InformerSet[Mapping[str, HeldRequests]] = informers(
             CONFIG_MAPS, ROUTER_LABELS, _project_demand, metadata_only=False
         )
+        self._jobs: InformerSet[Mapping[str, Any]] = informers(JOBS, JOB_LABELS, job_view, metadata_only=False)
+        self._job_pods: InformerSet[Mapping[str, Any]] = informers(PODS, JOB_LABELS, job_view, metadata_only=False)
         self._children: Mapping[str, InformerSet[ChildRecord]] = {
             kind.kind: informers(kind, CHILD_LABELS, project_child(kind), metadata_only=True) for kind in METADATA_KINDS
         }
@@ -96,6 +104,8 @@ class Caches:
             WORKLOADS.kind: self._workloads,
             PODS.kind: self._pods,
             DEMAND: self._demand,
+            JOBS.kind: self._jobs,
+            JOB_PODS: self._job_pods,
             **self._children,
         }
 
@@ -129,6 +139,12 @@ class Caches:
     def demand(self, key: Key) -> Mapping[str, HeldRequests]:
         """Return the requests that routers reported as held, by router."""
         return next(iter(self._demand.of(key)), {})
+
+    def jobs(self, key: Key) -> tuple[TrainingJob, ...]:
+        """Return the training Jobs with the deployment's name in their label, in the order of their names."""
+        jobs = self._jobs.of(key)
+        pods = self._job_pods.of(key) if jobs else ()
+        return tuple(job_of(job, pods) for job in jobs)
 
     def _workload(self, key: Key, role: Role) -> Workload | None:
         return next((record.workload for record in self._workloads.of(key) if record.role == role), None)

@@ -20,6 +20,7 @@ from specdecode_operator.telemetry.scrape_round import WorkerAccess
 from specdecode_operator.telemetry.scraper import RoundTimes, Scraper
 from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_operator.telemetry.worker_poll import Target
+from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import Defaults, Key
 
 CHECK_SECONDS = 0.3
@@ -74,6 +75,7 @@ class Loops:
                 store=self._store,
                 drafts=self._drafts,
                 tokens=self._tokens,
+                jobs=JobWriter(client),
                 plan=lambda key: self.planning.add(key, changed=True),
                 published=self._scraper.nudge,
                 unconfirmed=self._check_later,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from specdecode_operator.errors import ClusterError
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.pod_events import mount_problem
-from specdecode_operator.types import Observation, Worker
+from specdecode_operator.types import Observation, TrainingJob, Worker
 
 MIN_AGE_SECONDS = 15.0
 """Age above which a scheduled pod without an address is checked. Younger pods are still being set up."""
@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 
 
 async def add_mount_problems(client: KubeClient, namespace: str, observed: Observation, now: float) -> Observation:
-    """Return the observation with the mount problems of pods that do not start."""
+    """Return the observation with the mount problems of pods that do not start, of workers and of training Jobs."""
+    observed = replace(
+        observed, jobs=tuple([await _with_problem(client, namespace, job, now) for job in observed.jobs])
+    )
     waiting = [worker for worker in observed.workers if _is_waiting(worker, now)][:MAX_PODS]
     if not waiting:
         return observed
@@ -34,6 +37,17 @@ async def add_mount_problems(client: KubeClient, namespace: str, observed: Obser
         for worker in observed.workers
     )
     return replace(observed, workers=workers)
+
+
+async def _with_problem(client: KubeClient, namespace: str, job: TrainingJob, now: float) -> TrainingJob:
+    if not job.waiting_pod or now - job.waiting_since <= MIN_AGE_SECONDS:
+        return job
+    try:
+        problem = await mount_problem(client, namespace, job.waiting_pod)
+    except ClusterError as error:
+        log.info("%s/%s: Events of its pod cannot be read: %s", namespace, job.name, error)
+        return job
+    return replace(job, status=replace(job.status, reason=problem or ""))
 
 
 def _is_waiting(worker: Worker, now: float) -> bool:

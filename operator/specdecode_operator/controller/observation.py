@@ -20,6 +20,7 @@ def observe(key: Key, caches: Caches, readings: Readings, session: Session) -> O
         round=readings.round,
         routers=caches.routers(key),
         demand=caches.demand(key),
+        jobs=caches.jobs(key),
     )
 
 

@@ -32,6 +32,7 @@ from specdecode_operator.state.draft_store import DraftStore
 from specdecode_operator.state.packed import Packed
 from specdecode_operator.state.session import PackedSession
 from specdecode_operator.state.store import StateStore
+from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import ChildProblem, Decision, Deployment, Key, Observation, Outcome
 
 VERIFY_SECONDS = 300.0
@@ -53,6 +54,7 @@ class Parts:
     store: StateStore
     drafts: DraftStore
     tokens: AdminTokens
+    jobs: JobWriter
     plan: Callable[[Key], None]
     """Function that requests a decision of the planner."""
     published: Callable[[Key], None]
@@ -170,10 +172,12 @@ class Reconciler:
             problem = await self._parts.applier.apply(manifest, deployment.uid)
             if problem is not None:
                 problems.append(problem)
-        if unsaved is None:  # Workers must not run a plan that a restart of the operator would lose.
+        job_problem = ""
+        if unsaved is None:  # Neither a plan nor a Job may exist that a restart of the operator would not know of.
             self._publish(deployment, decision)
+            job_problem = await self._parts.jobs.carry_out(deployment.key, decision.job, decision.ended_jobs)
         await self._mark_and_evict(deployment, observed, decision)
-        return Outcome(problems=tuple(problems), is_saved=unsaved is None)
+        return Outcome(problems=tuple(problems), is_saved=unsaved is None, job_problem=job_problem)
 
     async def _ensure_tokens(self, deployment: Deployment, observed: Observation) -> ChildProblem | None:
         workers = [worker for worker in observed.workers if not worker.leaving]

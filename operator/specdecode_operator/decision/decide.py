@@ -19,6 +19,7 @@ from specdecode_operator.decision.revisions import settle_revisions
 from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
 from specdecode_operator.health.remediation import Remediation, heal_from
 from specdecode_operator.rollout.rollout_step import step_rollout
+from specdecode_operator.rollout.run_events import jobs_to_delete
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
 from specdecode_operator.telemetry import staleness
@@ -63,7 +64,7 @@ def decide(
     changes = (*rollout.changes, *planned.changes)
     recorded = record(deployment, learnt.learned, with_size, changes, sized.decision, now=now)
     materialised = materialise(
-        deployment, observed, planned.plan, sized.decision.replicas, defaults, revisions=revisions
+        deployment, observed, planned.plan, sized.decision.replicas, defaults, revisions=revisions, now=now
     )
     learned = recorded.learned.model_copy(update={"template": materialised.template, "revisions": dict(revisions)})
     figures = _figures(deployment, observed, learnt, planned, learned, buckets, now)
@@ -174,6 +175,8 @@ def _decision(
         own_plans=healed.own_plans,
         excluded=healed.own,
         recycle=healed.recycle,
+        job=materialised.job,
+        ended_jobs=jobs_to_delete(observed.jobs, deployment, session.drafts),
         changes=recorded.changes,
         recommended=planned.recommended,
         depth=depth,

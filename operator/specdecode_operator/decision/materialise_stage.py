@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specdecode_operator import manifests
+from specdecode_operator.rollout.run_events import is_job_due
 from specdecode_operator.state.learned import TemplateState
 from specdecode_operator.types import Defaults, Deployment, Manifest, Observation, Workload
 from specdecode_worker.contract import Plan
@@ -18,6 +19,8 @@ class Materialised:
     template: TemplateState
     children: tuple[Manifest, ...]
     """In the order in which they are applied: the plan before the pods that mount it."""
+    job: Manifest | None
+    """Training Job to create; None if none is due."""
 
 
 def materialise(
@@ -28,8 +31,10 @@ def materialise(
     defaults: Defaults,
     *,
     revisions: Mapping[str, str],
+    now: float,
 ) -> Materialised:
     """Make the manifests of all children. Raises SpecError if the spec cannot be turned into a pod template."""
+    manifests.check_job_template(deployment, defaults)
     template = _template(deployment, observed, defaults)
     children = (
         manifests.plan_config_map(deployment, plan, revisions),
@@ -39,7 +44,10 @@ def materialise(
         manifests.workload(deployment, template.template, template.spec_hash, replicas),
         *_router_children(deployment, observed, defaults),
     )
-    return Materialised(template=template, children=children)
+    record = observed.session.drafts
+    run = record.run if is_job_due(record, now) else None
+    job = manifests.distillation_job(deployment, run, defaults) if run is not None else None
+    return Materialised(template=template, children=children, job=job)
 
 
 def _are_routers_serving(deployment: Deployment, observed: Observation) -> bool:

@@ -9,6 +9,7 @@ from specdecode_operator import planning
 from specdecode_operator.api.pins import Pin
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.decision import history, overrides
+from specdecode_operator.decision.capture_rules import capture_rules
 from specdecode_operator.decision.in_use import held_back_loads
 from specdecode_operator.decision.overrides import PinState
 from specdecode_operator.decision.size_stage import kv_tokens
@@ -116,6 +117,7 @@ def _next_plan(
         running=[report.plan for report in observed.reports],
         pin=pin,
         assignment=assignment_of(observed.session.drafts, deployment),
+        capture=capture_rules(deployment, observed.session.drafts),
     )
 
 

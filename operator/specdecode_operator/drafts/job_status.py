@@ -74,6 +74,9 @@ def job_status(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> Job
     conditions = _conditions(job)
     failed = sum(_ended_without_result(pod) for pod in pods)
     failed = max(failed, int((job.get("status") or {}).get("failed") or 0))
+    if _holds(conditions, "Complete") and verdict is None and pods and not _has_ended(pods[-1]):
+        # Job and pods come on two watches, and the end of the Job may arrive before that of its pod.
+        return JobStatus(state=JobState.RUNNING, pods_failed=failed)
     if _holds(conditions, "Complete") or verdict is not None:
         return _finished(verdict, pods, failed)
     if _holds(conditions, "Failed") or _holds(conditions, "FailureTarget"):
@@ -161,6 +164,10 @@ def _is_out_of_memory(pod: Mapping[str, Any]) -> bool:
 
 def _ended_without_result(pod: Mapping[str, Any]) -> bool:
     return (pod.get("status") or {}).get("phase") == "Failed"
+
+
+def _has_ended(pod: Mapping[str, Any]) -> bool:
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 def _waiting_reasons(pod: Mapping[str, Any]) -> Iterator[str]:

@@ -179,10 +179,16 @@ class KubeClient:
                 field_manager=FIELD_MANAGER,
             )
 
-    async def delete(self, kind: Kind, namespace: str, name: str) -> None:
-        """Delete an object. An object that is gone is no error."""
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None) -> None:
+        """Delete an object, and later what it owns. An object that is gone is no error.
+
+        Raises:
+            Conflict: The object has another uid than ``uid``.
+        """
+        # A Job's pods would stay by default.
+        body = {"propagationPolicy": "Background", **({"preconditions": {"uid": uid}} if uid else {})}
         with contextlib.suppress(NotFound):
-            await self._request("delete", kind.path(namespace, name))
+            await self._request("delete", kind.path(namespace, name), body=body)
 
     async def evict(self, namespace: str, pod: str, uid: str) -> None:
         """Ask for the eviction of a pod. A pod that is gone is no error.

@@ -39,6 +39,7 @@ BUDGETS = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 SERVICE_ACCOUNTS = Kind("v1", "ServiceAccount", "serviceaccounts")
 ROLES = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDINGS = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
+JOBS = Kind("batch/v1", "Job", "jobs")
 LEASES = Kind("coordination.k8s.io/v1", "Lease", "leases")
 
 EVICTION = "eviction"
@@ -63,6 +64,8 @@ PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
     ("rbac.authorization.k8s.io", "rolebindings"): _CHILD_VERBS,
     # Not used by the operator: a right can be granted to routers only by an account that holds it.
     ("discovery.k8s.io", "endpointslices"): frozenset({"list", "watch"}),
+    # Created once and never changed: Kueue changes them.
+    ("batch", "jobs"): frozenset({"get", "list", "watch", "create", "delete"}),
     ("", "pods"): frozenset({"list", "watch", "patch"}),
     ("", f"pods/{EVICTION}"): frozenset({"create"}),
     ("", "events"): frozenset({"create", "list"}),

@@ -1,6 +1,12 @@
 """Kubernetes objects of a deployment, as pure functions of its spec."""
 
 from specdecode_operator.manifests.config import is_pinned, unpinned_uris, worker_config
+from specdecode_operator.manifests.distillation_job import (
+    RUN_LABEL,
+    check_job_template,
+    distillation_job,
+    job_name,
+)
 from specdecode_operator.manifests.identity import (
     ADMIN_TOKEN_KEY,
     DELETION_COST_ANNOTATION,
@@ -50,20 +56,24 @@ __all__ = [
     "NAME_LABEL",
     "PLAN_KEY",
     "ROLE_LABEL",
+    "RUN_LABEL",
     "SPEC_HASH_ANNOTATION",
     "VARIANT_LABEL",
     "Role",
     "TokenScope",
     "admin_secret_name",
     "budget",
+    "check_job_template",
     "child_names",
     "demand_config_map",
     "demand_name",
+    "distillation_job",
     "drafts_config_map",
     "drafts_name",
     "headless_name",
     "headless_service",
     "is_pinned",
+    "job_name",
     "plan_config_map",
     "plan_name",
     "pod_template",

@@ -6,11 +6,13 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Literal
 
-from specdecode_operator.api.v1alpha1 import Spec
+from specdecode_operator.api.v1alpha1 import ResourcesSpec, Spec
 from specdecode_operator.errors import SpecError
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, ServerConfig, WorkerConfig
 
 CACHE_DIR = "/var/cache/specdecode"
+CAPTURES_DIR = "/var/lib/specdecode/captures"
+"""Folder of captured requests, one for each pod."""
 TOKENS_DIR = "/etc/specdecode/tokens"
 """Folder with the admin tokens: the files ``operator``, ``router`` and ``capture``."""
 API_KEYS_DIR = "/etc/specdecode/api-keys"
@@ -54,6 +56,7 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
         ),
         engine=_engine(spec),
         server=_server(spec),
+        capture_dir=CAPTURES_DIR,
         cache_dir=CACHE_DIR,
     )
 
@@ -115,12 +118,15 @@ def default_served_name(uri: str) -> str:
 
 
 def threads(spec: Spec) -> int | None:
-    """Return the torch threads of a CPU worker: whole cores of its limit, because more would be throttled in a step."""
-    limits = spec.workers.resources.limits
-    if device(spec) != "cpu" or "cpu" not in limits:
+    """Return the torch threads of a CPU worker; None on another device, or without a limit of its cores."""
+    return whole_cores(spec.workers.resources) if device(spec) == "cpu" else None
+
+
+def whole_cores(resources: ResourcesSpec) -> int | None:
+    """Return the whole cores of a limit, because more threads would be throttled in a step. None without a limit."""
+    if "cpu" not in resources.limits:
         return None
-    whole = min(cores(limits["cpu"]), Decimal(MAX_THREADS))
-    return max(1, int(whole))
+    return max(1, int(min(cores(resources.limits["cpu"]), Decimal(MAX_THREADS))))
 
 
 def cores(quantity: object) -> Decimal:
@@ -129,9 +135,25 @@ def cores(quantity: object) -> Decimal:
     Raises:
         SpecError: The text is no quantity.
     """
+    try:
+        return _value(quantity)
+    except InvalidOperation:
+        raise SpecError(f"workers.resources.limits.cpu is {quantity!r}; write cores such as 2, 1.5 or 500m") from None
+
+
+def byte_count(quantity: object, field: str) -> int:
+    """Return the bytes of a quantity such as ``2Gi``.
+
+    Raises:
+        SpecError: The text is no quantity. The message names ``field``.
+    """
+    try:
+        return int(_value(quantity))
+    except (InvalidOperation, OverflowError, ValueError):
+        raise SpecError(f"{field} is {quantity!r}; write a size such as 2Gi") from None
+
+
+def _value(quantity: object) -> Decimal:
     text = str(quantity)
     suffix = next((suffix for suffix in sorted(_FACTORS, key=len, reverse=True) if text.endswith(suffix)), "")
-    try:
-        return Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
-    except InvalidOperation:
-        raise SpecError(f"workers.resources.limits.cpu is {text!r}; write cores such as 2, 1.5 or 500m") from None
+    return Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)

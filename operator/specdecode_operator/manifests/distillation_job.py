@@ -1,17 +1,19 @@
 """Job that distils a draft: a Job of batch/v1 around ``specdecode-worker distill --job``.
 
 It is created once and never applied again, because Kueue changes it: it sets ``suspend`` and adds node selectors.
+Checkpoints and data lie in the run's folder on the claim of new drafts, so that a new pod goes on where the last one
+was.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.manifests.config import CACHE_DIR, TLS_DIR, unpinned_uris
+from specdecode_operator.api.v1alpha1 import GROUP, seconds_of
+from specdecode_operator.drafts.run_places import published_prefix, run_folder
+from specdecode_operator.manifests.config import CACHE_DIR, TLS_DIR, unpinned_uris, whole_cores
 from specdecode_operator.manifests.identity import (
     NAME_LABEL,
     ROLE_LABEL,
@@ -22,16 +24,28 @@ from specdecode_operator.manifests.identity import (
     metadata,
     tokens_name,
 )
+from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.template import pod_security_context
-from specdecode_operator.manifests.volumes import REVISIONS_PATH, pull_mounts, secret_volume, volumes
+from specdecode_operator.manifests.volumes import (
+    CLAIMS_DIR,
+    REVISIONS_PATH,
+    claim_volume,
+    pull_mounts,
+    secret_volume,
+    volumes,
+)
+from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
 from specdecode_worker.contract.distillation import JOB_CONTAINER
 
 RUN_LABEL = f"{GROUP}/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-SCRATCH_DIR = "/var/lib/specdecode/distillation"
 PROMPTS_DIR = "/etc/specdecode/prompts"
+GOLDEN, REPLAY = "golden.jsonl", "replay.jsonl"
+"""Keys of the ConfigMaps with prompts."""
+BACKOFF_LIMIT = 3
+"""Pods that may fail, other than by preemption, before the Job fails."""
 DEADLINE_MARGIN_SECONDS = 600
 """Time beyond the limit in which the command ends by itself and writes its verdict, with loading of the model."""
 GRACE_SECONDS = 120
@@ -39,41 +53,7 @@ GRACE_SECONDS = 120
 USAGE_EXIT_CODE = 64
 """Exit code of `distill` for wrong flags, which no retry changes."""
 _MAX_NAME = 63
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistillationJob:
-    """Settings of one run.
-
-    ``run`` names the run within its deployment: it is part of the Job's name and of the folder on a scratch claim.
-    """
-
-    run: str
-    draft_uri: str
-    """Draft to go on from."""
-    golden_config_map: str
-    """ConfigMap with the file ``golden.jsonl`` and, if answers to prompts are replayed, ``replay.jsonl``."""
-    has_replay_prompts: bool = False
-    time_limit_seconds: int = 4 * 3600
-    steps: int | None = None
-    image: str | None = None
-    """None for the image of the workers."""
-    resources: Mapping[str, Any] = field(default_factory=dict)
-    accelerator_resource: str = "nvidia.com/gpu"
-    accelerators: int = 0
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Mapping[str, Any], ...] = ()
-    priority_class_name: str | None = None
-    queue_name: str | None = None
-    """LocalQueue of Kueue; None for a Job that starts at once."""
-    scratch_claim: str | None = None
-    """Claim for checkpoints and data. None for an emptyDir, with which a new pod starts from the beginning."""
-    scratch_size: str = "50Gi"
-    """Size limit of the emptyDir."""
-    head_uri: str | None = None
-    """URI under which workers read the candidate; None for the path in the Job's own file system."""
-    backoff_limit: int = 3
-    """Pods that may fail, other than by preemption, before the Job fails."""
+_EXAMPLE = RunRecord(id="0", started=0, draft_uri="embedded://draft", claim="claim")
 
 
 def job_name(deployment: str, run: str) -> str:
@@ -84,32 +64,47 @@ def job_name(deployment: str, run: str) -> str:
     return f"{name[: _MAX_NAME - 11].rstrip('-.')}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
 
 
-def distillation_job(deployment: Deployment, settings: DistillationJob, defaults: Defaults) -> Manifest:
-    """Return the Job. ``suspend`` is absent: with a queue name, Kueue suspends the Job when it is created."""
-    made = metadata(deployment, job_name(deployment.name, settings.run))
-    labels = _labels(made["labels"], deployment, settings)
-    queue = {QUEUE_LABEL: settings.queue_name} if settings.queue_name else {}
+def check_job_template(deployment: Deployment, defaults: Defaults) -> None:
+    """Raise SpecError if distillation.job.template cannot be merged, long before a run needs it."""
+    if deployment.spec.distillation.job.template is not None:
+        distillation_job(deployment, _EXAMPLE, defaults)
+
+
+def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> Manifest:
+    """Return the Job. ``suspend`` is absent: with a queue name, Kueue suspends the Job when it is created.
+
+    Raises:
+        SpecError: The user's template cannot be merged.
+    """
+    job = deployment.spec.distillation.job
+    made = metadata(deployment, job_name(deployment.name, run.id))
+    labels = _labels(made["labels"], deployment, run)
+    queue = {QUEUE_LABEL: job.queue_name} if job.queue_name else {}
+    ours = {"metadata": {"labels": labels}, "spec": _pod(deployment, run, defaults)}
+    template = merged(ours, job.template or {}, "distillation.job.template")
+    # The labels stay, whatever the user's template says: another role would put the pod into a Service.
+    template = merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {**made, "labels": {**labels, **queue}},
         "spec": {
-            "backoffLimit": settings.backoff_limit,
-            "activeDeadlineSeconds": settings.time_limit_seconds + DEADLINE_MARGIN_SECONDS,
+            "backoffLimit": BACKOFF_LIMIT,
+            "activeDeadlineSeconds": seconds_of(job.time_limit) + DEADLINE_MARGIN_SECONDS,
             "completions": 1,
             "parallelism": 1,
             "podFailurePolicy": _failure_policy(),
-            # A replacement starts only when the earlier pod has ended, because both would write to the scratch claim.
+            # A replacement starts only when the earlier pod has ended, because both would write to the run's folder.
             "podReplacementPolicy": "Failed",
-            "template": {"metadata": {"labels": labels}, "spec": _pod(deployment, settings, defaults)},
+            "template": template,
         },
     }
 
 
-def _labels(labels: Mapping[str, str], deployment: Deployment, settings: DistillationJob) -> dict[str, str]:
+def _labels(labels: Mapping[str, str], deployment: Deployment, run: RunRecord) -> dict[str, str]:
     """Return the labels of the Job and its pods. No Service selects the role ``job``."""
     others = {key: value for key, value in labels.items() if key not in (ROLE_LABEL, VARIANT_LABEL)}
-    own = {NAME_LABEL: deployment.name, ROLE_LABEL: Role.job.value, RUN_LABEL: settings.run}
+    own = {NAME_LABEL: deployment.name, ROLE_LABEL: Role.job.value, RUN_LABEL: run.id}
     return {**others, **own, "app.kubernetes.io/name": "specdecode-distillation"}
 
 
@@ -126,12 +121,12 @@ def _failure_policy() -> dict[str, Any]:
     }
 
 
-def _pod(deployment: Deployment, settings: DistillationJob, defaults: Defaults) -> dict[str, Any]:
-    spec = deployment.spec
+def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str, Any]:
+    spec, job = deployment.spec, deployment.spec.distillation.job
     scheduling = {
-        "nodeSelector": dict(settings.node_selector),
-        "tolerations": [dict(toleration) for toleration in settings.tolerations],
-        "priorityClassName": settings.priority_class_name,
+        "nodeSelector": dict(job.node_selector),
+        "tolerations": [dict(toleration) for toleration in job.tolerations],
+        "priorityClassName": job.priority_class_name,
         "imagePullSecrets": [{"name": name} for name in spec.workers.image_pull_secrets],
     }
     return {
@@ -140,18 +135,18 @@ def _pod(deployment: Deployment, settings: DistillationJob, defaults: Defaults) 
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "securityContext": pod_security_context(),
-        "initContainers": [_pull(deployment, settings, defaults)],
-        "containers": [_distill(deployment, settings, defaults)],
-        "volumes": _volumes(deployment, settings),
+        "initContainers": [_pull(deployment, run, defaults)],
+        "containers": [_distill(deployment, run, defaults)],
+        "volumes": _volumes(deployment, run),
         **{name: value for name, value in scheduling.items() if value},
     }
 
 
-def _container(deployment: Deployment, settings: DistillationJob, defaults: Defaults, name: str) -> dict[str, Any]:
-    workers = deployment.spec.workers
+def _container(deployment: Deployment, defaults: Defaults, name: str) -> dict[str, Any]:
+    workers, job = deployment.spec.workers, deployment.spec.distillation.job
     return {
         "name": name,
-        "image": settings.image or workers.image or defaults.worker_image,
+        "image": job.image or workers.image or defaults.worker_image,
         "imagePullPolicy": workers.image_pull_policy or defaults.worker_image_pull_policy,
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -162,7 +157,7 @@ def _container(deployment: Deployment, settings: DistillationJob, defaults: Defa
     }
 
 
-def _pull(deployment: Deployment, settings: DistillationJob, defaults: Defaults) -> dict[str, Any]:
+def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str, Any]:
     """Return the init container that fetches target and draft, as in a worker."""
     spec = deployment.spec
     secret = spec.model.token_secret_ref
@@ -171,94 +166,96 @@ def _pull(deployment: Deployment, settings: DistillationJob, defaults: Defaults)
         env.append({"name": Env.revisions_path, "value": REVISIONS_PATH})
     if secret:
         env.append(_from_secret("HF_TOKEN", secret.name, secret.key))
-    uris = dict.fromkeys([spec.model.uri, settings.draft_uri])
+    uris = dict.fromkeys([spec.model.uri, run.draft_uri])
     return {
-        **_container(deployment, settings, defaults, "pull"),
+        **_container(deployment, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *uris],
         "env": env,
-        "resources": dict(settings.resources),
+        "resources": spec.distillation.job.resources.model_dump(mode="json", exclude_defaults=True),
         "volumeMounts": pull_mounts(spec),
     }
 
 
-def _distill(deployment: Deployment, settings: DistillationJob, defaults: Defaults) -> dict[str, Any]:
+def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
     tls = [{"name": "tls-ca", "mountPath": TLS_DIR, "readOnly": True}] if spec.tls else []
+    prompts = [{"name": "prompts", "mountPath": PROMPTS_DIR, "readOnly": True}] if _prompts(deployment) else []
+    claim = {"name": claim_volume(run.claim), "mountPath": f"{CLAIMS_DIR}/{run.claim}"}
+    models = [mount for mount in pull_mounts(spec) if mount["mountPath"] != claim["mountPath"]]
+    threads = None if spec.distillation.job.devices else whole_cores(spec.distillation.job.resources)
     env = [
         {"name": "HOME", "value": "/tmp"},
         {"name": "XDG_CACHE_HOME", "value": "/tmp"},
+        *([{"name": "OMP_NUM_THREADS", "value": str(threads)}] if threads else []),
         *([{"name": Env.revisions_path, "value": REVISIONS_PATH}] if unpinned_uris(spec) else []),
         _from_secret(Env.capture_token, tokens_name(deployment.name), TokenScope.capture.value),
     ]
     return {
-        **_container(deployment, settings, defaults, JOB_CONTAINER),
-        "command": ["specdecode-worker", "distill", *arguments(deployment, settings)],
+        **_container(deployment, defaults, JOB_CONTAINER),
+        "command": ["specdecode-worker", "distill", *arguments(deployment, run)],
         "env": env,
-        "resources": _resources(settings),
-        "volumeMounts": [
-            *pull_mounts(spec),
-            {"name": "scratch", "mountPath": SCRATCH_DIR},
-            {"name": "prompts", "mountPath": PROMPTS_DIR, "readOnly": True},
-            *tls,
-        ],
+        "resources": _resources(deployment),
+        "volumeMounts": [*models, claim, *prompts, *tls],
     }
 
 
-def arguments(deployment: Deployment, settings: DistillationJob) -> list[str]:
+def arguments(deployment: Deployment, run: RunRecord) -> list[str]:
     """Return the flags of ``specdecode-worker distill``."""
-    spec = deployment.spec
+    spec, job = deployment.spec, deployment.spec.distillation.job
     host = f"{headless_name(deployment.name)}.{deployment.namespace}.svc"
     values: dict[str, object] = {
         "model": spec.model.uri,
-        "draft": settings.draft_uri,
+        "draft": run.draft_uri,
         "capture-from": f"{'https://' if spec.tls else ''}{host}:{Port.admin}",
-        "golden": f"{PROMPTS_DIR}/golden.jsonl",
-        "out": f"{SCRATCH_DIR}/{settings.run}",
+        "out": f"{CLAIMS_DIR}/{run.claim}/{run_folder(deployment.name, run.id)}",
+        "publish": published_prefix(run.claim, deployment.name),
         "cache-dir": CACHE_DIR,
         "dtype": spec.model.dtype,
-        "time-limit": settings.time_limit_seconds,
-        "device": "cuda" if settings.accelerators else "cpu",
+        "time-limit": seconds_of(job.time_limit),
+        "max-age": seconds_of(spec.distillation.capture.max_age),
+        "device": "cuda" if job.devices else "cpu",
     }
     if spec.tls:
         values["capture-ca"] = f"{TLS_DIR}/ca.crt"
-    if settings.has_replay_prompts:
-        values["replay-prompts"] = f"{PROMPTS_DIR}/replay.jsonl"
+    if job.golden:
+        values["golden"] = f"{PROMPTS_DIR}/{GOLDEN}"
+    if job.replay_prompts:
+        values["replay-prompts"] = f"{PROMPTS_DIR}/{REPLAY}"
     else:
         values["replay-share"] = 0
-    if settings.steps is not None:
-        values["steps"] = settings.steps
-    if settings.head_uri is not None:
-        values["head-uri"] = settings.head_uri
+    if job.steps is not None:
+        values["steps"] = job.steps
     return ["--job", *(f"--{flag}={value}" for flag, value in values.items())]
 
 
-def _resources(settings: DistillationJob) -> dict[str, Any]:
-    resources = dict(settings.resources)
-    if settings.accelerators:
-        resources["limits"] = {**resources.get("limits", {}), settings.accelerator_resource: settings.accelerators}
+def _resources(deployment: Deployment) -> dict[str, Any]:
+    job = deployment.spec.distillation.job
+    resources: dict[str, Any] = job.resources.model_dump(mode="json", exclude_defaults=True)
+    if job.accelerator and job.devices:
+        resources["limits"] = {**resources.get("limits", {}), job.accelerator.resource: job.devices}
     return resources
 
 
-def _volumes(deployment: Deployment, settings: DistillationJob) -> list[dict[str, Any]]:
-    spec = deployment.spec
-    models = {mount["name"] for mount in pull_mounts(spec)}
-    claim = settings.scratch_claim
+def _volumes(deployment: Deployment, run: RunRecord) -> list[dict[str, Any]]:
+    spec, claim = deployment.spec, claim_volume(run.claim)
+    models = {mount["name"] for mount in pull_mounts(spec)} - {claim}
     made = [
         *(volume for volume in volumes(spec, deployment.name) if volume["name"] in models),
-        {
-            "name": "scratch",
-            **(
-                {"persistentVolumeClaim": {"claimName": claim}}
-                if claim
-                else {"emptyDir": {"sizeLimit": settings.scratch_size}}
-            ),
-        },
-        {"name": "prompts", "configMap": {"name": settings.golden_config_map}},
+        {"name": claim, "persistentVolumeClaim": {"claimName": run.claim}},
     ]
+    if sources := _prompts(deployment):
+        made.append({"name": "prompts", "projected": {"sources": sources}})
     if spec.tls:
         # Only the certificate of the CA: the key of the workers stays with the workers.
         made.append(secret_volume("tls-ca", spec.tls.secret_name, "ca.crt"))
     return made
+
+
+def _prompts(deployment: Deployment) -> list[dict[str, Any]]:
+    """Return the sources of the prompts' volume: a file of each ConfigMap that the spec names."""
+    job = deployment.spec.distillation.job
+    named = ((job.golden, GOLDEN), (job.replay_prompts, REPLAY))
+    return [{"configMap": {"name": name, "items": [{"key": key, "path": key}]}} for name, key in named if name]
 
 
 def _from_secret(variable: str, name: str, key: str) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def rolling_hash(spec: Spec) -> str:
         "workers": _rolling_workers(spec.workers),
         "drain": spec.drain.model_dump(mode="json", exclude_defaults=True),
         "storage": spec.storage.model_dump(mode="json", exclude_defaults=True),
+        **({"drafts_claim": spec.distillation.storage.claim} if spec.distillation.storage.claim else {}),
     }
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
 

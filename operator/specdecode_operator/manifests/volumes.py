@@ -10,6 +10,7 @@ from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.manifests.config import (
     API_KEYS_DIR,
     CACHE_DIR,
+    CAPTURES_DIR,
     TLS_DIR,
     TOKENS_DIR,
     model_uris,
@@ -29,6 +30,9 @@ COMPILED_LIMIT = "4Gi"
 """Size of the compiled kernels of Triton and torch. Some hundred megabytes are usual; a pod beyond is evicted."""
 TMP_LIMIT = "2Gi"
 """Size of /tmp, for a socket of the worker and small files of libraries."""
+CAPTURES_LIMIT = "16Gi"
+"""Size of captured requests. The worker keeps them below distillation.capture.maxBytes, which is at most 14Gi; a pod
+beyond is evicted."""
 SHM_LIMIT = "2Gi"
 """Size of /dev/shm, which is memory of the pod. NCCL needs some hundred megabytes with eight devices."""
 SECRET_MODE = 0o440
@@ -47,6 +51,7 @@ def volumes(spec: Spec, name: str) -> list[dict[str, Any]]:
         {"name": "plan", "configMap": {"name": plan_name(name)}},
         *(secret for secret, _ in _secrets(spec, name)),
         {"name": "compiled", "emptyDir": {"sizeLimit": COMPILED_LIMIT}},
+        {"name": "captures", "emptyDir": {"sizeLimit": CAPTURES_LIMIT}},
         {"name": "tmp", "emptyDir": {"sizeLimit": TMP_LIMIT}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM_LIMIT}},
         *claims,
@@ -82,6 +87,7 @@ def serving_mounts(spec: Spec, name: str) -> list[dict[str, Any]]:
     return [
         *model_mounts(spec, read_only=True),
         {"name": "compiled", "mountPath": COMPILED_DIR},
+        {"name": "captures", "mountPath": CAPTURES_DIR},
         dict(PLAN_MOUNT),
         *secrets,
         {"name": "shm", "mountPath": "/dev/shm"},
@@ -89,8 +95,10 @@ def serving_mounts(spec: Spec, name: str) -> list[dict[str, Any]]:
 
 
 def model_claims(spec: Spec) -> list[str]:
-    """Return the claims named by ``pvc://claim/path`` URIs, each once."""
-    return list(dict.fromkeys(uri[6:].split("/", 1)[0] for uri in model_uris(spec) if uri.startswith("pvc://")))
+    """Return the claims that models are read from, each once: those of ``pvc://claim/path`` URIs, and of new drafts."""
+    named = [uri[6:].split("/", 1)[0] for uri in model_uris(spec) if uri.startswith("pvc://")]
+    trained = spec.distillation.storage.claim
+    return list(dict.fromkeys([*named, *([trained] if trained else [])]))
 
 
 def claim_volume(claim: str) -> str:

@@ -23,6 +23,7 @@ from specdecode_operator.state.session import Standing
 from specdecode_worker.contract import (
     OTHER_TASK,
     Buckets,
+    CaptureRules,
     DraftAssignment,
     Plan,
     PlanRow,
@@ -173,12 +174,14 @@ def next_plan(
     running: Iterable[PlanState],
     pin: Pin | None = None,
     assignment: DraftAssignment | None = None,
+    capture: CaptureRules | None = None,
 ) -> Plan:
     """Return ``before`` if nothing changed, else the next version, which is above those that workers run.
 
     Workers may run a higher version than the stored one if the state was lost; they would refuse a lower one.
     """
-    plan = _content(speculation, uid, draft, found, rows).model_copy(update={"assignment": assignment})
+    plan = _content(speculation, uid, draft, found, rows)
+    plan = plan.model_copy(update={"assignment": assignment, "capture": capture})
     plan = pin.over(plan) if pin else plan
     version = before.version if before and before.uid == uid else 0
     seen = max((state.version for state in running if state.uid == uid), default=0)

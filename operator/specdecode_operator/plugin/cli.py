@@ -23,7 +23,8 @@ from specdecode_operator.plugin.simulation import run_simulator
 
 DRAFT_COMMANDS = {
     "promote": "promote a draft that its trial found better (mode Manual)",
-    "reject": "end the trial of a draft, or take its promotion back",
+    "distill": "train a draft from captured requests; one worker then tries it",
+    "reject": "end a training run or the trial of a draft, or take its promotion back",
     "rollback": "return to the draft before the last promotion",
 }
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"

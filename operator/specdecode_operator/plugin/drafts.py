@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import DraftStatus, DraftVersionStatus
+from specdecode_operator.api.v1alpha1 import DraftStatus, DraftVersionStatus, Spec
 from specdecode_operator.plugin.overview import spec_of, status_of
 from specdecode_operator.plugin.text import age, figure, table, word, wrapped
 
@@ -19,14 +19,16 @@ def drafts(resource: dict[str, Any], now: float) -> list[str]:
     if draft is None or draft.phase is None:
         candidate = spec.rollout.draft.candidate
         waits = f"; the candidate {candidate.hash[:HASH_LENGTH]} waits" if candidate else ", and none is offered"
-        return [f"no candidate was tried for {resource['metadata']['name']} yet{waits}"]
+        lines = [f"no candidate was tried for {resource['metadata']['name']} yet{waits}"]
+        refused = (one.message for one in status_of(resource).conditions if one.reason == "RunRefused")
+        return [*lines, *(line for message in refused for line in wrapped(message, ""))]
     rows = [("current", *_version(draft.current))]
     rows += [
         (name, *_version(one)) for name, one in (("candidate", draft.candidate), ("previous", draft.previous)) if one
     ]
     lines = [f"{draft.phase}, mode {spec.rollout.draft.mode}", "", *table(("DRAFT", "HASH", "FROM"), rows)]
-    progress = trial_line(draft)
-    lines += ["", *wrapped(progress, "")] if progress else []
+    for progress in (run_line(draft), trial_line(draft), last_run_line(draft, now)):
+        lines += ["", *wrapped(progress, "")] if progress else []
     lines += ["", *wrapped(draft.last_verdict, "")] if draft.last_verdict else []
     if draft.lineage:
         entries = [
@@ -51,12 +53,48 @@ def refusal_of(command: str, resource: dict[str, Any]) -> str:
     waits = any(one.type == "DraftRollout" and one.reason == "WaitsForUser" for one in status_of(resource).conditions)
     if command == "promote" and not waits:
         return f"no draft waits for its promotion (phase {phase}); a trial in mode Manual must find it better first"
-    if command == "reject" and phase not in ("Canary", "Promoting"):
-        return f"no draft is tried or promoted now (phase {phase})"
+    if command == "reject" and phase not in ("Collecting", "Distilling", "Canary", "Promoting"):
+        return f"no draft is trained, tried or promoted now (phase {phase})"
+    if command == "distill":
+        return _refusal_of_run(spec_of(resource), phase)
     is_open = phase in ("Canary", "Promoting")
     if command == "rollback" and not is_open and (draft is None or draft.previous is None):
         return f"there is no draft to return to (phase {phase})"
     return ""
+
+
+def _refusal_of_run(spec: Spec, phase: str) -> str:
+    """Return why no training run can begin; empty if one can."""
+    if spec.speculation.method != "eagle3":
+        return f"speculation.method is {spec.speculation.method}; only eagle3 drafts can be trained"
+    if not spec.distillation.capture.enabled:
+        return "distillation.capture.enabled is false; without captured requests there is nothing to train from"
+    if not spec.distillation.storage.claim:
+        return "distillation.storage.claim is absent; name a claim that all workers can mount"
+    return "" if phase == "Serving" else f"a run begins in phase Serving only (phase {phase})"
+
+
+def run_line(draft: DraftStatus | None) -> str:
+    """Return a sentence on the training run that is under way; empty without one."""
+    run = draft.run if draft is not None else None
+    if run is None:
+        return ""
+    if run.job is None:
+        problem = f" {run.capture_problem}." if run.capture_problem else ""
+        counted = f"{run.conversations or 0} of {run.needed or 0} conversations"
+        return f"Run {run.id} collects: {counted} ({run.reason}).{problem}"
+    reason = f": {run.job_reason}" if run.job_reason else ""
+    losses = f", created again {run.losses} times" if run.losses else ""
+    return f"Run {run.id} trains: Job {run.job} is {run.job_state}{reason}{losses}."
+
+
+def last_run_line(draft: DraftStatus, now: float) -> str:
+    """Return a sentence on the latest training run that ended; empty without one."""
+    run = draft.last_run
+    if run is None:
+        return ""
+    hours = f", {figure(run.device_seconds / 3600, 2)} device hours" if run.device_seconds else ""
+    return f"Latest run {run.id}, {age(run.time, now)} ago: {run.outcome}{hours}: {run.reason}"
 
 
 def trial_line(draft: DraftStatus | None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Decision, Spec, Status
-from specdecode_operator.plugin.drafts import trial_line
+from specdecode_operator.plugin.drafts import run_line, trial_line
 from specdecode_operator.plugin.numbers import acceptance_lines, row_lines, step_lines
 from specdecode_operator.plugin.overview import mode_of, spec_of, status_of, unmet
 from specdecode_operator.plugin.text import age, figure, percent, word, wrapped
@@ -96,7 +96,7 @@ def _rollout(status: Status) -> Iterator[str]:
     """Yield a line on the rollout of another draft, while one is under way."""
     phase = status.draft.phase if status.draft else None
     if phase not in (None, "Serving", "Cooldown"):
-        yield f"Rollout of another draft: {phase}. {trial_line(status.draft)}".rstrip()
+        yield f"Rollout of another draft: {phase}. {run_line(status.draft) or trial_line(status.draft)}".rstrip()
 
 
 def _guard(status: Status, learned: LearnedState | None) -> Iterator[str]:

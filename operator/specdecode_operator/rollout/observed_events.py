@@ -1,7 +1,7 @@
 """Events of the life cycle, as they follow from spec, annotations, pods and reports.
 
 A detector looks at one kind of evidence. It returns the record with what it took note of, and an event if there is one.
-Further sources of events, such as training Jobs and drift, are further detectors in DETECTORS.
+Detectors of training runs are in `run_events`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from specdecode_operator.rollout.trial_evidence import count_pairs, evidence_tex
 from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import OTHER_TASK, Report
+from specdecode_worker.contract.distillation import DistillationVerdict
 
 REFUSAL_SECONDS = 10.0
 """Time after an assignment before a worker's problem counts as a refusal of it: reports may show an older problem."""
 PHASE_SECONDS: Mapping[Phase, float] = {Phase.PROMOTING: 1800.0, Phase.ROLLING_BACK: 1800.0, Phase.COOLDOWN: 3600.0}
 """Time limits of phases: long enough for a download by every worker, and an hour between two rollouts."""
-RETRY = "retry"
-"""Command that offers the candidate of the spec again."""
+RETRY, TRAIN = "retry", "distill"
+"""Commands that offer the candidate of the spec again, and that request a training run."""
 UNKNOWN_OFFER = "-"
 """``offered`` of a record that could not be read: no candidate of the spec counts as taken up."""
 _COMMANDS = {
@@ -57,6 +58,10 @@ class Detection:
     event: Event | None = None
     reason: str = ""
     cause: Cause = "failure"
+    loss: float = 0.0
+    """Share of device time that a stale draft costs, where this requests a run."""
+    verdict: DistillationVerdict | None = None
+    """Verdict of a run's Job."""
 
 
 Detector = Callable[[Facts, DraftRecord], Detection | None]
@@ -93,10 +98,10 @@ def find_image_change(facts: Facts, record: DraftRecord) -> Detection | None:
 def find_command(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find a command that was not carried out yet. Its annotation ends with the time when it was given."""
     command = facts.deployment.draft_command
-    if command == record.command:
+    verb = command.partition(" ")[0]
+    if command == record.command or verb == TRAIN:
         return None
     noted = record.model_copy(update={"command": command})
-    verb = command.partition(" ")[0]
     if verb == RETRY and record.phase in (Phase.SERVING, Phase.COOLDOWN):
         return Detection(record=noted.model_copy(update={"offered": "", "refusal": ""}))
     kind = _COMMANDS.get(verb)
@@ -123,16 +128,8 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
     if record.is_confirmed:
         is_waiting = record.mode is Mode.MANUAL
         event = Event(kind=EventKind.CANARY_BETTER)
-        return (
-            None
-            if is_waiting
-            else Detection(
-                record=record,
-                event=event,
-                reason=f"mode is {record.mode} now: {evidence_text(record.trial)}",
-                cause="user",
-            )
-        )
+        reason = f"mode is {record.mode} now: {evidence_text(record.trial)}"
+        return None if is_waiting else Detection(record=record, event=event, reason=reason, cause="user")
     trial = record.trial
     if trial is None or not trial.pod:
         return None
@@ -197,7 +194,7 @@ def find_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
 def find_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find a candidate of the spec that was not taken up yet, once a worker runs the draft to compare it with."""
     candidate, offer = facts.deployment.spec.rollout.draft.candidate, offer_of(facts.deployment)
-    incumbent = record.current or _spec_hash(facts)
+    incumbent = record.current or spec_hash_of(facts)
     if candidate is None or offer == record.offered or record.phase not in (Phase.SERVING, Phase.COOLDOWN):
         return None
     spec = facts.deployment.spec
@@ -283,7 +280,7 @@ def _wants_none(observed: Observation) -> bool:
     return observed.workload is not None and observed.workload.wanted == 0
 
 
-def _spec_hash(facts: Facts) -> str:
+def spec_hash_of(facts: Facts) -> str:
     """Return the hash of the spec's draft that most workers report; empty if none does."""
     draft = facts.deployment.spec.speculation.draft
     hashes = [

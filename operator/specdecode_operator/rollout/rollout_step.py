@@ -17,6 +17,8 @@ from specdecode_operator.drafts.lifecycle import Event, advance, required_action
 from specdecode_operator.drafts.lifecycle_table import Action, EventKind, Mode, Phase
 from specdecode_operator.rollout.assignment import choose_canary
 from specdecode_operator.rollout.observed_events import DETECTORS, OFFERS, UNKNOWN_OFFER, Detection, Facts, offer_of
+from specdecode_operator.rollout.run_end import with_run_end
+from specdecode_operator.rollout.run_events import RUN_DETECTORS, with_run
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
 from specdecode_operator.state.draft_record import LINEAGE, DraftRecord, TrialRecord
 from specdecode_operator.types import Deployment, Observation
@@ -63,17 +65,17 @@ def step_rollout(deployment: Deployment, observed: Observation, *, now: float) -
     if record.is_used:
         spec = deployment.spec.rollout.draft
         record = record.model_copy(update={"mode": Mode(spec.mode), "failure_limit": spec.failure_limit})
-    for detect in DETECTORS if record.is_used else OFFERS:
+    for detect in (*(DETECTORS if record.is_used else OFFERS), *RUN_DETECTORS):
         detection = detect(facts, record)
         if detection is not None:
-            record, change = _advanced(detection, now)
+            record, change = _advanced(with_run(detection, facts), facts)
             changes += [change] if change else []
     return RolloutStep(_carried_out(record, facts), tuple(changes))
 
 
-def _advanced(detection: Detection, now: float) -> tuple[DraftRecord, DecisionRecord | None]:
+def _advanced(detection: Detection, facts: Facts) -> tuple[DraftRecord, DecisionRecord | None]:
     """Return the record after an event, and its entry in the history."""
-    before, event = detection.record, detection.event
+    before, event, now = detection.record, detection.event, facts.now
     if event is None:
         return before, None
     transition = advance(before.lifecycle, event)
@@ -81,14 +83,17 @@ def _advanced(detection: Detection, now: float) -> tuple[DraftRecord, DecisionRe
     if Action.ASSIGN_SPEC_DRAFT in transition.actions:
         state = replace(state, current="", previous=None)
     after = before.moved(state)
+    if Action.DELETE_CAPTURES in transition.actions:
+        after = after.model_copy(update={"captures_deleted_before": now})
     is_new = after.phase is not before.phase or after.is_confirmed != before.is_confirmed
     if is_new:
         after = after.model_copy(update={"since": now})
-    if Action.REPORT not in transition.actions or after.lifecycle == before.lifecycle:
+    is_news = after.lifecycle != before.lifecycle or event.kind is EventKind.JOB_LOST
+    if Action.REPORT not in transition.actions or not is_news:
         is_command = event.kind in (EventKind.USER_PROMOTE, EventKind.USER_REJECT, EventKind.USER_ROLLBACK)
         reason = f"{detection.reason}; it changes nothing now"
         return after, _change(detection, after, now, reason) if is_command else None
-    after = _concluded(detection, event, after, now)
+    after = with_run_end(detection, _concluded(detection, event, after, now), facts.deployment.spec, now)
     keep = {after.current, after.candidate, after.previous}
     after = after.model_copy(update={"uris": {draft: uri for draft, uri in after.uris.items() if draft in keep}})
     return after, _change(detection, after, now, detection.reason)
@@ -130,6 +135,7 @@ def _change(detection: Detection, after: DraftRecord, now: float, reason: str) -
     before = detection.record
     gain = gain_of(before.trial) if before.trial else None
     is_promoted = after.current != before.current and after.current == before.candidate
+    verdict = detection.verdict.gain if detection.verdict else None
     return DecisionRecord(
         time=_iso(now),
         kind="Draft",
@@ -137,6 +143,7 @@ def _change(detection: Detection, after: DraftRecord, now: float, reason: str) -
         before=_state_text(before),
         after=_state_text(after),
         measured=evidence_text(before.trial) if before.trial else None,
+        expected_gain_percent=round(100 * verdict.estimate, 1) if verdict else None,
         realised_gain_percent=round(100 * gain.mean, 1) if gain and is_promoted else None,
         cause=detection.cause,
         reason=reason[:4000],

@@ -5,6 +5,7 @@
 | `lifecycle` | 1 | phase, drafts by hash, what was observed of the spec, and the last verdict |
 | `trial` | 1 | the trial that runs: pod, settings, and the differences of its pairs |
 | `lineage` | 1 | candidates that were tried, the newest first |
+| `run` | 1 | the training run that is under way, and the latest one that ended |
 
 Sections are encoded as those of ``<name>-state`` (`state.compact`). A section that cannot be read is left out. Without
 `lifecycle` the draft of the spec serves, and ``problem`` says why. Other sections are of a newer operator; the store
@@ -20,7 +21,7 @@ from typing import Any
 
 from pydantic import Field
 
-from specdecode_operator.api.v1alpha1 import DraftLineageStatus
+from specdecode_operator.api.v1alpha1 import DraftLineageStatus, DraftRunEndStatus
 from specdecode_operator.drafts.lifecycle import Lifecycle
 from specdecode_operator.drafts.lifecycle_table import Mode, Phase
 from specdecode_operator.state.cells import Stored
@@ -28,7 +29,7 @@ from specdecode_operator.state.compact import decode, encode
 
 LINEAGE = 10
 """Number of candidates in the lineage; status shows all of them."""
-VERSIONS: Mapping[str, int] = {"lifecycle": 1, "trial": 1, "lineage": 1}
+VERSIONS: Mapping[str, int] = {"lifecycle": 1, "trial": 1, "lineage": 1, "run": 1}
 _LIFECYCLE = tuple(field.name for field in fields(Lifecycle))
 
 
@@ -60,6 +61,27 @@ class TrialRecord(Stored):
     """Index after the last pair that was counted. Lower indices are not counted again."""
     pairs: tuple[CountedPair, ...] = ()
     """Pairs that shared a cell, in the order in which they were counted."""
+
+
+class RunRecord(Stored):
+    """Training run that is under way."""
+
+    id: str
+    """Time of its beginning in hexadecimal digits. It names the Job and the run's folder, so it is never used twice."""
+    started: float
+    reason: str = ""
+    draft_uri: str = ""
+    """Draft that the run goes on from."""
+    claim: str = ""
+    """Claim with the run's folder and the new draft."""
+    loss: float = 0.0
+    """Share of decode device time that a stale draft costs; 0 if the run has another reason."""
+    job_uid: str = ""
+    """Uid of the Job once it was seen. With a uid and without that Job, the Job is lost."""
+    losses: int = 0
+    """Jobs that were lost."""
+    retry_at: float = 0.0
+    """Time before which no Job is created."""
 
 
 class DraftRecord(Stored):
@@ -98,7 +120,21 @@ class DraftRecord(Stored):
     """Reason why the latest candidate was not tried or could not be loaded; empty if there is none."""
     problem: str = ""
     """Reason why the stored life cycle could not be read. It stays until another candidate is taken up."""
+    captures_deleted_before: float = 0
+    """Time before which captured requests are deleted, in seconds of the epoch."""
+    run_refusal: str = ""
+    """Reason why the latest command to train was refused; empty if it was not."""
+    run_device_seconds: float = 0.0
+    """Device seconds of the latest run with a verdict; 0 before the first one."""
+    recovery: float | None = None
+    """Share of the loss that the latest better draft recovers, by its verdict. None before the first one."""
+    run_outcomes: dict[str, int] = Field(default={})
+    """Runs that ended, by outcome."""
+    runs_not_better: int = 0
+    """Verdicts in a row that were not better."""
     trial: TrialRecord | None = Field(default=None, exclude=True)
+    run: RunRecord | None = Field(default=None, exclude=True)
+    last_run: DraftRunEndStatus | None = Field(default=None, exclude=True)
     lineage: tuple[DraftLineageStatus, ...] = Field(default=(), exclude=True)
 
     @property
@@ -112,8 +148,13 @@ class DraftRecord(Stored):
 
     @property
     def is_used(self) -> bool:
-        """True once a candidate was offered. Before, no draft is assigned and nothing is stored."""
+        """True once a candidate was offered or a run was requested. Before, no draft is assigned."""
         return bool(self.spec_draft)
+
+    @property
+    def is_stored(self) -> bool:
+        """True if there is anything to store: a rollout, or a command that must not be carried out again."""
+        return self.is_used or bool(self.command)
 
     @property
     def planned_draft(self) -> str:
@@ -133,6 +174,10 @@ def render_drafts(record: DraftRecord) -> dict[str, str]:
     if record.lineage:
         entries = [entry.model_dump(mode="json", by_alias=True) for entry in record.lineage]
         data["lineage"] = encode(VERSIONS["lineage"], {"entries": entries})
+    if record.run is not None or record.last_run is not None:
+        run = record.run.model_dump(mode="json") if record.run else None
+        last = record.last_run.model_dump(mode="json", by_alias=True) if record.last_run else None
+        data["run"] = encode(VERSIONS["run"], {"run": run, "last": last})
     return data
 
 
@@ -145,7 +190,9 @@ def parse_drafts(data: Mapping[str, str]) -> tuple[DraftRecord, tuple[str, ...]]
         problem = "; ".join(problems) if problems else "section lifecycle: it is missing"
         return UNUSED.model_copy(update={"problem": problem[:1000], "lineage": lineage}), (problem,)
     trial = _read(data, "trial", problems, _trial)
-    return lifecycle.model_copy(update={"trial": trial, "lineage": lineage}), tuple(problems)
+    run, last_run = _read(data, "run", problems, _runs) or (None, None)
+    sections = {"trial": trial, "lineage": lineage, "run": run, "last_run": last_run}
+    return lifecycle.model_copy(update=sections), tuple(problems)
 
 
 def unknown_drafts(data: Mapping[str, str]) -> dict[str, str]:
@@ -168,6 +215,15 @@ def _read(data: Mapping[str, str], key: str, problems: list[str], parse: Any) ->
 
 def _trial(text: str) -> TrialRecord:
     return TrialRecord.model_validate(json.loads(text)["trial"])
+
+
+def _runs(text: str) -> tuple[RunRecord | None, DraftRunEndStatus | None]:
+    content = json.loads(text)
+    run, last = content["run"], content["last"]
+    return (
+        None if run is None else RunRecord.model_validate(run),
+        None if last is None else DraftRunEndStatus.model_validate(last),
+    )
 
 
 def _lineage(text: str) -> tuple[DraftLineageStatus, ...]:

@@ -1,7 +1,7 @@
 """Store of the rollouts of drafts, in the ConfigMaps ``<name>-drafts``.
 
 A ConfigMap is written with every change, before the change takes effect; nothing is written for deployments that never
-had a candidate.
+had a candidate or a command.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DraftStore:
         """Write the record if it differs from the stored one. Return the problem that prevents it."""
         uid = deployment.uid
         is_known = uid in self._loaded or uid in self._written
-        if not record.is_used and not is_known:
+        if not record.is_stored and not is_known:
             # A record that could not be read stays as it is until a candidate is taken up.
             return None
         data = render_drafts(record)

@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
     parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI", help="deployed EAGLE-3 head, to go on from")
     add_capture_flags(parser)
-    parser.add_argument("--golden", type=Path, required=True, metavar="FILE.jsonl",
-                        help="frozen prompts by domain on which no draft may lose")  # fmt: skip
+    parser.add_argument("--golden", type=Path, metavar="FILE.jsonl",
+                        help="frozen prompts by domain on which no draft may lose; optional with --job")  # fmt: skip
     parser.add_argument("--replay", type=Path, nargs="+", default=[], metavar="DIR",
                         help="--out of the runs of `train` or `distill` that made the deployed head")  # fmt: skip
     parser.add_argument("--replay-prompts", type=Path, metavar="FILE.jsonl",
@@ -202,6 +202,8 @@ def _settings(args: argparse.Namespace) -> StudentSettings:
     Raises:
         TrainingError: A value is out of range; the message names the flag.
     """
+    if args.golden is None and not args.job:
+        raise TrainingError("--golden is needed without --job")
     if not 0 <= args.replay_share < 1:
         raise TrainingError(f"--replay-share is {args.replay_share}; it is a share of a round, from 0 to below 1")
     least = {"--steps": args.steps, "--minutes": args.minutes, "--round-steps": args.round_steps,

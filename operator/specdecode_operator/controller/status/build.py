@@ -64,7 +64,7 @@ def status_of(
         model=sections.model_section(deployment, decision.model_revision),
         speculation=sections.speculation_section(deployment, decision, now),
         tasks=sections.task_sections(deployment, decision),
-        draft=draft_section(deployment, observed),
+        draft=draft_section(deployment, observed, outcome.job_problem),
         traffic=sections.traffic_section(before.traffic, decision.figures),
         capacity=sections.capacity_section(before.capacity, decision),
         router=sections.router_section(deployment, observed),

@@ -49,7 +49,7 @@ def conditions(
     ]
     speculation = deployment.spec.speculation
     if speculation.method != "none":
-        rollout = draft_rollout(deployment, observed)
+        rollout = draft_rollout(deployment, observed, outcome.job_problem)
         states += [draft_compatible(observed), workers_healthy(decision), *([rollout] if rollout else [])]
     if speculation.method != "none" and speculation.mode != "Off":
         states.append(speculation_effective(deployment, decision))

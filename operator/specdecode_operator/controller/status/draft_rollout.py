@@ -6,21 +6,25 @@ from collections.abc import Iterator
 
 from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, DraftTrialStatus, DraftVersionStatus
 from specdecode_operator.controller.status.condition_state import ConditionState
+from specdecode_operator.controller.status.training_run import run_progress, run_section
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.rollout.observed_events import offer_of
+from specdecode_operator.rollout.run_events import RUN_PHASES
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
 from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
 from specdecode_operator.types import Deployment, Observation
 
 _UNDER_WAY = {
+    Phase.COLLECTING: "Collecting",
+    Phase.DISTILLING: "Distilling",
     Phase.CANARY: "Canary",
     Phase.PROMOTING: "Promoting",
     Phase.ROLLING_BACK: "RollingBack",
 }
 
 
-def draft_section(deployment: Deployment, observed: Observation) -> DraftStatus | None:
-    """Return the draft that the workers run, and its rollout. None without a draft."""
+def draft_section(deployment: Deployment, observed: Observation, job_problem: str = "") -> DraftStatus | None:
+    """Return the draft that the workers run, its rollout and the training of another one. None without a draft."""
     draft = deployment.spec.speculation.draft
     if draft is None:
         return None
@@ -36,13 +40,15 @@ def draft_section(deployment: Deployment, observed: Observation) -> DraftStatus 
             "previous": None if record.previous is None else _version(record, record.previous),
             "phase": str(record.phase),
             "trial": _trial(record.trial) if record.trial and record.phase is Phase.CANARY else None,
+            "run": run_section(deployment, observed, job_problem),
+            "last_run": record.last_run,
             "last_verdict": record.last_verdict or None,
         }
     )
 
 
-def draft_rollout(deployment: Deployment, observed: Observation) -> ConditionState | None:
-    """Return whether a candidate is tried, promoted or rolled back. None until a candidate was offered."""
+def draft_rollout(deployment: Deployment, observed: Observation, job_problem: str = "") -> ConditionState | None:
+    """Return whether a draft is trained, tried, promoted or rolled back. None until one was offered or asked for."""
     kind, record = ConditionType.draft_rollout, observed.session.drafts
     if record.problem:
         message = f"ConfigMap {deployment.name}-drafts was not read, so the draft of the spec serves: {record.problem}"
@@ -50,10 +56,15 @@ def draft_rollout(deployment: Deployment, observed: Observation) -> ConditionSta
     waiting = _waiting(deployment, record)
     if waiting is not None:
         return waiting
-    if not record.is_used:
-        return None
+    if record.phase in RUN_PHASES:
+        progress = run_progress(deployment, observed, job_problem)
+        return ConditionState(kind, "True", _UNDER_WAY[record.phase], progress)
     if record.phase in _UNDER_WAY:
         return ConditionState(kind, "True", _under_way(record), _progress(record))
+    if record.run_refusal:
+        return ConditionState(kind, "False", "RunRefused", f"no run was begun: {record.run_refusal}", True)
+    if not record.is_used:
+        return None
     if record.refusal:
         return ConditionState(kind, "False", "CandidateRefused", record.refusal, True)
     return ConditionState(kind, "False", "NoRollout", record.last_verdict or "no candidate is tried")

@@ -41,6 +41,9 @@ class OneWorker:
     def demand(self, key: Key) -> dict[str, Any]:
         return {}
 
+    def jobs(self, key: Key) -> tuple[()]:
+        return ()
+
 
 def resource(generation: int = 1, **spec: Any) -> dict[str, Any]:
     metadata = {"namespace": "ns", "name": "n", "uid": "u1", "generation": generation}

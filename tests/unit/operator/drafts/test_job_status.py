@@ -146,3 +146,11 @@ def test_missing_fields_and_long_words_are_no_error() -> None:
     assert job_status({}, [{}]) == JobStatus(state=JobState.PENDING)
     long = condition("PodScheduled", "Unschedulable", "x" * 9000, "False")
     assert len(job_status(job(), [pod("Pending", long)]).reason) == 500
+
+
+def test_the_end_of_a_job_may_be_seen_before_that_of_its_pod() -> None:
+    complete = job(condition("Complete"))
+    assert job_status(complete, [pod("Running")]).state is JobState.RUNNING
+    done = pod("Succeeded", containerStatuses=ended(0, "Completed", json.dumps(BETTER)))
+    assert job_status(complete, [done]).state is JobState.FINISHED
+    assert job_status(complete, [pod("Succeeded")]).state is JobState.FAILED

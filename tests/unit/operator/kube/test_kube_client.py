@@ -140,6 +140,23 @@ async def test_every_write_passes_the_guard(
     assert len(recorder.requests) == 2, "nothing was sent"
 
 
+async def test_a_deletion_names_the_object_and_takes_what_it_owns() -> None:
+    """Pods of a Job would stay by default, and another Job may have the name meanwhile."""
+    bodies: list[Any] = []
+
+    class Deletions(Recorder):
+        async def request(self, method: str, path: str, *, _request_timeout: Any, **more: Any) -> Any:
+            bodies.append(more["body"])
+            return await super().request(method, path, _request_timeout=_request_timeout)
+
+    client = KubeClient(SimpleNamespace(configuration=None))
+    client._client = Deletions()
+    await client.delete(CONFIG_MAPS, "ns", "a", uid="u1")
+    await client.delete(CONFIG_MAPS, "ns", "a")
+    background = {"propagationPolicy": "Background"}
+    assert bodies == [{**background, "preconditions": {"uid": "u1"}}, background]
+
+
 async def test_reads_and_leases_pass_without_the_guard(recorded: tuple[KubeClient, Recorder]) -> None:
     client, recorder = recorded
     client.guard = refuse

@@ -7,23 +7,30 @@ from typing import Any
 import pytest
 from fleet import DEFAULTS, deployment_with
 
+from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests import identity
 from specdecode_operator.manifests.distillation_job import (
     DEADLINE_MARGIN_SECONDS,
-    DistillationJob,
+    check_job_template,
     distillation_job,
     job_name,
 )
-from specdecode_operator.types import Manifest
+from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.types import Deployment, Manifest
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import distill
 from specdecode_worker.contract import Env
 
-BASE = {"run": "g3", "draft_uri": "hf://org/head", "golden_config_map": "demo-golden"}
+RUN = RunRecord(id="g3", started=1.0, draft_uri="hf://org/head", claim="drafts")
+
+
+def deployment(settings: dict[str, Any] | None = None, **spec: Any) -> Deployment:
+    distillation = {"job": settings or {}, "storage": {"claim": "drafts"}}
+    return deployment_with(**{"distillation": distillation, **spec})
 
 
 def job(settings: dict[str, Any] | None = None, **spec: Any) -> Manifest:
-    return distillation_job(deployment_with(**spec), DistillationJob(**{**BASE, **(settings or {})}), DEFAULTS)
+    return distillation_job(deployment(settings, **spec), RUN, DEFAULTS)
 
 
 def pod(settings: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
@@ -65,19 +72,19 @@ def test_name_of_a_long_deployment_stays_a_label() -> None:
 
 
 def test_queue_label_is_there_with_a_queue_alone_and_suspend_is_left_to_kueue() -> None:
-    queued = job({"queue_name": "team-a"})
+    queued = job({"queueName": "team-a"})
     assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     assert "suspend" not in queued["spec"]
     assert "kueue.x-k8s.io/queue-name" not in job()["metadata"]["labels"]
 
 
 def test_preemption_costs_no_retry_and_the_deadline_leaves_time_for_a_verdict() -> None:
-    spec = job({"backoff_limit": 5, "time_limit_seconds": 3600})["spec"]
+    spec = job({"timeLimit": "1h"})["spec"]
     ignored, usage = spec["podFailurePolicy"]["rules"]
     assert ignored == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     assert usage["onExitCodes"]["values"] == [64]
-    assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (5, 3600 + DEADLINE_MARGIN_SECONDS)
-    assert flags({"time_limit_seconds": 3600})["time-limit"] == "3600"
+    assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (3, 3600 + DEADLINE_MARGIN_SECONDS)
+    assert flags({"timeLimit": "1h"})["time-limit"] == "3600"
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "needed by podFailurePolicy"
 
 
@@ -95,31 +102,77 @@ def test_pod_meets_the_restricted_pod_security_standard() -> None:
     assert kinds <= {"emptyDir", "configMap", "secret", "persistentVolumeClaim"}
 
 
-def test_scratch_is_a_bounded_folder_or_a_claim() -> None:
-    assert volume("scratch", {"scratch_size": "9Gi"}) == {"name": "scratch", "emptyDir": {"sizeLimit": "9Gi"}}
-    claimed = volume("scratch", {"scratch_claim": "drafts"})
-    assert claimed["persistentVolumeClaim"] == {"claimName": "drafts"}
-    assert flags()["out"].endswith("/g3"), "runs on one claim are kept apart"
+def test_only_distill_writes_the_claim_and_each_run_has_its_folder() -> None:
+    spec = {"speculation": {"draft": {"uri": "pvc://drafts/demo/0"}}}
+    claims = [one for one in pod(**spec)["volumes"] if "persistentVolumeClaim" in one]
+    assert claims == [{"name": "claim-drafts", "persistentVolumeClaim": {"claimName": "drafts"}}]
+    mounts = {
+        one["name"]: [mount for mount in one["volumeMounts"] if mount["name"] == "claim-drafts"]
+        for one in (*pod(**spec)["initContainers"], *pod(**spec)["containers"])
+    }
+    assert mounts["distill"] == [{"name": "claim-drafts", "mountPath": "/mnt/pvc/drafts"}]
+    assert mounts["pull"] == [{"name": "claim-drafts", "mountPath": "/mnt/pvc/drafts", "readOnly": True}]
+    assert flags()["out"] == "/mnt/pvc/drafts/distillation/demo/g3", "a new pod goes on there"
+    assert flags()["publish"] == "pvc://drafts/drafts/demo"
+
+
+def test_prompts_come_from_the_config_maps_that_the_spec_names() -> None:
+    assert "golden" not in flags()
+    assert "prompts" not in [one["name"] for one in pod()["volumes"]]
+    sources = volume("prompts", {"golden": "mine", "replayPrompts": "old"})["projected"]["sources"]
+    assert [(one["configMap"]["name"], one["configMap"]["items"][0]["key"]) for one in sources] == [
+        ("mine", "golden.jsonl"),
+        ("old", "replay.jsonl"),
+    ]
+    assert flags({"golden": "mine"})["golden"] == "/etc/specdecode/prompts/golden.jsonl"
+
+
+def test_the_template_is_merged_and_changes_no_label_that_services_select() -> None:
+    template = {
+        "metadata": {"labels": {"team": "x", identity.ROLE_LABEL: "worker", identity.VARIANT_LABEL: "stable"}},
+        "spec": {
+            "runtimeClassName": "nvidia",
+            "containers": [{"name": "distill", "env": [{"name": "A", "value": "b"}]}],
+        },
+    }
+    made = job({"template": template})["spec"]["template"]
+    assert made["metadata"]["labels"]["team"] == "x"
+    assert not identity.service_labels("demo").items() <= made["metadata"]["labels"].items()
+    assert made["spec"]["runtimeClassName"] == "nvidia"
+    assert {"name": "A", "value": "b"} in made["spec"]["containers"][0]["env"]
+    wrong = deployment({"template": {"spec": {"containers": [{"image": "x"}]}}})
+    with pytest.raises(SpecError, match=r"distillation\.job\.template\.spec\.containers\[0\] needs a name"):
+        check_job_template(wrong, DEFAULTS)
 
 
 def test_scheduling_and_devices_are_those_of_the_settings() -> None:
     wanted = {
-        "node_selector": {"pool": "gpu"},
-        "tolerations": ({"key": "gpu", "operator": "Exists"},),
-        "priority_class_name": "low",
+        "nodeSelector": {"pool": "gpu"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "priorityClassName": "low",
         "resources": {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi"}},
-        "accelerators": 1,
-        "accelerator_resource": "nvidia.com/mig-1g.10gb",
+        "accelerator": {"resource": "nvidia.com/mig-1g.10gb"},
+        "image": "trainer:1",
     }
     made = pod(wanted)
     assert made["nodeSelector"] == {"pool": "gpu"}
     assert made["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
     assert made["priorityClassName"] == "low"
+    assert made["containers"][0]["image"] == "trainer:1"
+    assert container()["image"] == "localhost/worker:1"
     resources = made["containers"][0]["resources"]
     assert resources == {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi", "nvidia.com/mig-1g.10gb": 1}}
     assert "nvidia.com/mig-1g.10gb" not in made["initContainers"][0]["resources"]["limits"]
     assert (flags(wanted)["device"], flags()["device"]) == ("cuda", "cpu")
     assert not {"nodeSelector", "tolerations", "priorityClassName"} & pod().keys()
+
+
+def test_threads_on_a_cpu_are_the_whole_cores_of_the_limit() -> None:
+    resources = {"limits": {"cpu": "2500m"}}
+    variables = {one["name"]: one.get("value") for one in container({"resources": resources})["env"]}
+    assert variables["OMP_NUM_THREADS"] == "2"
+    with_device = container({"resources": resources, "accelerator": {"count": 1}})["env"]
+    assert "OMP_NUM_THREADS" not in {one["name"] for one in with_device}
 
 
 def test_captures_are_pulled_from_all_workers_with_the_capture_token_alone() -> None:
@@ -139,21 +192,22 @@ def test_with_tls_the_job_has_the_certificate_of_the_ca_and_no_key() -> None:
 
 
 def test_every_mount_has_its_volume() -> None:
-    made = pod({"has_replay_prompts": True}, tls={"secretName": "t"})
+    made = pod({"replayPrompts": "r", "golden": "g"}, tls={"secretName": "t"})
     names = {one["name"] for one in made["volumes"]}
     for one in (*made["initContainers"], *made["containers"]):
         assert {mount["name"] for mount in one["volumeMounts"]} <= names
     assert made["initContainers"][0]["command"][-1] == "hf://org/head"
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"has_replay_prompts": True, "steps": 50, "head_uri": "pvc://drafts/g3/head"}]
-)
+@pytest.mark.parametrize("settings", [{}, {"replayPrompts": "r", "golden": "g", "steps": 50}], ids=["least", "most"])
 def test_command_line_is_one_that_distill_takes(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(distill, "run", lambda args: seen.append(args) or 0)
-    assert main(container(settings)["command"][1:]) == 0
+    words = [word for word in container(settings)["command"][1:] if not word.startswith("--publish=")]
+    assert main(words) == 0
     (args,) = seen
     assert args.job
     assert args.steps == settings.get("steps", 2000)
     assert (args.replay_prompts is None) == (args.replay_share == 0)
+    assert (args.golden is None) == ("golden" not in settings)
+    assert args.max_age == 14 * 86400

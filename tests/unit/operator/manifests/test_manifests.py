@@ -187,6 +187,19 @@ def test_claims_of_models_are_mounted_once_and_read_only() -> None:
     assert mounts.count("/mnt/pvc/big") == 1
 
 
+def test_the_claim_of_new_drafts_is_mounted_read_only_and_captures_have_a_bounded_folder() -> None:
+    spec = {"speculation": {"draft": {"uri": "pvc://drafts/d"}}, "distillation": {"storage": {"claim": "drafts"}}}
+    rendered = template(**spec)
+    assert [one for one in container(rendered, "worker")["volumeMounts"] if one["name"].startswith("claim-")] == [
+        {"name": "claim-drafts", "mountPath": "/mnt/pvc/drafts", "readOnly": True}
+    ]
+    assert {"name": "captures", "emptyDir": {"sizeLimit": "16Gi"}} in rendered["spec"]["volumes"]
+    config = WorkerConfig.model_validate_json(environment(rendered)[Env.config])
+    mounts = {one["mountPath"]: one["name"] for one in container(rendered, "worker")["volumeMounts"]}
+    assert mounts[str(config.capture_dir)] == "captures"
+    assert "captures" not in [one["name"] for one in container(rendered, "pull")["volumeMounts"]]
+
+
 def test_pull_gets_the_hub_token_and_the_worker_does_not() -> None:
     rendered = template(model={"tokenSecretRef": {"name": "hub"}})
     pull = {item["name"]: item for item in container(rendered, "pull")["env"]}
@@ -273,6 +286,8 @@ LIVE: list[dict[str, Any]] = [
     {"speculation": {"tasks": [{"name": "code"}]}},
     {"scaling": {"minReplicas": 2, "maxReplicas": 9}},
     {"replicas": 3},
+    {"distillation": {"capture": {"enabled": True, "share": 0.5}, "trigger": {"minConversations": 9}}},
+    {"distillation": {"job": {"image": "other", "golden": "g"}}},
     {"workers": {"rollout": {"maxSurge": "25%"}}},
 ]
 ROLLING: list[dict[str, Any]] = [
@@ -291,6 +306,7 @@ ROLLING: list[dict[str, Any]] = [
     {"workers": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},
     {"drain": {"gracePeriodSeconds": 61}},
     {"storage": {"modelCache": {"hostPath": "/x"}}},
+    {"distillation": {"storage": {"claim": "drafts"}}},
 ]
 
 

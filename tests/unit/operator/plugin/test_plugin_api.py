@@ -345,3 +345,16 @@ def test_a_command_that_would_change_nothing_is_not_written(
     assert server.run(command, "demo") == 1
     assert server.written == []
     assert "phase Serving" in capsys.readouterr().err
+
+
+def test_a_command_to_train_is_written_if_a_run_can_begin(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server.run("distill", "demo") == 1
+    assert "distillation.capture.enabled is false" in capsys.readouterr().err
+    status, resource = server.answers[demo]
+    distillation = {"capture": {"enabled": True}, "storage": {"claim": "drafts"}}
+    server.answers[demo] = status, {**resource, "spec": {**resource["spec"], "distillation": distillation}}
+    assert server.run("distill", "demo") == 0
+    ((_, _, body),) = server.written
+    assert body["metadata"]["annotations"]["specdecode.io/draft-command"].startswith("distill ")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from canary import CANDIDATE, NEW, OLD, Canary, Pod, canary_with
+from canary import CANDIDATE, DISTILLATION, NEW, OLD, TRAINED, Canary, Pod, canary_with, capturing, distilling, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.state.draft_record import DraftRecord, parse_drafts, render_drafts
 from specdecode_operator.state.learned import parse_state, render_state
@@ -24,12 +25,33 @@ STEPS = st.lists(
     max_size=25,
 )
 
+JOB_ENDS = {
+    "better": verdict(),
+    "worse": verdict("worse", gain=-0.1),
+    "poisoned": verdict("failed", failure="poisoned"),
+    "killed": JobStatus(state=JobState.OUT_OF_MEMORY),
+    "suspended": JobStatus(state=JobState.SUSPENDED),
+    "running": JobStatus(state=JobState.RUNNING),
+}
+RUN_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("pairs"), st.integers(1, 12), st.floats(-0.3, 0.3)),
+        st.tuples(st.sampled_from(("lose", "offer", "wait", "tick", "vanish", "mode"))),
+        st.tuples(st.just("capture"), st.integers(1, 80)),
+        st.tuples(st.just("job"), st.sampled_from(sorted(JOB_ENDS))),
+        st.tuples(st.just("command"), st.sampled_from(("distill", "distill", "reject", "rollback"))),
+        st.tuples(st.just("kill"), st.sampled_from(("before", "between", "after", "job"))),
+    ),
+    max_size=25,
+)
+
 
 class Cluster:
     """Both ConfigMaps, in the order in which they are written, and an operator that is killed between them."""
 
-    def __init__(self, canary: Canary) -> None:
-        self.canary = canary
+    def __init__(self, canary: Canary, **spec: Any) -> None:
+        self.canary, self.spec = canary, spec
+        self.vanished = 0
         self.pods = 2
         self.versions: list[int] = []
         self.write()
@@ -39,13 +61,15 @@ class Cluster:
         self.state = render_state(self.canary.session.learned)
 
     def tick(self, killed: str = "") -> None:
-        """Decide, write the rollout, write the state, push. A kill loses what comes after it."""
+        """Decide, write the rollout, write the state, write Jobs, push. A kill loses what comes after it."""
         decision = self.canary.tick(push=False)
         if killed != "before":
             self.drafts = render_drafts(self.canary.record)
             assert parse_drafts(self.drafts) == (self.canary.record, ())
         if killed not in ("before", "between"):
             self.state = render_state(self.canary.session.learned)
+        if killed == "job":
+            self.canary.write_jobs()
         if killed:
             self.restart()
             return
@@ -77,7 +101,16 @@ class Cluster:
         elif kind in ("deaf", "heal"):
             canary.pods[-1].obeys = kind == "heal"
         elif kind in ("offer", "withdraw"):
-            canary.change(rollout={"draft": {"candidate": CANDIDATE} if kind == "offer" else {}})
+            canary.change(rollout={"draft": {"candidate": CANDIDATE} if kind == "offer" else {}}, **self.spec)
+        elif kind == "mode":
+            canary.change(rollout={"draft": {"mode": "Direct"}}, **self.spec)
+        elif kind == "capture":
+            canary.pods[0].captured = (canary.pods[0].captured or 0) + step[1]
+        elif kind == "job" and canary.jobs:
+            canary.job_ends(JOB_ENDS[step[1]])
+        elif kind == "vanish" and canary.jobs:
+            self.vanished += len(canary.jobs)
+            canary.jobs = []
         elif kind == "wait":
             canary.now += 4000
         elif kind == "command":
@@ -121,3 +154,31 @@ def test_the_assignment_follows_from_what_is_stored(steps: list[tuple[Any, ...]]
         running = [pod.plan.assignment for pod in cluster.canary.pods if pod.plan.assignment is not None]
         if step[0] not in ("kill", "lose"):
             assert all(one == assignment_of(stored, cluster.canary.deployment) for one in running)
+
+
+@given(steps=RUN_STEPS, is_begun=st.booleans())
+@settings(max_examples=60)
+def test_runs_make_one_job_and_end_with_one_draft_on_all_workers(steps: list[tuple[Any, ...]], is_begun: bool) -> None:
+    cluster = Cluster(distilling() if is_begun else capturing(), distillation=DISTILLATION)
+    canary = cluster.canary
+    for step in steps:
+        cluster.carry_out(step)
+        assert len(canary.jobs) <= 1 or step[0] == "kill", "a Job is deleted in the step that creates another one"
+        assert len(canary.created_jobs) - len(set(canary.created_jobs)) <= cluster.vanished
+    assert cluster.versions == sorted(cluster.versions)
+    canary.change(rollout={"draft": {}}, distillation=DISTILLATION)
+    canary.command("reject")
+    for _ in range(60):
+        canary.now += 600
+        cluster.tick()
+    record = canary.record
+    assert (canary.phase, canary.jobs, record.run) == ("Serving", [], None)
+    expected = record.current or OLD
+    assert expected in (OLD, NEW, TRAINED)
+    assert [pod.draft for pod in canary.pods] == [expected, expected]
+    assert canary.session.learned.draft == expected
+    assert record.current == "" or any(entry.outcome == "Promoted" for entry in record.lineage)
+    plan = canary.session.learned.plan
+    assert plan is not None
+    assert plan.capture is not None
+    assert plan.capture.delete_before == record.captures_deleted_before

@@ -175,7 +175,7 @@ def test_commands_that_would_change_nothing_are_refused() -> None:
     canary.command("promote")
     canary.until("Cooldown")
     resource = resource_of(canary)
-    assert "no draft is tried" in refusal_of("reject", resource)
+    assert "no draft is trained, tried" in refusal_of("reject", resource)
     assert refusal_of("rollback", resource) == ""
     canary.command("rollback")
     canary.ticks(3)

@@ -6,17 +6,20 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
-from canary import Canary, trying
+import pytest
+from canary import Canary, capturing, distilling, trying
 from fleet import SPEC, workload_with
 
 from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION
 from specdecode_operator.controller.reconciler import Parts, Reconciler
 from specdecode_operator.controller.resource import MAX_COMMAND, deployment_of, identity_of
+from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.state.deployment_state import DeploymentState, Pending, StateTable
 from specdecode_operator.state.draft_store import DraftStore
 from specdecode_operator.state.packed import Packed
 from specdecode_operator.state.store import StateStore
+from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import ChildProblem, Key, Observation, Outcome
 
 
@@ -46,6 +49,9 @@ class Cluster:
 
     async def patch(self, *_: object) -> None: ...
 
+    async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> None:
+        self.writes.append(f"{kind.kind}/{manifest['metadata']['name']}")
+
 
 async def carried_out(cluster: Cluster, canary: Canary) -> tuple[Outcome, StateTable]:
     """Carry out the last decision, and return what is published to workers."""
@@ -59,6 +65,7 @@ async def carried_out(cluster: Cluster, canary: Canary) -> tuple[Outcome, StateT
         store=StateStore(cluster, cluster),
         drafts=DraftStore(cluster, cluster),
         tokens=cluster,
+        jobs=JobWriter(cast(KubeClient, cluster)),
         published=lambda key: None,
     )
     workers = tuple(pod.worker() for pod in canary.pods)
@@ -95,3 +102,33 @@ async def test_a_rollout_that_cannot_be_stored_does_not_begin() -> None:
     assert not outcome.is_saved
     assert state is not None
     assert state.published is None
+
+
+async def test_the_job_is_created_after_the_run_is_stored() -> None:
+    cluster, canary = Cluster(), distilling()
+    assert canary.record.run is not None
+    job = f"Job/demo-distill-{canary.record.run.id}"
+    outcome, _ = await carried_out(cluster, canary)
+    assert cluster.writes.index("ConfigMap/demo-drafts") < cluster.writes.index("ConfigMap/demo-state")
+    assert cluster.writes[-1] == job
+    assert outcome.job_problem == ""
+
+
+@pytest.mark.parametrize("down", ["demo-drafts", "demo-state"])
+async def test_no_job_is_created_for_a_run_that_cannot_be_stored(down: str) -> None:
+    cluster = Cluster()
+    cluster.down = {down}
+    outcome, _ = await carried_out(cluster, distilling())
+    assert not outcome.is_saved
+    assert not any(write.startswith("Job/") for write in cluster.writes)
+
+
+async def test_a_refused_command_is_stored_so_that_it_is_not_carried_out_after_a_restart() -> None:
+    quiet = capturing(distillation={"storage": {}})
+    commanded = capturing(distillation={"storage": {}})
+    commanded.command("distill")
+    commanded.tick()
+    for canary, is_stored in ((quiet, False), (commanded, True)):
+        cluster = Cluster()
+        await carried_out(cluster, canary)
+        assert ("ConfigMap/demo-drafts" in cluster.writes) == is_stored

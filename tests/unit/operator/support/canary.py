@@ -8,12 +8,15 @@ from typing import Any
 from fleet import DEFAULTS, deployment_with, workload_with
 
 from specdecode_operator.decision.decide import decide
+from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.state.draft_record import DraftRecord, parse_drafts, render_drafts
 from specdecode_operator.state.learned import LearnedState, parse_state, render_state
 from specdecode_operator.state.session import Session
-from specdecode_operator.types import Decision, Deployment, Observation, Worker
+from specdecode_operator.types import Decision, Deployment, Observation, TrainingJob, Worker
 from specdecode_worker.contract import (
     AcceptanceCell,
+    Artifact,
+    CaptureReport,
     DraftState,
     Plan,
     PlanState,
@@ -22,9 +25,13 @@ from specdecode_worker.contract import (
     TrialPair,
     TrialState,
 )
+from specdecode_worker.contract.distillation import DistillationVerdict, GainBounds
 
 OLD, NEW = "0ld0ld0ld0ld", "new000new000"
 CANDIDATE = {"uri": "file:///new", "hash": NEW}
+TRAINED = "7ra1ned7ra1n"
+"""Hash of the draft of a training run."""
+DISTILLATION = {"capture": {"enabled": True}, "storage": {"claim": "drafts"}, "trigger": {"minConversations": 100}}
 
 
 def pair(index: int, gain: float, task: str = "other") -> TrialPair:
@@ -50,12 +57,19 @@ class Pod:
     swap_problem: str | None = None
     obeys: bool = True
     clock: float = 0
+    captured: int | None = None
+    """Captured conversations; None while the plan switches no capture on."""
+    deleted_before: float = 0
     drafted: int = 0
     """First tokens that were drafted, all of them missed."""
 
     def follow(self, plan: Plan, spec_draft: str) -> None:
         """Take the plan: load the assigned draft, and begin or end the trial."""
         self.plan = plan
+        rules = plan.capture
+        is_deleted = rules is not None and rules.delete_before > self.deleted_before
+        self.captured = None if rules is None else 0 if self.captured is None or is_deleted else self.captured
+        self.deleted_before = max(self.deleted_before, rules.delete_before if rules else 0)
         assignment = plan.assignment
         if assignment is None or not self.obeys:
             return
@@ -74,6 +88,7 @@ class Pod:
             draft=DraftState(method="eagle3", hash=self.draft, swap_problem=self.swap_problem),
             plan=PlanState(uid=self.plan.uid, version=self.plan.version, draft=self.plan.draft),
             trial=self.trial,
+            capture=None if self.captured is None else CaptureReport(conversations=self.captured),
             drafts=self.drafted,
             acceptance=(
                 AcceptanceCell(
@@ -99,6 +114,9 @@ class Canary:
     session: Session = field(default_factory=Session)
     decision: Decision | None = None
     spec_draft: str = OLD
+    jobs: list[TrainingJob] = field(default_factory=list)
+    created_jobs: list[str] = field(default_factory=list)
+    """Names of all Jobs that were created."""
 
     @property
     def record(self) -> DraftRecord:
@@ -119,14 +137,40 @@ class Canary:
         for pod in self.pods:
             pod.clock += seconds
         workers = tuple(pod.worker() for pod in self.pods)
-        observed = Observation(workload=workload_with(len(workers)), workers=workers, session=self.session)
+        observed = Observation(
+            workload=workload_with(len(workers)), workers=workers, session=self.session, jobs=tuple(self.jobs)
+        )
         self.decision, self.session = decide(self.deployment, observed, DEFAULTS, now=self.now)
         if push:
             self.push()
         return self.decision
 
+    def write_jobs(self) -> None:
+        """Create and delete Jobs as the reconciler does."""
+        assert self.decision is not None
+        ended = {job.uid for job in self.decision.ended_jobs}
+        self.jobs = [job for job in self.jobs if job.uid not in ended]
+        wanted = self.decision.job
+        if wanted is not None and wanted["metadata"]["name"] not in {job.name for job in self.jobs}:
+            self.created_jobs.append(wanted["metadata"]["name"])
+            self.jobs.append(
+                TrainingJob(
+                    name=wanted["metadata"]["name"],
+                    uid=f"job-{len(self.created_jobs)}",
+                    run=wanted["metadata"]["labels"]["specdecode.io/run"],
+                    owner_uid=wanted["metadata"]["ownerReferences"][0]["uid"],
+                    deleting=False,
+                    status=JobStatus(state=JobState.PENDING),
+                )
+            )
+
+    def job_ends(self, status: JobStatus) -> None:
+        """Give the Job another status."""
+        self.jobs[-1] = replace(self.jobs[-1], status=status)
+
     def push(self) -> None:
         assert self.decision is not None
+        self.write_jobs()
         for pod in self.pods:
             pod.follow(self.decision.plan, self.spec_draft)
 
@@ -182,3 +226,37 @@ def trying(**rollout: Any) -> Canary:
     canary.ticks(2)
     assert canary.phase == "Canary"
     return canary
+
+
+def capturing(**spec: Any) -> Canary:
+    """Return a deployment whose workers capture, and have reported."""
+    canary = Canary(deployment_with(replicas=2, distillation={**DISTILLATION, **spec.pop("distillation", {})}, **spec))
+    canary.ticks(2)
+    return canary
+
+
+def distilling(**spec: Any) -> Canary:
+    """Return a deployment whose run has collected enough, before its Job is created."""
+    canary = capturing(**spec)
+    canary.command("distill")
+    canary.tick()
+    for pod in canary.pods:
+        pod.captured = 50
+    canary.tick(push=False)
+    assert canary.phase == "Distilling"
+    return canary
+
+
+def verdict(kind: str = "better", gain: float = 0.2, draft: Artifact | None = None, **fields: Any) -> JobStatus:
+    """Return the status of a Job with a verdict."""
+    place = Artifact(uri=f"pvc://drafts/drafts/demo/{TRAINED}", hash=TRAINED)
+    document = DistillationVerdict(
+        verdict=kind,  # type: ignore[arg-type]
+        reasons=fields.pop("reasons", ("measured",)),
+        gain=None if kind == "failed" else GainBounds(estimate=gain, lower=gain - 0.05, upper=gain + 0.05),
+        draft=None if kind == "failed" else draft or place,
+        conversations=90,
+        seconds=600,
+        **fields,
+    )
+    return JobStatus(state=JobState.FINISHED, verdict=document)

@@ -85,6 +85,18 @@ def test_job_exits_with_0_and_writes_the_verdict(
     assert (repeated.gain, repeated.verdict) == (verdict.gain, verdict.verdict)
 
 
+def test_without_golden_prompts_the_captured_traffic_alone_decides(
+    flags: list[str], tmp_path: Path, message: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at, out = flags.index("--golden"), tmp_path / "out"
+    without = [*flags[:at], *flags[at + 2 :]]
+    assert run(without, out) == 0
+    assert {one.kind for one in read(message).domains} == {"captured"}
+    assert json.loads((out / "head" / "lineage.json").read_text())["golden"] == {}
+    assert run([word for word in without if word != "--job"], tmp_path / "other") == 1
+    assert "--golden is needed without --job" in capsys.readouterr().err
+
+
 def test_poisoned_capture_teaches_nothing(
     flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
 ) -> None:

@@ -27,7 +27,7 @@ def lineage(
     parent: Ancestor,
     draft: str,
     summary: Summary,
-    golden_sha256: str,
+    golden_sha256: str | None,
     settings: dict[str, Any],
     results: dict[str, Any],
 ) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def lineage(
             "dropped": summary.dropped,
             "mix": summary.mix,
         },
-        "golden": {"sha256": golden_sha256},
+        "golden": {"sha256": golden_sha256} if golden_sha256 else {},
         "settings": settings,
         "results": results,
     }

@@ -40,7 +40,13 @@ from specdecode_worker.training.distillation.student_training import StudentData
 from specdecode_worker.training.errors import PoisonedCapture, TrainingError
 from specdecode_worker.training.evaluation.candidate_judge import Comparison, compare_drafts
 from specdecode_worker.training.evaluation.draft_calibration import write_calibration
-from specdecode_worker.training.evaluation.golden_set import Golden, exclude_overlapping, golden_set, runs_of_samples
+from specdecode_worker.training.evaluation.golden_set import (
+    Golden,
+    exclude_overlapping,
+    golden_set,
+    no_golden_set,
+    runs_of_samples,
+)
 from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample
 from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
 
@@ -65,7 +71,7 @@ class DistillationSettings:
     target: Ancestor
     parent: Ancestor
     capture: tuple[Path, ...]
-    golden: Path
+    golden: Path | None
     replay: tuple[Path, ...]
     replay_prompts: Path | None
     out: Path
@@ -118,6 +124,8 @@ class Distillation:
     def _load_golden(self) -> Golden:
         """Return the golden set, checked against the one that the deployed draft was judged by."""
         job = self._job
+        if job.golden is None:
+            return no_golden_set()
         self._log(f"distill: answering the golden prompts of {job.golden}")
         golden = golden_set(
             self._target, self._chat, job.golden, job.out / "golden", answer_tokens=job.golden_tokens,

@@ -40,12 +40,12 @@ _ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """Samples of the golden set, with the hash of their file.
+    """Samples of the golden set, with the hash of their file; None if there is no file.
 
     ``runs`` are the runs of tokens that no training text may share.
     """
 
-    sha256: str
+    sha256: str | None
     samples: tuple[Sample, ...]
     runs: Runs
 
@@ -66,6 +66,11 @@ def golden_set(
         write_samples(folder, _samples(target, rollout.conversations(), stopped))
     samples = tuple(read_samples(folder))
     return Golden(hashlib.sha256(prompts.read_bytes()).hexdigest(), samples, runs_of_samples(samples))
+
+
+def no_golden_set() -> Golden:
+    """Return a golden set without prompts: the captured traffic alone decides."""
+    return Golden(None, (), runs_of_samples(()))
 
 
 def _samples(target: Llama, conversations: Iterable[Conversation], stopped: Stopped) -> Iterator[Sample]:

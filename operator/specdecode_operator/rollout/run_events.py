@@ -1,0 +1,229 @@
+"""Events of a training run: a command to train, enough captured requests, and the state of the Job. Pure.
+
+A run has an id that is never used twice. The Job of a run is created while ``job_uid`` of the stored run is empty, and
+is lost if it was seen and is gone. Both follow from the record and from what is in the cluster, so that an operator
+that was killed at any write creates no second Job.
+"""
+
+from __future__ import annotations
+
+from specdecode_operator.api.v1alpha1 import seconds_of
+from specdecode_operator.drafts.lifecycle import Event
+from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
+from specdecode_operator.drafts.run_places import problem_of_draft, published_prefix
+from specdecode_operator.rollout.observed_events import TRAIN, Detection, Detector, Facts, image_of, spec_hash_of
+from specdecode_operator.state.draft_record import DraftRecord, RunRecord
+from specdecode_operator.types import Deployment, Observation, TrainingJob
+from specdecode_worker.contract.distillation import DistillationVerdict
+
+LOSS_LIMIT = 3
+"""Losses of a run's Job after which the run fails."""
+FIRST_RETRY_SECONDS = 60.0
+"""Time from the loss of a Job to the next one; it doubles from loss to loss."""
+RUN_PHASES = (Phase.COLLECTING, Phase.DISTILLING)
+
+
+def obstacle_of_run(facts: Facts, record: DraftRecord) -> str:
+    """Return why no run can begin now; empty if one can."""
+    spec, distillation = facts.deployment.spec, facts.deployment.spec.distillation
+    if spec.speculation.method != "eagle3" or spec.speculation.draft is None:
+        return f"speculation.method is {spec.speculation.method}; only eagle3 drafts can be trained"
+    if not distillation.capture.enabled:
+        return "distillation.capture.enabled is false, so there are no requests to train from"
+    if not distillation.storage.claim:
+        return "distillation.storage.claim is absent, so there is no place for the new draft"
+    if spec.speculation.mode == "Off":
+        return "speculation.mode is Off, so no draft is used"
+    if record.phase is not Phase.SERVING:
+        return f"the phase is {record.phase}; a run begins in phase Serving only"
+    if not (record.current or spec_hash_of(facts)):
+        return "no worker has reported the draft to go on from"
+    return ""
+
+
+def find_run_command(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find a command to train that was not carried out yet."""
+    command = facts.deployment.draft_command
+    if command == record.command or command.partition(" ")[0] != TRAIN:
+        return None
+    refusal = obstacle_of_run(facts, record)
+    noted = record.model_copy(update={"command": command, "run_refusal": refusal})
+    if refusal:
+        return Detection(record=noted)
+    reason = f"a user gave the command {command}"
+    return Detection(record=noted, event=Event(kind=EventKind.RUN_REQUESTED), reason=reason, cause="user")
+
+
+def with_run(detection: Detection, facts: Facts) -> Detection:
+    """Return the detection of a requested run with the run in its record; without the event if none can begin."""
+    event, record = detection.event, detection.record
+    if event is None or event.kind is not EventKind.RUN_REQUESTED or record.phase in RUN_PHASES:
+        return detection
+    if obstacle_of_run(facts, record):
+        return Detection(record=record)
+    spec = facts.deployment.spec
+    uri = spec.speculation.draft.uri if spec.speculation.draft else ""
+    run = RunRecord(
+        id=f"{int(facts.now):x}",
+        started=facts.now,
+        reason=detection.reason[:1000],
+        draft_uri=record.uris.get(record.current, uri),
+        claim=spec.distillation.storage.claim or "",
+        loss=detection.loss,
+    )
+    update: dict[str, object] = {"run": run, "run_refusal": ""}
+    if not record.is_used:
+        update |= {
+            "command": facts.deployment.draft_command,
+            "spec_draft": uri,
+            "method": spec.speculation.method,
+            "spec_hash": spec_hash_of(facts),
+            "target": spec.model.uri,
+            "image": image_of(facts.observed),
+        }
+    elif not record.spec_hash and not record.current:
+        update["spec_hash"] = spec_hash_of(facts)
+    return Detection(
+        record=record.model_copy(update=update), event=event, reason=detection.reason, cause=detection.cause
+    )
+
+
+def find_run_event(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find the next event of the run that is under way."""
+    if record.phase not in RUN_PHASES:
+        return None
+    run, distillation = record.run, facts.deployment.spec.distillation
+    if run is None:
+        event = Event(kind=EventKind.USER_REJECT)
+        return Detection(record=record, event=event, reason="the stored run could not be read")
+    if (distillation.storage.claim or "") != run.claim:
+        reason = f"distillation.storage.claim is {distillation.storage.claim or 'absent'} now"
+        return Detection(record=record, event=Event(kind=EventKind.USER_REJECT), reason=reason, cause="user")
+    if record.phase is Phase.DISTILLING:
+        return _find_job_event(facts, record, run)
+    if not distillation.capture.enabled:
+        reason = "distillation.capture.enabled is false now"
+        return Detection(record=record, event=Event(kind=EventKind.USER_REJECT), reason=reason, cause="user")
+    needed = distillation.trigger.min_conversations
+    count = captured_conversations(facts.observed, since_plan=True)
+    if count < needed:
+        return None
+    reason = f"the workers hold {count} captured conversations, of {needed} that a run needs"
+    return Detection(record=record, event=Event(kind=EventKind.CAPTURES_READY), reason=reason, cause="run")
+
+
+def captured_conversations(observed: Observation, *, since_plan: bool = False) -> int:
+    """Return the captured conversations of all workers.
+
+    Args:
+        observed: Workers with their reports.
+        since_plan: Count workers only that follow the latest plan. Others may not have deleted yet what it says.
+    """
+    plan = observed.session.learned.plan
+    least = plan.version if since_plan and plan is not None else 0
+    reports = [report for report in observed.reports if report.plan.version >= least]
+    return sum(report.capture.conversations for report in reports if report.capture is not None)
+
+
+def job_of_run(jobs: tuple[TrainingJob, ...], deployment: Deployment, run: RunRecord) -> TrainingJob | None:
+    """Return the Job of a run. One that is being deleted, or that the deployment does not own, is none."""
+    mine = (job for job in jobs if job.run == run.id and job.owner_uid == deployment.uid and not job.deleting)
+    return next(mine, None)
+
+
+def jobs_to_delete(
+    jobs: tuple[TrainingJob, ...], deployment: Deployment, record: DraftRecord
+) -> tuple[TrainingJob, ...]:
+    """Return the Jobs of the deployment that no run needs."""
+    wanted = record.run.id if record.run is not None and record.phase is Phase.DISTILLING else None
+    mine = [job for job in jobs if job.owner_uid == deployment.uid and not job.deleting]
+    return tuple(job for job in mine if job.run != wanted)
+
+
+def is_job_due(record: DraftRecord, now: float) -> bool:
+    """Return whether the Job of the run is to be created. Creating one that exists changes nothing."""
+    run = record.run
+    return record.phase is Phase.DISTILLING and run is not None and not run.job_uid and now >= run.retry_at
+
+
+def _find_job_event(facts: Facts, record: DraftRecord, run: RunRecord) -> Detection | None:
+    job = job_of_run(facts.observed.jobs, facts.deployment, run)
+    if job is None:
+        return _lost(facts, record, run) if run.job_uid else None
+    if job.uid != run.job_uid:
+        record = record.model_copy(update={"run": run.model_copy(update={"job_uid": job.uid})})
+        if not job.status.state.is_final:
+            return Detection(record=record)
+    status = job.status
+    if status.verdict is not None:
+        return _judged(facts, record, run, status.verdict)
+    if not status.state.is_final:
+        return None
+    reason = f"Job {job.name}: {status.state}" + (f": {status.reason}" if status.reason else "")
+    return Detection(record=record, event=Event(kind=EventKind.JOB_FAILED), reason=reason)
+
+
+def _lost(facts: Facts, record: DraftRecord, run: RunRecord) -> Detection:
+    """Return the loss of a Job that was seen. It is created again after a while, or the run fails."""
+    losses = run.losses + 1
+    pause = FIRST_RETRY_SECONDS * 2.0 ** (losses - 1)
+    noted = run.model_copy(update={"job_uid": "", "losses": losses, "retry_at": facts.now + pause})
+    record = record.model_copy(update={"run": noted})
+    reason = f"the Job of run {run.id} is gone (loss {losses} of {LOSS_LIMIT})"
+    if losses >= LOSS_LIMIT:
+        return Detection(record=record, event=Event(kind=EventKind.JOB_FAILED), reason=reason)
+    reason = f"{reason}; it is created again in {pause:.0f} s"
+    return Detection(record=record, event=Event(kind=EventKind.JOB_LOST), reason=reason)
+
+
+def _judged(facts: Facts, record: DraftRecord, run: RunRecord, verdict: DistillationVerdict) -> Detection:
+    """Return the event of a verdict. Its draft is taken only from the place that the Job was given."""
+    words = "; ".join(verdict.reasons)
+    if verdict.verdict == "failed":
+        kind = EventKind.CAPTURES_POISONED if verdict.failure == "poisoned" else EventKind.JOB_FAILED
+        reason = f"the run failed ({verdict.failure}): {words}"
+        return Detection(record=record, event=Event(kind=kind), reason=reason, verdict=verdict)
+    reason = f"{verdict.verdict}: {gain_text(verdict)}" + (f"; {words}" if words else "")
+    if verdict.verdict != "better":
+        event = Event(kind=EventKind.JOB_NOT_BETTER)
+        return Detection(record=record, event=event, reason=reason, cause="run", verdict=verdict)
+    draft = verdict.draft
+    problem = problem_of_draft(draft, published_prefix(run.claim, facts.deployment.name))
+    if draft is not None and not problem and draft.hash == (record.current or record.spec_hash):
+        problem = f"the new draft {draft.hash[:12]} is the one in use"
+    if draft is None or problem:
+        return Detection(record=record, event=Event(kind=EventKind.JOB_FAILED), reason=problem, verdict=verdict)
+    noted = record.model_copy(update={"uris": {**record.uris, draft.hash: draft.uri}})
+    event = Event(kind=EventKind.JOB_BETTER, draft=draft.hash)
+    return Detection(record=noted, event=event, reason=f"{draft.uri} is {reason}", cause="run", verdict=verdict)
+
+
+def gain_text(verdict: DistillationVerdict) -> str:
+    """Return the gain of a verdict with its bounds."""
+    gain = verdict.gain
+    if gain is None:
+        return "no gain could be measured"
+    bounds = f"{100 * gain.lower:+.1f} to {100 * gain.upper:+.1f} %"
+    return f"gain {100 * gain.estimate:+.1f} % ({bounds}) over {verdict.conversations} conversations"
+
+
+def find_run_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find a phase of a run that lasts longer than its limit.
+
+    Captured requests that are older than maxAge are deleted, so collecting for longer collects no more. A Job may wait
+    in a queue, but not until the requests that it was created for are gone.
+    """
+    distillation = facts.deployment.spec.distillation
+    limit = float(seconds_of(distillation.capture.max_age))
+    if record.phase is Phase.DISTILLING:
+        limit += seconds_of(distillation.job.time_limit)
+    if record.phase not in RUN_PHASES or facts.now - record.since < limit:
+        return None
+    count = captured_conversations(facts.observed)
+    what = f" with {count} of {distillation.trigger.min_conversations} captured conversations"
+    reason = f"{record.phase} lasted {limit:.0f} s{what if record.phase is Phase.COLLECTING else ''}"
+    return Detection(record=record, event=Event(kind=EventKind.TIME_OVER), reason=reason)
+
+
+RUN_DETECTORS: tuple[Detector, ...] = (find_run_command, find_run_event, find_run_time_over)
+"""Detectors of training runs, in their order. They run for deployments without a rollout too."""

@@ -1,0 +1,357 @@
+"""Training runs: what begins, feeds and ends one, and how many Jobs it makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from canary import CANDIDATE, DISTILLATION, OLD, TRAINED, Canary, capturing, distilling, verdict
+
+from specdecode_operator.drafts.job_status import JobState, JobStatus
+from specdecode_operator.rollout.run_end import recovery_of
+from specdecode_worker.contract import Artifact, CaptureRules
+
+
+def running(**spec: Any) -> Canary:
+    """Return a run whose Job exists and was seen."""
+    canary = distilling(**spec)
+    canary.ticks(2)
+    assert len(canary.jobs) == 1
+    return canary
+
+
+def rules(canary: Canary) -> CaptureRules:
+    assert canary.decision is not None
+    assert canary.decision.plan.capture is not None
+    return canary.decision.plan.capture
+
+
+def test_a_command_collects_and_enough_conversations_make_a_job() -> None:
+    canary = capturing()
+    canary.command("distill")
+    canary.tick()
+    assert canary.phase == "Collecting"
+    assert canary.record.spec_hash == OLD
+    canary.pods[0].captured = 99
+    canary.tick()
+    assert (canary.phase, canary.jobs) == ("Collecting", []), "99 of 100"
+    canary.pods[1].captured = 1
+    canary.tick()
+    run = canary.record.run
+    assert canary.phase == "Distilling"
+    assert run is not None
+    assert canary.created_jobs == [f"demo-distill-{run.id}"]
+    canary.ticks(3)
+    assert len(canary.created_jobs) == 1
+    assert canary.record.run is not None
+    assert canary.record.run.job_uid == "job-1"
+    assert canary.decision is not None
+    assert canary.decision.job is None, "it is asked for until it was seen"
+
+
+def test_a_second_run_has_a_name_and_a_folder_of_its_own() -> None:
+    canary = running()
+    canary.job_ends(verdict("worse"))
+    canary.tick()
+    canary.tick(3600)
+    assert canary.phase == "Serving"
+    canary.command("distill")
+    canary.tick()
+    canary.pods[0].captured = 100
+    canary.ticks(2)
+    assert len(set(canary.created_jobs)) == 2
+
+
+def test_conversations_that_the_plan_deletes_do_not_count() -> None:
+    canary = capturing()
+    canary.command("distill")
+    decision = canary.tick(push=False)
+    canary.pods[0].plan = decision.plan
+    for pod in canary.pods:
+        pod.captured = 50
+    canary.tick(push=False)
+    assert canary.phase == "Collecting", "the second worker does not follow the latest plan"
+    canary.push()
+    canary.tick()
+    assert canary.phase == "Distilling"
+
+
+@pytest.mark.parametrize(
+    ("distillation", "words"),
+    [
+        ({"storage": {}}, "distillation.storage.claim is absent"),
+        ({"capture": {"enabled": False}}, "distillation.capture.enabled is false"),
+    ],
+    ids=["claim", "capture"],
+)
+def test_a_run_that_cannot_succeed_is_refused_with_the_reason(distillation: dict[str, Any], words: str) -> None:
+    canary = capturing(distillation=distillation)
+    canary.command("distill")
+    decision = canary.tick()
+    assert canary.phase == "Serving"
+    assert words in canary.record.run_refusal
+    assert not canary.record.is_used, "no draft is assigned"
+    assert decision.changes == ()
+    canary.restart_operator()
+    canary.change(distillation=DISTILLATION)
+    canary.tick()
+    assert canary.phase == "Serving", "the old command is not carried out later"
+    canary.command("distill")
+    canary.tick()
+    assert (canary.phase, canary.record.run_refusal) == ("Collecting", "")
+
+
+def test_other_methods_and_a_missing_report_refuse_a_run() -> None:
+    plain = Canary(capturing().deployment)
+    plain.change(speculation={"method": "medusa"})
+    plain.command("distill")
+    plain.tick()
+    assert "only eagle3 drafts" in plain.record.run_refusal
+    early = Canary(capturing().deployment, pods=[])
+    early.command("distill")
+    early.tick()
+    assert "no worker has reported" in early.record.run_refusal
+
+
+def test_a_run_begins_in_phase_serving_only() -> None:
+    canary = running()
+    before = canary.record.run
+    canary.command("distill")
+    canary.tick()
+    assert "the phase is Distilling" in canary.record.run_refusal
+    assert canary.record.run == before
+
+
+def test_a_better_draft_is_tried_and_captures_are_deleted() -> None:
+    canary = running()
+    canary.job_ends(verdict(gain=0.2))
+    decision = canary.tick()
+    record = canary.record
+    assert (canary.phase, record.candidate) == ("Canary", TRAINED)
+    assert record.uris[TRAINED] == f"pvc://drafts/drafts/demo/{TRAINED}"
+    assert rules(canary).delete_before == canary.now
+    assert [pod.captured for pod in canary.pods] == [0, 0]
+    assert record.run is None
+    assert record.last_run is not None
+    assert (record.last_run.outcome, record.last_run.gain_percent) == ("Better", 20.0)
+    assert record.run_device_seconds == 600
+    assert [job.name for job in decision.ended_jobs] == canary.created_jobs
+    assert canary.jobs == []
+    (change,) = decision.changes
+    assert "gain +20.0 % (+15.0 to +25.0 %) over 90 conversations" in change.reason
+    canary.tick()
+    canary.finish_pairs(40, 0.3)
+    canary.until("Cooldown")
+    assert [pod.draft for pod in canary.pods] == [TRAINED, TRAINED]
+
+
+def test_mode_direct_promotes_at_once_and_the_lineage_has_it() -> None:
+    canary = running(rollout={"draft": {"mode": "Direct"}})
+    canary.job_ends(verdict())
+    canary.tick()
+    assert (canary.phase, canary.record.current) == ("Promoting", TRAINED)
+    (entry,) = canary.record.lineage
+    assert (entry.hash, entry.outcome, entry.gain_percent) == (TRAINED, "Promoted", 20.0)
+    canary.until("Cooldown")
+    assert [pod.draft for pod in canary.pods] == [TRAINED, TRAINED]
+
+
+@pytest.mark.parametrize("kind", ["worse", "inconclusive"])
+def test_a_draft_that_is_not_better_ends_the_run(kind: str) -> None:
+    canary = running()
+    canary.job_ends(verdict(kind, gain=0.01))
+    canary.tick()
+    record = canary.record
+    assert (canary.phase, record.candidate) == ("Cooldown", "")
+    assert record.runs_not_better == 1
+    assert record.run_outcomes == {"NotBetter": 1}
+    assert rules(canary).delete_before == canary.now, "they were used"
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "words", "deletes"),
+    [
+        (verdict("failed", failure="poisoned", reasons=("30%",)), "Poisoned", "(poisoned): 30%", True),
+        (verdict("failed", failure="disk-full", reasons=("no space",)), "Failed", "(disk-full): no space", False),
+        (JobStatus(state=JobState.OUT_OF_MEMORY, reason="OOMKilled"), "Failed", "OutOfMemory: OOMKilled", False),
+        (JobStatus(state=JobState.DEADLINE, reason="too long"), "Failed", "DeadlineExceeded: too long", False),
+    ],
+    ids=["poisoned", "disk", "memory", "deadline"],
+)
+def test_a_run_that_fails_says_why(status: JobStatus, outcome: str, words: str, deletes: bool) -> None:
+    canary = running()
+    canary.job_ends(status)
+    canary.tick()
+    assert canary.phase == "Cooldown"
+    assert canary.record.last_run is not None
+    assert canary.record.last_run.outcome == outcome
+    assert words in canary.record.last_run.reason
+    assert (rules(canary).delete_before == canary.now) == deletes
+    assert canary.jobs == []
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        Artifact(uri=f"pvc://drafts/drafts/other/{TRAINED}", hash=TRAINED),
+        Artifact(uri="pvc://drafts/drafts/demo/abc", hash=TRAINED),
+        Artifact(uri=f"pvc://drafts/drafts/demo/../demo/{TRAINED}", hash=TRAINED),
+        Artifact(uri="pvc://drafts/drafts/demo/..", hash=".."),
+        Artifact(uri="pvc://drafts/drafts/demo/x/../../other", hash="x/../../other"),
+        Artifact(uri=f"file:///tmp/{TRAINED}", hash=TRAINED),
+        Artifact(uri=f"pvc://drafts/drafts/demo/{OLD}", hash=OLD),
+    ],
+    ids=["of another deployment", "wrong hash", "dots", "parent", "path", "elsewhere", "in use"],
+)
+def test_a_draft_from_another_place_is_not_taken(draft: Artifact) -> None:
+    canary = running()
+    canary.job_ends(verdict(draft=draft))
+    canary.tick()
+    assert (canary.phase, canary.record.candidate) == ("Cooldown", "")
+    assert canary.record.last_run is not None
+    assert canary.record.last_run.outcome == "Failed"
+
+
+def test_a_lost_job_is_created_again_after_a_pause_and_three_losses_fail_the_run() -> None:
+    canary = running()
+    for loss, pause in ((1, 60), (2, 120)):
+        canary.jobs = []
+        decision = canary.tick()
+        assert canary.phase == "Distilling"
+        assert f"loss {loss} of 3" in decision.changes[0].reason
+        canary.tick(pause - 10)
+        assert canary.jobs == [], "not yet"
+        canary.tick(10)
+        assert len(canary.jobs) == 1
+        canary.tick()
+    assert len(set(canary.created_jobs)) == 1, "the run's folder and name stay"
+    canary.jobs = []
+    canary.tick()
+    assert canary.phase == "Cooldown"
+    assert canary.record.run_outcomes == {"Failed": 1}
+
+
+def test_a_job_that_was_never_seen_is_not_lost() -> None:
+    canary = distilling()
+    for _ in range(5):
+        decision = canary.tick(push=False)
+        assert decision.job is not None, "it may have been refused"
+    assert canary.record.run is not None
+    assert canary.record.run.losses == 0
+
+
+def test_a_job_that_is_being_deleted_counts_as_lost() -> None:
+    canary = running()
+    canary.jobs[0] = replace(canary.jobs[0], deleting=True)
+    canary.tick(push=False)
+    assert canary.record.run is not None
+    assert canary.record.run.losses == 1
+
+
+def test_jobs_of_others_are_neither_followed_nor_deleted() -> None:
+    canary = running()
+    foreign = replace(canary.jobs[0], name="theirs", uid="x", owner_uid="u9", status=verdict())
+    older = replace(foreign, name="older", uid="z", run="old")
+    stray = replace(canary.jobs[0], name="stray", uid="y", run="old")
+    canary.jobs = [foreign, older, stray, *canary.jobs]
+    decision = canary.tick()
+    assert [job.name for job in decision.ended_jobs] == ["stray"]
+    assert canary.phase == "Distilling"
+
+
+@pytest.mark.parametrize("phase", ["Collecting", "Distilling"])
+def test_a_user_ends_a_run(phase: str) -> None:
+    canary = running() if phase == "Distilling" else capturing()
+    if phase == "Collecting":
+        canary.command("distill")
+        canary.tick()
+    canary.command("reject")
+    canary.tick()
+    assert canary.phase == "Cooldown"
+    assert canary.record.last_run is not None
+    assert canary.record.last_run.outcome == "Rejected"
+    assert canary.jobs == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"distillation": {**DISTILLATION, "storage": {"claim": "new"}}},
+        {"distillation": {"capture": {"enabled": False}}},
+    ],
+    ids=["claim", "all"],
+)
+def test_a_run_ends_when_its_claim_changes(change: dict[str, Any]) -> None:
+    canary = running()
+    canary.change(**change)
+    canary.tick()
+    assert canary.phase == "Cooldown"
+    assert canary.jobs == []
+
+
+def test_collecting_ends_when_capture_is_switched_off_and_after_max_age() -> None:
+    off, slow = capturing(), capturing()
+    for canary in (off, slow):
+        canary.command("distill")
+        canary.tick()
+    off.change(distillation={**DISTILLATION, "capture": {"enabled": False}})
+    off.tick()
+    assert (off.phase, off.record.run_outcomes) == ("Cooldown", {"Rejected": 1})
+    slow.tick(336 * 3600 - 10)
+    assert slow.phase == "Collecting"
+    slow.tick(10)
+    assert (slow.phase, slow.record.run_outcomes) == ("Cooldown", {"Expired": 1})
+    assert slow.record.last_run is not None
+    assert "with 0 of 100 captured conversations" in slow.record.last_run.reason
+
+
+def test_a_job_that_waits_for_ever_ends() -> None:
+    canary = running()
+    canary.job_ends(JobStatus(state=JobState.SUSPENDED, reason="the queue is full"))
+    canary.tick(339 * 3600)
+    assert canary.phase == "Distilling"
+    canary.tick(3600)
+    assert (canary.phase, canary.jobs) == ("Cooldown", [])
+
+
+def test_another_draft_or_target_of_the_spec_ends_the_run_and_deletes_captures() -> None:
+    for change in ({"speculation": {"draft": {"uri": "embedded://other"}}}, {"model": {"uri": "embedded://other"}}):
+        canary = running()
+        canary.change(distillation=DISTILLATION, **change)
+        canary.tick()
+        assert canary.phase == "Serving"
+        assert canary.jobs == []
+        assert rules(canary).delete_before == canary.now
+        assert canary.record.run_outcomes == {"Superseded": 1}
+
+
+def test_a_candidate_of_the_user_waits_for_the_run() -> None:
+    canary = running()
+    canary.change(distillation=DISTILLATION, rollout={"draft": {"candidate": CANDIDATE}})
+    canary.ticks(2)
+    assert canary.phase == "Distilling"
+    canary.job_ends(verdict("worse"))
+    canary.ticks(3)
+    assert canary.phase == "Canary"
+    assert canary.record.candidate == CANDIDATE["hash"]
+
+
+def test_a_pause_keeps_the_job() -> None:
+    canary = running()
+    canary.deployment = replace(canary.deployment, paused=True)
+    canary.job_ends(verdict())
+    decision = canary.tick(push=False)
+    assert canary.phase == "Distilling"
+    assert decision.ended_jobs == ()
+    canary.deployment = replace(canary.deployment, paused=False)
+    canary.tick()
+    assert canary.phase == "Canary"
+
+
+def test_recovery_is_the_saved_share_of_the_lost_time() -> None:
+    document = verdict(gain=0.25).verdict
+    assert document is not None
+    assert recovery_of(document, loss=0.4) == pytest.approx(0.5)
+    assert recovery_of(document, loss=0.0) is None
+    assert recovery_of(document, loss=0.1) == 1.0

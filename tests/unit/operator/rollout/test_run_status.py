@@ -1,0 +1,185 @@
+"""Training runs as users see them: status, condition, metrics and the plugin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from canary import TRAINED, Canary, capturing, distilling, verdict
+from fleet import workload_with
+
+from specdecode_operator import metrics, run_metrics
+from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
+from specdecode_operator.controller.status import status_of
+from specdecode_operator.drafts.job_status import JobState, JobStatus
+from specdecode_operator.plugin.drafts import drafts, refusal_of
+from specdecode_operator.plugin.explain import explain
+from specdecode_operator.types import Observation, Outcome
+
+QUOTA = "jobs.batch is forbidden: exceeded quota"
+UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+
+
+def shown(canary: Canary, job_problem: str = "") -> Status:
+    """Return the status after the last decision, and keep it in the deployment."""
+    assert canary.decision is not None
+    workers = tuple(pod.worker() for pod in canary.pods)
+    observed = Observation(workload=workload_with(2), workers=workers, session=canary.session, jobs=tuple(canary.jobs))
+    outcome = Outcome(job_problem=job_problem)
+    status = status_of(canary.deployment, observed, canary.decision, outcome, now=canary.now)
+    metrics.record(canary.deployment, observed, canary.decision, status)
+    canary.deployment = replace(canary.deployment, status=status)
+    return status
+
+
+def draft_of(status: Status) -> DraftStatus:
+    assert status.draft is not None
+    return status.draft
+
+
+def condition_of(status: Status) -> Condition:
+    return {condition.type: condition for condition in status.conditions}["DraftRollout"]
+
+
+def resource_of(canary: Canary) -> dict[str, Any]:
+    return {
+        "metadata": {"namespace": "ns", "name": "demo", "uid": "u1"},
+        "spec": canary.deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "status": canary.deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
+    }
+
+
+def text_of(canary: Canary) -> str:
+    return " ".join(" ".join(drafts(resource_of(canary), canary.now)).split())
+
+
+def collecting(captured: int = 40) -> Canary:
+    canary = capturing()
+    canary.command("distill")
+    canary.tick()
+    canary.pods[0].captured = captured
+    return canary
+
+
+def test_collecting_shows_how_many_conversations_there_are() -> None:
+    canary = collecting()
+    status = shown(canary)
+    run = draft_of(status).run
+    assert run is not None
+    assert (draft_of(status).phase, run.conversations, run.needed, run.job) == ("Collecting", 40, 100, None)
+    condition = condition_of(status)
+    assert (condition.status, condition.reason) == ("True", "Collecting")
+    assert "until the workers hold 100 conversations" in condition.message
+    assert "40 of 100 conversations" in text_of(canary)
+    assert "Collecting" in "\n".join(explain(resource_of(canary), None, canary.now, ""))
+    assert run_metrics.CAPTURED._values["ns", "demo"] == 40
+
+
+def test_a_worker_that_cannot_capture_is_named() -> None:
+    canary = collecting()
+    canary.pods[1].captured = None
+    status = shown(canary)
+    run = draft_of(status).run
+    assert run is not None
+    assert "worker pod-b has no folder" in str(run.capture_problem)
+    assert "worker pod-b has no folder" in condition_of(status).message
+    assert "worker pod-b has no folder" in text_of(canary)
+
+
+def test_the_count_changes_status_at_most_a_hundred_times() -> None:
+    canary = collecting()
+    trigger = {"minConversations": 1000}
+    canary.change(distillation={"capture": {"enabled": True}, "storage": {"claim": "drafts"}, "trigger": trigger})
+    counts = set()
+    for count in range(0, 1200, 7):
+        canary.pods[0].captured = count
+        run = draft_of(shown(canary)).run
+        assert run is not None
+        counts.add(run.conversations)
+    assert len(counts) <= 101
+    assert max(count for count in counts if count is not None) == 1000
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "reason"),
+    [
+        (JobStatus(state=JobState.UNSCHEDULABLE, reason=UNSCHEDULABLE), "Unschedulable", UNSCHEDULABLE),
+        (JobStatus(state=JobState.SUSPENDED, reason="Job suspended"), "Suspended", "Job suspended"),
+        (JobStatus(state=JobState.RUNNING), "Running", None),
+    ],
+    ids=["unschedulable", "suspended", "running"],
+)
+def test_distilling_shows_the_job_in_the_words_of_the_cluster(
+    status: JobStatus, state: str, reason: str | None
+) -> None:
+    canary = distilling()
+    canary.ticks(2)
+    canary.job_ends(status)
+    canary.tick()
+    seen = shown(canary)
+    run = draft_of(seen).run
+    assert run is not None
+    assert (run.job, run.job_state, run.job_reason) == (canary.created_jobs[0], state, reason)
+    assert (condition_of(seen).status, condition_of(seen).reason) == ("True", "Distilling")
+    assert state in condition_of(seen).message
+    assert state in text_of(canary)
+
+
+def test_a_refused_and_a_lost_job_are_named() -> None:
+    canary = distilling()
+    run = draft_of(shown(canary, QUOTA)).run
+    assert run is not None
+    assert (run.job_state, run.job_reason) == ("Refused", QUOTA)
+    canary.ticks(2)
+    canary.jobs = []
+    canary.tick()
+    run = draft_of(shown(canary)).run
+    assert run is not None
+    assert (run.job_state, run.losses) == ("Absent", 1)
+    assert "created again" in str(run.job_reason)
+
+
+def test_the_latest_run_is_shown_with_its_gain_and_counted() -> None:
+    canary = distilling()
+    canary.ticks(2)
+    canary.job_ends(verdict("inconclusive", gain=0.01))
+    canary.tick()
+    status = shown(canary)
+    last = draft_of(status).last_run
+    assert draft_of(status).run is None
+    assert last is not None
+    assert (last.outcome, last.gain_percent, last.least_gain_percent, last.most_gain_percent) == (
+        "NotBetter",
+        1.0,
+        -4.0,
+        6.0,
+    )
+    assert (last.hash, last.conversations, last.device_seconds) == (TRAINED, 90, 600)
+    assert "NotBetter, 0.17 device hours: inconclusive: gain +1.0 % (-4.0 to +6.0 %)" in text_of(canary)
+    assert run_metrics.DRAFT_RUNS._values["ns", "demo", "NotBetter"] == 1
+    assert run_metrics.RUNS_NOT_BETTER._values["ns", "demo"] == 1
+    metrics.forget("ns", "demo")
+    assert run_metrics.DRAFT_RUNS._values == {}
+
+
+def test_a_refused_command_is_shown_and_the_plugin_refuses_it_first() -> None:
+    canary = capturing(distillation={"storage": {}})
+    canary.command("distill")
+    canary.tick()
+    condition = condition_of(shown(canary))
+    assert (condition.status, condition.reason) == ("False", "RunRefused")
+    assert "distillation.storage.claim is absent" in condition.message
+    assert "distillation.storage.claim is absent" in text_of(canary)
+    assert "distillation.storage.claim is absent" in refusal_of("distill", resource_of(canary))
+
+
+def test_the_plugin_says_which_commands_a_run_takes() -> None:
+    canary = capturing()
+    shown(canary)
+    assert refusal_of("distill", resource_of(canary)) == ""
+    assert "no draft is trained" in refusal_of("reject", resource_of(canary))
+    canary = collecting()
+    shown(canary)
+    assert refusal_of("reject", resource_of(canary)) == ""
+    assert "phase Collecting" in refusal_of("distill", resource_of(canary))

@@ -1,0 +1,123 @@
+"""Training Jobs and their pods in the caches: one list of Jobs with their states, and no workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from fleet import DEFAULTS, deployment_with
+
+from specdecode_operator import manifests
+from specdecode_operator.controller.caches import Caches
+from specdecode_operator.controller.mount_problems import add_mount_problems
+from specdecode_operator.drafts.job_status import JobState
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.kinds import JOBS, PODS, Kind
+from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Observation
+
+RUN = RunRecord(id="g3", started=1.0, draft_uri="embedded://d", claim="drafts")
+KEY = ("ns", "demo")
+
+
+def selects(labels: str, pod_labels: dict[str, str]) -> bool:
+    """Return whether a label selector of the operator selects these labels."""
+    for term in labels.split(",") if " in " not in labels else [labels.split(",", 1)[0]]:
+        key, _, value = term.partition("=")
+        if key not in pod_labels or (value and pod_labels[key] != value):
+            return False
+    return " in " not in labels or pod_labels.get("specdecode.io/role") in ("worker", "router")
+
+
+class Api:
+    """API server with fixed objects."""
+
+    def __init__(self, *objects: tuple[Kind, dict[str, Any]]) -> None:
+        self.objects = objects
+
+    async def pages(self, kind: Kind, namespace: str | None, *, labels: str, metadata_only: bool) -> Any:
+        items = [one for of, one in self.objects if of is kind and selects(labels, one["metadata"]["labels"])]
+        yield {"metadata": {"resourceVersion": "1"}, "items": items}
+
+    async def watch(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+
+def job() -> dict[str, Any]:
+    made = dict(manifests.distillation_job(deployment_with(), RUN, DEFAULTS))
+    metadata = {**made["metadata"], "uid": "j1", "resourceVersion": "1"}
+    return {**made, "metadata": metadata, "status": {"active": 1}}
+
+
+def pod(phase: str = "Running", owner: str = "j1") -> dict[str, Any]:
+    metadata = {
+        "name": f"demo-distill-g3-{owner}",
+        "namespace": "ns",
+        "uid": f"p-{owner}",
+        "resourceVersion": "1",
+        "labels": job()["spec"]["template"]["metadata"]["labels"],
+        "ownerReferences": [{"kind": "Job", "uid": owner, "controller": True}],
+    }
+    return {"metadata": metadata, "spec": {"containers": [{"name": "distill"}]}, "status": {"phase": phase}}
+
+
+async def synced(*objects: tuple[Kind, dict[str, Any]]) -> Caches:
+    caches = Caches(cast(KubeClient, Api(*objects)), (), lambda key: None, lambda key: None)
+    running = asyncio.create_task(caches.run())
+    await asyncio.wait_for(caches.wait_synced(), 10)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return caches
+
+
+async def test_the_state_of_a_job_comes_from_its_own_pods() -> None:
+    caches = await synced((JOBS, job()), (PODS, pod()), (PODS, pod("Failed", owner="another")))
+    (only,) = caches.jobs(KEY)
+    assert (only.name, only.run, only.owner_uid) == ("demo-distill-g3", "g3", "u1")
+    assert (only.status.state, only.status.pods_failed) == (JobState.RUNNING, 0)
+    assert caches.jobs(("ns", "other")) == ()
+
+
+async def test_a_pod_whose_volume_does_not_mount_is_explained_by_its_events() -> None:
+    stuck = pod("Pending")
+    stuck["metadata"]["creationTimestamp"] = "1970-01-01T00:01:40Z"
+    stuck["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
+    event = {"metadata": {}, "reason": "FailedMount", "message": 'configmap "golden" not found'}
+    (job_of_pod,) = (await synced((JOBS, job()), (PODS, stuck))).jobs(KEY)
+    asked: list[str] = []
+
+    class Events:
+        async def list(self, kind: Kind, namespace: str, *, fields: str) -> dict[str, Any]:
+            asked.append(fields)
+            return {"items": [event]}
+
+    observed = Observation(workload=None, workers=(), session=Session(), jobs=(job_of_pod,))
+    for now, reason in ((110, ""), (120, 'FailedMount: configmap "golden" not found')):
+        (after,) = (await add_mount_problems(cast(KubeClient, Events()), "ns", observed, now)).jobs
+        assert (after.status.state, after.status.reason) == (JobState.PENDING, reason)
+    assert asked == ["involvedObject.uid=p-j1,type=Warning"]
+
+
+async def test_pods_of_jobs_are_no_workers() -> None:
+    caches = await synced((JOBS, job()), (PODS, pod()))
+    assert caches.workers(KEY) == ()
+    assert caches.workload(KEY) is None
+    assert caches.routers(KEY) is None
+
+
+def test_no_service_and_no_budget_selects_pods_of_jobs() -> None:
+    labels = pod()["metadata"]["labels"].items()
+    deployment = deployment_with(router={"replicas": 2})
+    services = [
+        manifests.service(deployment),
+        manifests.service(deployment, to_routers=True),
+        manifests.headless_service(deployment),
+    ]
+    assert not any(one["spec"]["selector"].items() <= labels for one in services)
+    budgets = [manifests.budget(deployment), manifests.router_budget(deployment)]
+    assert not any(one["spec"]["selector"]["matchLabels"].items() <= labels for one in budgets)
+    workload = manifests.workload(deployment, manifests.pod_template(deployment, DEFAULTS), "h", 1)
+    assert not workload["spec"]["selector"]["matchLabels"].items() <= labels
