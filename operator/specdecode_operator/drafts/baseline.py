@@ -13,6 +13,9 @@ SLOTS = 48
 """Half hours of a day."""
 LEARNING_DAYS = 7
 """Whole days from which a baseline is learnt: one of each weekday."""
+LEAST_BATCHES = 30
+"""Batches that a baseline needs. With fewer, learning goes on after LEARNING_DAYS: the deviation of a batch, which is
+the unit of all evidence, would err by more than an eighth."""
 NEIGHBOUR_WEIGHT = 8.0
 """Weight, in batches, of the half hours around one, so that a quiet half hour is not judged by a few batches."""
 FIRST_DEVIATION = 0.1
@@ -51,7 +54,7 @@ class LearningBaseline:
     def add(self, at: float, log_cost: float) -> LearningBaseline:
         """Learn one batch that ended at ``at``.
 
-        Batches after LEARNING_DAYS are ignored, because their day would count as a whole one.
+        Batches of a complete baseline are ignored, because their day would count as a whole one.
         """
         if self.is_complete(at):
             return self
@@ -70,8 +73,10 @@ class LearningBaseline:
         )
 
     def is_complete(self, now: float) -> bool:
-        """Return whether LEARNING_DAYS have passed since the first batch."""
-        return self.began is not None and now - self.began >= LEARNING_DAYS * DAY_SECONDS
+        """Return whether LEARNING_DAYS have passed since the first batch, and there were LEAST_BATCHES."""
+        if self.began is None or now - self.began < LEARNING_DAYS * DAY_SECONDS:
+            return False
+        return sum(self.counts) >= LEAST_BATCHES
 
     def freeze(self) -> Baseline:
         """Return the baseline. At least one batch must have been learnt."""
@@ -79,7 +84,7 @@ class LearningBaseline:
             costs=tuple(self._cost(slot) for slot in range(SLOTS)),
             deviation=self._deviation(),
             day_deviation=self._day_deviation(),
-            batches_per_month=sum(self.counts) * 30 / LEARNING_DAYS,
+            batches_per_month=sum(self.counts) * 30 / max(LEARNING_DAYS, len(self.days)),
         )
 
     def _cost(self, slot: int) -> float:

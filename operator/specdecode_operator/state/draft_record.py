@@ -91,6 +91,10 @@ class DraftRecord(Stored):
     """Candidate of the spec that was taken up: ``<hash> <uri>``."""
     command: str = ""
     """Annotation with the command that was carried out last."""
+    run_device_seconds: float = 0.0
+    """Device seconds of the last training run; 0 before the first."""
+    recovery: float | None = None
+    """Share of the loss that the last run recovered; None before the first."""
     trials: int = 0
     """Number of pods that were chosen for trials so far."""
     last_verdict: str = ""
