@@ -10,6 +10,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.drafts.lifecycle_table import Phase
+from specdecode_operator.drift_metrics import DRIFT_EVIDENCE as DRIFT_EVIDENCE
+from specdecode_operator.drift_metrics import DRIFT_LOSS as DRIFT_LOSS
+from specdecode_operator.drift_metrics import forget_drift, record_drift
 from specdecode_operator.gauges import DeploymentGauge
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
 from specdecode_worker.contract import OTHER_TASK
@@ -167,6 +170,7 @@ def record(deployment: Deployment, observed: Observation, decision: Decision, st
         _record_tasks(key, {name: decision.figures.tasks.get(name, TaskFigures()) for name in tasks[:MAX_TASKS]})
     _record_gains(key, decision.history)
     _record_drafts(key, status.draft)
+    record_drift(key, observed.session.learned.drift)
     _record_conditions(key, status)
 
 
@@ -195,6 +199,7 @@ def record_round(seconds: float, reports_failed: Mapping[str, int], pushes_faile
 def forget(namespace: str, name: str) -> None:
     """Remove the series of a deployment that was deleted."""
     _tasks_by_key.pop((namespace, name), None)
+    forget_drift((namespace, name))
     for gauge in _GAUGES:
         gauge.forget(namespace, name)
     for counter in _COUNTERS:
@@ -204,6 +209,7 @@ def forget(namespace: str, name: str) -> None:
 def forget_all() -> None:
     """Remove the series of all deployments. A replica that is no longer the leader must not export old values."""
     _tasks_by_key.clear()
+    forget_drift()
     for gauge in _GAUGES:
         gauge.clear()
     for counter in _COUNTERS:

@@ -15,7 +15,7 @@ from specdecode_operator.controller.status.progress import Finding, Past, troubl
 from specdecode_operator.controller.status.text import iso
 from specdecode_operator.types import Decision, Deployment, Observation, Outcome
 
-WITH_MEASUREMENTS = (ConditionType.scaling_limited, ConditionType.workers_healthy)
+WITH_MEASUREMENTS = (ConditionType.scaling_limited, ConditionType.workers_healthy, ConditionType.draft_fresh)
 """Conditions whose messages contain measurements. These change with every poll."""
 WITHOUT_REPORT_REASONS = ("NotLoadedYet", "NotCheckedYet")
 """Reasons of conditions that wait for the first report. An operator that has just started has read none, though workers
@@ -47,7 +47,7 @@ def status_of(
     past = _past(before, now)
     states = [
         _steady(before, state, published=decision.figures is not None, asked=observed.round > 0)
-        for state in conditions(deployment, observed, decision, outcome, past=past)
+        for state in conditions(deployment, observed, decision, outcome, past=past, now=now)
     ]
     generation = _observed_generation(deployment)
     ready = workload.ready if workload else 0
