@@ -194,7 +194,7 @@ def _begun(task: TaskDrift, now: float) -> DecisionRecord:
         after=f"{present:.2f} tokens a step",
         measured=f"{task.batches} batches of {BATCH_REQUESTS} requests",
         cause=cause,
-        reason=f"{100 * task.loss:.0f} % slower than its baseline by evidence of {task.evidence:.1f}: {what}",
+        reason=f"{100 * task.loss:.0f} % slower than its baseline, with {task.evidence:.1f} times the evidence needed: {what}",
     )
 
 

@@ -34,8 +34,8 @@ def next_time(expression: str, after: float) -> float:
         if date.month not in months or not is_day:
             continue
         times = (date.replace(hour=hour, minute=minute) for hour in sorted(hours) for minute in sorted(minutes))
-        if (found := next((time for time in times if time >= first), None)) is not None:
-            return found.timestamp()
+        if (time := next((time for time in times if time >= first), None)) is not None:
+            return time.timestamp()
     raise ValueError(f"{expression!r} matches no date")
 
 
@@ -51,8 +51,8 @@ def _parsed(expression: str) -> list[set[int]]:
 
 
 def _numbers(part: str, name: str, least: int, most: int) -> Iterator[int]:
-    found = _PART.fullmatch(part)
-    first, last, step = (int(group) if group else None for group in (found.groups() if found else ("1", "0", None)))
+    match = _PART.fullmatch(part)
+    first, last, step = (int(group) if group else None for group in (match.groups() if match else ("1", "0", None)))
     start = least if first is None else first
     end = last if last is not None else most if first is None or step else start
     if step == 0 or not least <= start <= end <= most:

@@ -149,7 +149,7 @@ def _steady(before: Status, state: ConditionState, *, published: bool, asked: bo
         return ConditionState(state.type, known.status, known.reason, known.message, known.status == "False")
     if known is None or (known.status, known.reason) != (state.status, state.reason):
         return state
-    measured = state.type in WITH_MEASUREMENTS and not published
+    measured = state.type in WITH_MEASUREMENTS and state.status != "Unknown" and not published
     alternates = state.reason in ALTERNATING_REASONS and named_pods(known.message) == named_pods(state.message)
     return state._replace(message=known.message) if measured or alternates else state
 

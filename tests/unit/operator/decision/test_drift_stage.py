@@ -62,14 +62,14 @@ def test_a_stationary_month_raises_no_alarm() -> None:
     assert present == pytest.approx(usual, rel=0.05)
 
 
-def test_a_fall_of_a_fifth_is_found_within_600_requests() -> None:
-    found = []
+def test_a_fall_of_a_fifth_is_detected_within_600_requests() -> None:
+    delays = []
     for seed in range(5):
         served = drifting(seed=seed)
         served.days(7.2)
         served.rates["other"] = SLOWER
-        found.append(served.until_drift(1200))
-    assert statistics.median(found) <= 600, found
+        delays.append(served.until_drift(1200))
+    assert statistics.median(delays) <= 600, delays
 
 
 def test_a_drift_begins_with_numbers_and_ends_when_the_speed_returns(served: Drifting) -> None:
@@ -203,7 +203,7 @@ def test_a_task_with_a_draft_of_its_own_is_not_watched(served: Drifting) -> None
     assert [task.task for task in served.drift.tasks] == ["chat", "other", ALL_TASKS]
 
 
-def test_a_baseline_with_too_few_batches_is_learnt_further_and_at_last_anew() -> None:
+def test_a_baseline_with_too_few_batches_is_learnt_longer_and_then_restarted() -> None:
     served = drifting(requests_per_day=40)
     served.days(10)
     assert served.task().is_learning

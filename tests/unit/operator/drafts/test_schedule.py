@@ -31,12 +31,12 @@ WEDNESDAY = datetime(2026, 11, 25, 3, 45, 30, tzinfo=UTC)
     ],
 )
 def test_next_time(expression: str, expected: str) -> None:
-    found = datetime.fromtimestamp(next_time(expression, WEDNESDAY.timestamp()), UTC)
-    assert found.strftime("%Y-%m-%d %H:%M") == expected
-    assert found.second == 0
+    time = datetime.fromtimestamp(next_time(expression, WEDNESDAY.timestamp()), UTC)
+    assert time.strftime("%Y-%m-%d %H:%M") == expected
+    assert time.second == 0
 
 
-def test_a_time_is_not_found_again_after_itself() -> None:
+def test_a_time_does_not_follow_itself() -> None:
     first = next_time("0 3 * * *", WEDNESDAY.timestamp())
     assert next_time("0 3 * * *", first) == first + 86_400
 

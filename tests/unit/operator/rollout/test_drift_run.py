@@ -100,7 +100,7 @@ def test_no_run_is_requested_in_another_phase(stale: Drifting, phase: Phase) -> 
     assert "drift" not in runs(stale)
 
 
-def test_the_cooldown_is_kept(stale: Drifting) -> None:
+def test_no_run_is_requested_within_the_cooldown(stale: Drifting) -> None:
     stale.change(distillation=distillation(cooldown="24h"))
     with_record(stale, since=stale.now)
     stale.wait(86_000)
@@ -109,7 +109,7 @@ def test_the_cooldown_is_kept(stale: Drifting) -> None:
     assert runs(stale) == ["drift"]
 
 
-def test_the_worth_is_the_sum_of_issue_and_page(stale: Drifting) -> None:
+def test_the_worth_is_the_sum_of_share_loss_recovery_and_decode_time(stale: Drifting) -> None:
     spec = stale.deployment.spec
     assert first_run_seconds(spec) == 4 * 3600
     drift = stale.drift
