@@ -13,7 +13,8 @@ from specdecode_operator.telemetry.counters import NO_HITS, Hits
 RECENT_BATCHES = 10
 """Batches over which the present loss is averaged: 200 requests, whose mean errs by one or two percent."""
 MAX_LEARNING_DAYS = 4 * LEARNING_DAYS
-"""Days after which a baseline that still has too few batches is learnt from the beginning again: it would mix too many weeks."""
+"""Days after which a baseline that still has too few batches is dropped and learnt again, because its first weeks are
+too old."""
 _NO_BATCH: Mapping[str, object] = {"requests": 0.0, "hits": (), "totals": ()}
 _NO_DETECTOR: Mapping[str, object] = {"logs": (), "batches": 0}
 _NO_ENDING: Mapping[str, object] = {"ending_logs": (), "ending_batches": 0}

@@ -24,6 +24,8 @@ from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Deployment
 from specdecode_worker.contract import OTHER_TASK
 
+_MOVING = (Phase.PROMOTING, Phase.ROLLING_BACK)
+"""Phases in which workers change their draft. A promotion that fails keeps the baseline of the draft before."""
 USAGE_HALF_LIFE_DAYS = 3.0
 """Half-life of the decode time a day and of the tasks' shares of it: a week has weight, a month has none."""
 
@@ -49,7 +51,7 @@ def watch_drift(
         delta: Difference of all workers. None if no worker has a new reading.
         now: Operator's clock, in seconds since the epoch.
     """
-    if deployment.spec.speculation.method == "none" or not learned.draft:
+    if deployment.spec.speculation.method == "none" or not learned.draft or record.phase in _MOVING:
         return DriftStep(learned)
     before = _with_settings(learned.drift, deployment, record, now)
     state = _with_identity(before, deployment, learned, now)
@@ -58,7 +60,7 @@ def watch_drift(
         used = _with_usage(state, delta, now)
         state = _with_batches(used, deployment, delta, now)
         changes += _changes(used, state, now)
-    if state == learned.drift:
+    if state is learned.drift or state == learned.drift:
         return DriftStep(learned)
     return DriftStep(learned.model_copy(update={"drift": state}), tuple(changes))
 
@@ -185,6 +187,7 @@ def _shown(state: DriftState) -> dict[str, TaskDrift]:
 
 def _begun(task: TaskDrift, now: float) -> DecisionRecord:
     usual, present = task.tokens(now)
+    evidence = f"{task.evidence:.1f} times the evidence needed"
     cause: RecordedCause = "mix" if task.task == ALL_TASKS else "drift"
     what = "no task is slower, so the mix of tasks changed" if cause == "mix" else "the draft is stale"
     return _record(
@@ -194,7 +197,7 @@ def _begun(task: TaskDrift, now: float) -> DecisionRecord:
         after=f"{present:.2f} tokens a step",
         measured=f"{task.batches} batches of {BATCH_REQUESTS} requests",
         cause=cause,
-        reason=f"{100 * task.loss:.0f} % slower than its baseline, with {task.evidence:.1f} times the evidence needed: {what}",
+        reason=f"{100 * task.loss:.0f} % slower than its baseline, with {evidence}: {what}",
     )
 
 

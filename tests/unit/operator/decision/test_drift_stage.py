@@ -10,7 +10,9 @@ import pytest
 from drifting import SLOWER, USUAL, Drifting, Pod, drifting
 
 from specdecode_operator.decision.drift_batches import MAX_LEARNING_DAYS
+from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.rollout.drift_worth import decode_seconds_per_day
+from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.drift_state import ALL_TASKS, DriftState
 from specdecode_operator.state.learned import parse_state, render_state
 from specdecode_worker.contract import TrialState
@@ -154,6 +156,31 @@ def test_another_draft_voids_the_baseline(served: Drifting) -> None:
     served.serve(40)
     assert served.drift.renewed == "the draft changed to d2"
     assert served.task().is_learning
+
+
+def test_a_promotion_that_is_taken_back_keeps_the_baseline(served: Drifting) -> None:
+    before = served.drift
+    promoting = DraftRecord(
+        phase=Phase.PROMOTING,
+        current="d2",
+        candidate="d2",
+        previous="",
+        is_confirmed=True,
+        since=served.now,
+        uris={"d2": "file:///d2"},
+        spec_draft="embedded://d",
+        method="eagle3",
+        spec_hash="d1",
+        target="embedded://t",
+        image="localhost/worker:1",
+    )
+    served.session = replace(served.session, drafts=promoting)
+    served.wait(60)
+    assert served.session.learned.draft == "d2"
+    served.serve(200)
+    assert (served.session.drafts.current, served.session.learned.draft) == ("", "d1")
+    assert served.task().costs == before.task("other").costs
+    assert served.task().batches > before.task("other").batches
 
 
 # --- what counts --------------------------------------------------------------------------------------------------
