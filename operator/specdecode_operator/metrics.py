@@ -10,9 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.drafts.lifecycle_table import Phase
-from specdecode_operator.drift_metrics import DRIFT_EVIDENCE as DRIFT_EVIDENCE
-from specdecode_operator.drift_metrics import DRIFT_LOSS as DRIFT_LOSS
-from specdecode_operator.drift_metrics import forget_drift, record_drift
+from specdecode_operator.drift_metrics import DRIFT_EVIDENCE, DRIFT_LOSS, record_drift
 from specdecode_operator.gauges import DeploymentGauge
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
 from specdecode_worker.contract import OTHER_TASK
@@ -137,7 +135,10 @@ TASK_ITL = DeploymentGauge(
 
 _VALUES = {"True": 1, "False": 0, "Unknown": -1}
 _TASK_GAUGES = (TASK_ACCEPTANCE, TASK_LENGTH, TASK_SPEEDUP, TASK_TTFT, TASK_ITL)
-_GAUGES = [value for value in globals().values() if isinstance(value, DeploymentGauge)]
+_GAUGES = {
+    *(DRIFT_EVIDENCE, DRIFT_LOSS),
+    *(value for value in globals().values() if isinstance(value, DeploymentGauge)),
+}
 _COUNTERS = (PLAN_CHANGES, DECISIONS)
 _tasks_by_key: dict[Key, frozenset[str]] = {}
 """Tasks that have series now."""
@@ -199,7 +200,6 @@ def record_round(seconds: float, reports_failed: Mapping[str, int], pushes_faile
 def forget(namespace: str, name: str) -> None:
     """Remove the series of a deployment that was deleted."""
     _tasks_by_key.pop((namespace, name), None)
-    forget_drift((namespace, name))
     for gauge in _GAUGES:
         gauge.forget(namespace, name)
     for counter in _COUNTERS:
@@ -209,7 +209,6 @@ def forget(namespace: str, name: str) -> None:
 def forget_all() -> None:
     """Remove the series of all deployments. A replica that is no longer the leader must not export old values."""
     _tasks_by_key.clear()
-    forget_drift()
     for gauge in _GAUGES:
         gauge.clear()
     for counter in _COUNTERS:

@@ -9,7 +9,7 @@ from specdecode_operator.drafts.lifecycle import Event
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
 from specdecode_operator.drafts.schedule import next_time
 from specdecode_operator.errors import SpecError
-from specdecode_operator.rollout.drift_worth import worth_of_drift
+from specdecode_operator.rollout.drift_worth import lost_share, worth_of_drift
 from specdecode_operator.rollout.observed_events import Detection, Facts, image_of
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.drift_state import DriftState
@@ -34,7 +34,9 @@ def find_drift_run(facts: Facts, record: DraftRecord) -> Detection | None:
         return None
     cause, text = reason
     event = Event(kind=EventKind.RUN_REQUESTED)
-    return Detection(record=_with_spec(record, facts, drift), event=event, reason=text, cause=cause)
+    return Detection(
+        record=_with_spec(record, facts, drift), event=event, reason=text, cause=cause, loss=lost_share(drift)
+    )
 
 
 def _reason(spec: Spec, drift: DriftState, planned: float | None, now: float) -> tuple[Cause, str] | None:

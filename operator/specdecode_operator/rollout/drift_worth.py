@@ -13,15 +13,18 @@ LEAST_DAYS = 0.25
 
 def worth_of_drift(spec: Spec, drift: DriftState) -> Worth:
     """Return the worth of a run that repairs the present drift. Without drift nothing is lost."""
-    steps = sum(task.steps for task in drift.tasks if task.task != ALL_TASKS)
-    losses = [TaskLoss(task.task, task.steps / steps if steps else 0.0, task.loss) for task in drift.stale]
     return worth_of_run(
-        losses,
+        _losses(drift),
         recovery=FIRST_RECOVERY if drift.recovery is None else drift.recovery,
         decode_seconds_per_day=decode_seconds_per_day(spec, drift),
         payback_days=seconds_of(spec.distillation.trigger.payback) / DAY_SECONDS,
         run_seconds=drift.run_seconds or first_run_seconds(spec),
     )
+
+
+def lost_share(drift: DriftState) -> float:
+    """Return the share of the decode device time that stale drafts cost."""
+    return sum(task.share * task.loss for task in _losses(drift))
 
 
 def decode_seconds_per_day(spec: Spec, drift: DriftState) -> float:
@@ -34,3 +37,8 @@ def first_run_seconds(spec: Spec) -> float:
     job = spec.distillation.job
     devices = 1 if job.accelerator is None or job.accelerator.count is None else job.accelerator.count
     return seconds_of(job.time_limit) * max(1, devices)
+
+
+def _losses(drift: DriftState) -> list[TaskLoss]:
+    steps = sum(task.steps for task in drift.tasks if task.task != ALL_TASKS)
+    return [TaskLoss(task.task, task.steps / steps if steps else 0.0, max(0.0, task.loss)) for task in drift.stale]

@@ -57,6 +57,8 @@ class Detection:
     event: Event | None = None
     reason: str = ""
     cause: Cause = "failure"
+    loss: float = 0.0
+    """Share of device time that a stale draft costs, where this requests a run."""
 
 
 Detector = Callable[[Facts, DraftRecord], Detection | None]

@@ -279,8 +279,8 @@ def test_the_section_is_small_and_a_deployment_without_traffic_stays_as_it_was(t
     learning = drifting(dict.fromkeys(names, USUAL), requests_per_day=3000)
     learning.per_poll = 200
     learning.days(2)
-    assert len(render_state(learning.session.learned)["drift"]) < 24 * 1024
-    assert len(render_state(two_tasks.session.learned)["drift"]) < 8 * 1024
+    assert len(render_state(learning.session.learned)["drift"]) < 12 * 1024
+    assert len(render_state(two_tasks.session.learned)["drift"]) < 4 * 1024
     before = two_tasks.session.learned
     two_tasks.wait(60)
     assert two_tasks.session.learned.drift is before.drift
