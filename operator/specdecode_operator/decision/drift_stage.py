@@ -24,6 +24,8 @@ from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Deployment
 from specdecode_worker.contract import OTHER_TASK
 
+UNTRAINED = ("none", "ngram", "suffix")
+"""Methods without a trained draft that could become stale."""
 _MOVING = (Phase.PROMOTING, Phase.ROLLING_BACK)
 """Phases in which workers change their draft. A promotion that fails keeps the baseline of the draft before."""
 USAGE_HALF_LIFE_DAYS = 3.0
@@ -51,7 +53,10 @@ def watch_drift(
         delta: Difference of all workers. None if no worker has a new reading.
         now: Operator's clock, in seconds since the epoch.
     """
-    if deployment.spec.speculation.method == "none" or not learned.draft or record.phase in _MOVING:
+    if deployment.spec.speculation.method in UNTRAINED:
+        is_watched = bool(learned.drift.draft)
+        return DriftStep(learned.model_copy(update={"drift": DriftState()}) if is_watched else learned)
+    if not learned.draft or record.phase in _MOVING:
         return DriftStep(learned)
     before = _with_settings(learned.drift, deployment, record, now)
     state = _with_identity(before, deployment, learned, now)

@@ -45,4 +45,4 @@ def _row(task: TaskDrift, now: float) -> tuple[str, ...]:
         return name, figure(usual), ABSENT, ABSENT, ABSENT
     evidence = min(task.threshold * task.evidence, MAX_EVIDENCE)
     compared = f"{figure(evidence, 0)} of {math.ceil(task.threshold)}{' (drift)' if task.since else ''}"
-    return name, figure(usual), figure(present), percent(-100 * task.loss), compared
+    return name, figure(usual), figure(present), percent(round(-100 * task.loss)), compared

@@ -29,7 +29,7 @@ def draft_fresh(deployment: Deployment, observed: Observation, now: float) -> Co
     if drift.mix is not None:
         message = f"{_slower(drift.mix)}, and no task is: the mix of tasks changed"
         return ConditionState(kind, "True", "MixChanged", message)
-    losses = ", ".join(f"{task.task} {-100 * task.loss:+.0f} %" for task in known)
+    losses = ", ".join(f"{task.task} {round(-100 * task.loss):+d} %" for task in known)
     return ConditionState(kind, "True", "Fresh", f"speed against the baseline of {LEARNING_DAYS} days: {losses}")
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from drifting import SLOWER, USUAL, Drifting, Pod, drifting
 
+from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.decision.drift_batches import MAX_LEARNING_DAYS
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.rollout.drift_worth import decode_seconds_per_day
@@ -243,6 +244,17 @@ def test_a_baseline_with_too_few_batches_is_learnt_longer_and_then_restarted() -
     rare.days(MAX_LEARNING_DAYS)
     assert rare.task().is_learning
     assert rare.task().began >= first + MAX_LEARNING_DAYS * 86_400
+
+
+def test_a_method_without_a_trained_draft_is_not_watched(served: Drifting) -> None:
+    served.deployment = replace(
+        served.deployment,
+        spec=served.deployment.spec.model_copy(
+            update={"speculation": SpeculationSpec.model_validate({"method": "ngram"})}
+        ),
+    )
+    served.serve(40)
+    assert served.drift == DriftState()
 
 
 def test_decode_time_is_a_decayed_daily_mean_of_all_workers(served: Drifting) -> None:
