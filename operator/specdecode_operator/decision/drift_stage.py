@@ -83,8 +83,8 @@ def _with_settings(state: DriftState, deployment: Deployment, record: DraftRecor
     schedule, since = deployment.spec.distillation.trigger.schedule or "", state.scheduled_from
     if schedule != state.schedule:
         since = now if schedule else 0.0
-    if schedule and record.phase is Phase.COLLECTING:
-        # Times that were missed before a run began are served by it.
+    if schedule and record.phase in (Phase.COLLECTING, Phase.DISTILLING):
+        # Times before the present phase of a run are served by it.
         since = max(since, record.since)
     update = {
         "schedule": schedule,

@@ -169,6 +169,15 @@ def test_a_time_within_the_cooldown_runs_after_it(scheduled: Drifting) -> None:
     assert runs(scheduled) == ["schedule"]
 
 
+def test_a_run_whose_beginning_was_not_noted_serves_the_times_before_it(scheduled: Drifting) -> None:
+    """The operator was killed before it wrote the time from which the schedule counts."""
+    with_record(scheduled, phase=Phase.DISTILLING, since=scheduled.now + 14 * 3600)
+    scheduled.wait(15 * 3600)
+    with_record(scheduled, since=scheduled.now - 2 * 86_400)
+    scheduled.wait(60)
+    assert runs(scheduled) == []
+
+
 def test_another_schedule_counts_from_now(scheduled: Drifting) -> None:
     scheduled.wait(13 * 3600)
     scheduled.change(distillation=distillation("Schedule", schedule="0 2 * * *"))
