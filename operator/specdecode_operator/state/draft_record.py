@@ -91,10 +91,6 @@ class DraftRecord(Stored):
     """Candidate of the spec that was taken up: ``<hash> <uri>``."""
     command: str = ""
     """Annotation with the command that was carried out last."""
-    run_device_seconds: float = 0.0
-    """Device seconds of the last training run; 0 before the first."""
-    recovery: float | None = None
-    """Share of the loss that the last run recovered; None before the first."""
     trials: int = 0
     """Number of pods that were chosen for trials so far."""
     last_verdict: str = ""
@@ -102,6 +98,10 @@ class DraftRecord(Stored):
     """Reason why the latest candidate was not tried or could not be loaded; empty if there is none."""
     problem: str = ""
     """Reason why the stored life cycle could not be read. It stays until another candidate is taken up."""
+    run_device_seconds: float = 0.0
+    """Device seconds of the latest run with a verdict; 0 before the first one."""
+    recovery: float | None = None
+    """Share of the loss that the latest better draft recovers, by its verdict. None before the first one."""
     trial: TrialRecord | None = Field(default=None, exclude=True)
     lineage: tuple[DraftLineageStatus, ...] = Field(default=(), exclude=True)
 
