@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from specdecode_operator.drafts.baseline import DAY_SECONDS, LEARNING_DAYS, LearningBaseline
+from specdecode_operator.drafts.baseline import LearningBaseline
 from specdecode_operator.drafts.chain_cost import CHAIN, ChainCounts, log_cost
 from specdecode_operator.drafts.drift import BATCH_REQUESTS, DriftDetector, batches_between_alarms, excess_loss
 from specdecode_operator.state.drift_state import TaskDrift
@@ -12,9 +13,9 @@ from specdecode_operator.telemetry.counters import NO_HITS, Hits
 
 RECENT_BATCHES = 10
 """Batches over which the present loss is averaged: 200 requests, whose mean errs by one or two percent."""
-MAX_LEARNING_DAYS = 4 * LEARNING_DAYS
-"""Days after which a baseline that still has too few batches is dropped and learnt again, because its first weeks are
-too old."""
+MAX_LEARNING = 4
+"""Times of learning after which a baseline that still has too few batches is dropped and learnt again, because its
+first part is too old."""
 _NO_BATCH: Mapping[str, object] = {"requests": 0.0, "hits": (), "totals": ()}
 _NO_DETECTOR: Mapping[str, object] = {"logs": (), "batches": 0}
 _NO_ENDING: Mapping[str, object] = {"ending_logs": (), "ending_batches": 0}
@@ -39,31 +40,43 @@ def is_full(known: TaskDrift) -> bool:
     return known.requests >= BATCH_REQUESTS and known.counted.is_enough
 
 
-def judged(known: TaskDrift, *, tasks: int, min_loss: float, may_alarm: bool, now: float) -> TaskDrift:
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """Settings by which batches are judged.
+
+    ``min_loss`` is the accepted loss of speed as a share, ``baseline`` the time over which a baseline is learnt, in
+    seconds.
+    """
+
+    min_loss: float
+    baseline: float
+
+
+def judged(known: TaskDrift, settings: Judging, *, tasks: int, may_alarm: bool, now: float) -> TaskDrift:
     """Return the record after its full batch: with more of a baseline, or with more evidence.
 
     Args:
         known: Record of the task.
+        settings: Settings of the deployment.
         tasks: Number of tasks that share the rate of false alarms.
-        min_loss: Loss of speed that is accepted, as a share.
         may_alarm: Whether an alarm may be raised now.
         now: Time of the batch, in seconds since the epoch.
     """
     counts = known.counted
     emptied = known.model_copy(update=_NO_BATCH)
     if known.is_learning:
-        if not known.learning.is_complete(now):
-            return _learnt(emptied, counts, now)
-        emptied = emptied.frozen()
-    return _watched(emptied, log_cost(counts, known.known), tasks, min_loss, may_alarm, now)
+        if not known.learning.is_complete(now, settings.baseline):
+            return _learnt(emptied, counts, settings.baseline, now)
+        emptied = emptied.frozen(now)
+    return _watched(emptied, log_cost(counts, known.known), tasks, settings.min_loss, may_alarm, now)
 
 
-def _learnt(known: TaskDrift, counts: ChainCounts, now: float) -> TaskDrift:
+def _learnt(known: TaskDrift, counts: ChainCounts, seconds: float, now: float) -> TaskDrift:
     """Return the record with one batch more in its baseline."""
     learning, total = known.learning, known.known.plus(counts)
-    if learning.began is not None and now - learning.began >= MAX_LEARNING_DAYS * DAY_SECONDS:
+    if learning.began is not None and now - learning.began >= MAX_LEARNING * seconds:
         learning, total = LearningBaseline(), counts
-    taught = known.with_learning(learning.add(now, log_cost(counts, total)))
+    taught = known.with_learning(learning.add(now, log_cost(counts, total), seconds))
     return taught.model_copy(update={"known_hits": total.hits, "known_totals": total.totals})
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause as RecordedCause
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.decision.drift_batches import chain_counts, collected, is_full, judged
+from specdecode_operator.api.v1alpha1 import SpeculationSpec, seconds_of
+from specdecode_operator.decision.drift_batches import Judging, chain_counts, collected, is_full, judged
 from specdecode_operator.decision.history import when
 from specdecode_operator.drafts.baseline import DAY_SECONDS
 from specdecode_operator.drafts.chain_cost import ChainCounts
@@ -149,7 +149,8 @@ def _with_usage(state: DriftState, delta: Delta, now: float) -> DriftState:
 def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: float) -> DriftState:
     """Return the state with the requests of this poll in the batches of their tasks, and with full batches judged."""
     names = watched_tasks(deployment.spec.speculation)
-    min_loss = deployment.spec.distillation.trigger.min_loss_percent / 100
+    trigger = deployment.spec.distillation.trigger
+    settings = Judging(trigger.min_loss_percent / 100, seconds_of(trigger.baseline))
     tasks: list[TaskDrift] = []
     total, requests = ChainCounts(), 0.0
     for name in names:
@@ -159,7 +160,7 @@ def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: 
         if finished or any(counts.totals):
             known = collected(known, finished, counts)
             if is_full(known):
-                known = judged(known, tasks=len(names), min_loss=min_loss, may_alarm=True, now=now)
+                known = judged(known, settings, tasks=len(names), may_alarm=True, now=now)
         if known != TaskDrift(task=name):
             tasks.append(known)
     whole = state.task(ALL_TASKS)
@@ -167,8 +168,8 @@ def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: 
         whole = collected(whole, requests, total)
         if is_full(whole):
             # As long as a task looks slower itself, its own detector decides.
-            may_alarm = all(task.loss < min_loss for task in tasks)
-            whole = judged(whole, tasks=1, min_loss=min_loss, may_alarm=may_alarm, now=now)
+            may_alarm = all(task.loss < settings.min_loss for task in tasks)
+            whole = judged(whole, settings, tasks=1, may_alarm=may_alarm, now=now)
     if len(names) > 1 and whole != TaskDrift(task=ALL_TASKS):
         tasks.append(whole)
     return state.model_copy(update={"tasks": tuple(tasks)})

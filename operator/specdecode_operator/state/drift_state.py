@@ -132,9 +132,9 @@ class TaskDrift(Stored):
             }
         )
 
-    def frozen(self) -> TaskDrift:
-        """Return the record with a frozen baseline."""
-        baseline = self.learning.freeze()
+    def frozen(self, now: float) -> TaskDrift:
+        """Return the record with a baseline that is frozen now."""
+        baseline = self.learning.freeze(now - self.began)
         empty = dict.fromkeys(("counts", "sums", "squares", "day_counts", "day_sums"), ())
         return self.model_copy(
             update={

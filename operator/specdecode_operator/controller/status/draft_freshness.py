@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-from specdecode_operator.api.v1alpha1 import ConditionType
+from specdecode_operator.api.v1alpha1 import ConditionType, seconds_of
 from specdecode_operator.controller.status.condition_state import ConditionState
-from specdecode_operator.drafts.baseline import DAY_SECONDS, LEARNING_DAYS
+from specdecode_operator.drafts.baseline import DAY_SECONDS
 from specdecode_operator.drafts.drift import BATCH_REQUESTS
 from specdecode_operator.rollout.drift_worth import worth_of_drift
 from specdecode_operator.state.drift_state import ALL_TASKS, DriftState, TaskDrift
@@ -23,14 +23,15 @@ def draft_fresh(deployment: Deployment, observed: Observation, now: float) -> Co
         tasks = "; ".join(_slower(task) for task in drift.stale)
         message = f"{tasks}. {_sentence(worth_of_drift(deployment.spec, drift).sentence())}"
         return ConditionState(kind, "False", "DraftStale", message, True)
+    trigger = deployment.spec.distillation.trigger
     known = [task for task in drift.tasks if not task.is_learning and task.task != ALL_TASKS]
     if not known:
-        return ConditionState(kind, "Unknown", "LearningBaseline", _learning(drift, now))
+        return ConditionState(kind, "Unknown", "LearningBaseline", _learning(drift, trigger.baseline, now))
     if drift.mix is not None:
         message = f"{_slower(drift.mix)}, and no task is: the mix of tasks changed"
         return ConditionState(kind, "True", "MixChanged", message)
     losses = ", ".join(f"{task.task} {round(-100 * task.loss):+d} %" for task in known)
-    return ConditionState(kind, "True", "Fresh", f"speed against the baseline of {LEARNING_DAYS} days: {losses}")
+    return ConditionState(kind, "True", "Fresh", f"speed against the baseline of {trigger.baseline}: {losses}")
 
 
 def _slower(task: TaskDrift) -> str:
@@ -39,16 +40,17 @@ def _slower(task: TaskDrift) -> str:
     return f"{name}: {100 * task.loss:.0f} % slower than the baseline, found {since}"
 
 
-def _learning(drift: DriftState, now: float) -> str:
-    """Return the days that are left, and what began the baseline."""
+def _learning(drift: DriftState, duration: str, now: float) -> str:
+    """Return the time that is left, and what began the baseline."""
     renewed = f"; {drift.renewed}" if drift.renewed else ""
     began = [task.began for task in drift.tasks if task.began and task.task != ALL_TASKS]
     if not began:
-        return f"the baseline takes {LEARNING_DAYS} days from the first {BATCH_REQUESTS} requests on{renewed}"
-    left = math.ceil(LEARNING_DAYS - (now - min(began)) / DAY_SECONDS)
+        return f"the baseline takes {duration} from the first {BATCH_REQUESTS} requests on{renewed}"
+    left = seconds_of(duration) - (now - min(began))
     if left <= 0:
-        return f"{LEARNING_DAYS} days had too few requests for a baseline, so it is still learnt{renewed}"
-    return f"the baseline is learnt, {left} {'day' if left == 1 else 'days'} left{renewed}"
+        return f"{duration} had too few requests for a baseline, so it is still learnt{renewed}"
+    count, unit = (left / DAY_SECONDS, "day") if left > DAY_SECONDS else (left / 3600, "hour")
+    return f"the baseline is learnt, {math.ceil(count)} {unit if count <= 1 else unit + 's'} left{renewed}"
 
 
 def _sentence(text: str) -> str:

@@ -10,7 +10,8 @@ import pytest
 from drifting import SLOWER, USUAL, Drifting, Pod, drifting
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.decision.drift_batches import MAX_LEARNING_DAYS
+from specdecode_operator.decision.drift_batches import MAX_LEARNING
+from specdecode_operator.drafts.baseline import LEARNING_DAYS
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.rollout.drift_worth import decode_seconds_per_day
 from specdecode_operator.state.draft_record import DraftRecord
@@ -241,9 +242,21 @@ def test_a_baseline_with_too_few_batches_is_learnt_longer_and_then_restarted() -
     rare = drifting(requests_per_day=20)
     rare.days(10)
     first = rare.task().began
-    rare.days(MAX_LEARNING_DAYS)
+    rare.days(MAX_LEARNING * LEARNING_DAYS)
     assert rare.task().is_learning
-    assert rare.task().began >= first + MAX_LEARNING_DAYS * 86_400
+    assert rare.task().began >= first + MAX_LEARNING * LEARNING_DAYS * 86_400
+
+
+def test_a_baseline_of_minutes_finds_a_drift_of_minutes() -> None:
+    trigger = {"baseline": "10m"}
+    served = drifting(requests_per_day=86_400, distillation={"trigger": trigger})
+    served.serve(580)
+    assert served.task().is_learning
+    served.serve(60)
+    assert not served.task().is_learning
+    assert served.task().batches_per_month == pytest.approx(30 * 86_400 / 20, rel=0.1)
+    served.rates = {"other": SLOWER}
+    assert served.until_drift(1200) <= 800
 
 
 def test_a_method_without_a_trained_draft_is_not_watched(served: Drifting) -> None:

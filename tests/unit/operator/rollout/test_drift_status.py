@@ -81,7 +81,7 @@ def test_the_condition_counts_the_days_of_the_baseline() -> None:
     condition = fresh(served)
     assert condition is not None
     assert (condition.status, condition.reason) == ("Unknown", "LearningBaseline")
-    assert condition.message == "the baseline takes 7 days from the first 20 requests on"
+    assert condition.message == "the baseline takes 168h from the first 20 requests on"
     served.serve(20)
     served.wait(2.5 * DAY)
     condition = fresh(served)
@@ -90,7 +90,7 @@ def test_the_condition_counts_the_days_of_the_baseline() -> None:
     served.wait(5 * DAY)
     condition = fresh(served)
     assert condition is not None
-    assert condition.message == "7 days had too few requests for a baseline, so it is still learnt"
+    assert condition.message == "168h had too few requests for a baseline, so it is still learnt"
 
 
 def test_the_condition_does_not_exist_without_a_draft_in_use(served: Drifting) -> None:
@@ -105,7 +105,7 @@ def test_a_fresh_draft_has_numbers(served: Drifting) -> None:
     condition = fresh(served)
     assert condition is not None
     assert (condition.status, condition.reason) == ("True", "Fresh")
-    assert condition.message.startswith("speed against the baseline of 7 days: other ")
+    assert condition.message.startswith("speed against the baseline of 168h: other ")
     assert condition.message.endswith(" %")
 
 
