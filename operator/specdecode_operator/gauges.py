@@ -6,7 +6,7 @@ series is an entry of a dictionary. Series are set by the event loop and read by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -52,3 +52,37 @@ class DeploymentGauge(Collector):
         for labels, value in list(self._values.items()):
             family.add_metric(labels, value)
         yield family
+
+
+class TaskGauge(DeploymentGauge):
+    """Gauge with a series for each task of a deployment. Its labels are namespace, name and task."""
+
+    def __init__(self, name: str, documentation: str) -> None:
+        """Register the gauge.
+
+        Args:
+            name: Name of the metric.
+            documentation: Help text.
+        """
+        super().__init__(name, documentation, ("namespace", "name", "task"))
+        self._tasks: dict[tuple[str, str], frozenset[str]] = {}
+        """Tasks with a series, by deployment: a search would go through the series of all deployments."""
+
+    def replace(self, key: tuple[str, str], values: Mapping[str, float]) -> None:
+        """Set the series of a deployment by task, and remove those of other tasks."""
+        for task in self._tasks.pop(key, frozenset()) - values.keys():
+            self.remove(*key, task)
+        for task, value in values.items():
+            self.set((*key, task), value)
+        if values:
+            self._tasks[key] = frozenset(values)
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Remove all series of a deployment."""
+        super().forget(namespace, name)
+        self._tasks.pop((namespace, name), None)
+
+    def clear(self) -> None:
+        """Remove all series."""
+        super().clear()
+        self._tasks.clear()

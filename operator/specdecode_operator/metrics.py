@@ -10,6 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.drafts.lifecycle_table import Phase
+from specdecode_operator.drift_metrics import DRIFT_EVIDENCE, DRIFT_LOSS, record_drift
 from specdecode_operator.gauges import DeploymentGauge
 from specdecode_operator.run_metrics import CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, record_runs
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
@@ -135,7 +136,8 @@ TASK_ITL = DeploymentGauge(
 
 _VALUES = {"True": 1, "False": 0, "Unknown": -1}
 _TASK_GAUGES = (TASK_ACCEPTANCE, TASK_LENGTH, TASK_SPEEDUP, TASK_TTFT, TASK_ITL)
-_GAUGES = {CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, *(v for v in globals().values() if isinstance(v, DeploymentGauge))}
+_OF_DRAFTS = (CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, DRIFT_EVIDENCE, DRIFT_LOSS)
+_GAUGES = {*_OF_DRAFTS, *(v for v in globals().values() if isinstance(v, DeploymentGauge))}
 _COUNTERS = (PLAN_CHANGES, DECISIONS)
 _tasks_by_key: dict[Key, frozenset[str]] = {}
 """Tasks that have series now."""
@@ -169,6 +171,7 @@ def record(deployment: Deployment, observed: Observation, decision: Decision, st
     _record_gains(key, decision.history)
     _record_drafts(key, status.draft)
     record_runs(deployment, observed)
+    record_drift(key, observed.session.learned.drift)
     _record_conditions(key, status)
 
 

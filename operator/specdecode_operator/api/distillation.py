@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from specdecode_operator.api.devices import AcceleratorSpec, ResourcesSpec
-from specdecode_operator.api.rollout import Duration
+from specdecode_operator.api.rollout import Duration, seconds_of
 from specdecode_operator.api.schema import Anything, Api, LabelName, Name, Quantity, rule, rules
 
+LEAST_BASELINE_SECONDS = 300
 CaptureShare = Annotated[float, Field(ge=0, le=1)]
 
 TRIGGER_MESSAGE = "distillation.trigger.mode Drift and Schedule need distillation.capture.enabled"
@@ -78,6 +79,11 @@ class DistillationTriggerSpec(Api):
     min_loss_percent: float = Field(
         default=5, ge=0, le=90, description="Loss of speed against the baseline that counts as drift, in percent."
     )
+    baseline: Duration = Field(
+        default="168h",
+        description="Time over which the normal speed of a draft is learnt, at least 5m; whole days where traffic "
+        "differs by the hour.",
+    )
     min_conversations: int = Field(
         default=800, ge=1, le=10_000_000, description="Captured conversations of all workers that a run needs."
     )
@@ -85,6 +91,13 @@ class DistillationTriggerSpec(Api):
         default="168h", description="Time within which a run must save twice the device time that it takes."
     )
     cooldown: Duration = Field(default="24h", description="Least time between the end of one run and the next one.")
+
+    @field_validator("baseline")
+    @classmethod
+    def _is_long_enough(cls, baseline: str) -> str:
+        if seconds_of(baseline) < LEAST_BASELINE_SECONDS:
+            raise ValueError(f"{baseline} is shorter than 5m")
+        return baseline
 
     @model_validator(mode="after")
     def _has_a_schedule(self) -> Self:

@@ -29,6 +29,7 @@ class ConditionType(StrEnum):
     | Stalled | the children will not become equal to the spec without a change by a person (kstatus: Failed) |
     | MemoryFits | the model fits the memory of the device |
     | DraftCompatible | the draft fits the target |
+    | DraftFresh | no task became slower than its baseline; only while a draft is used |
     | DraftRollout | a candidate draft is tried, promoted or rolled back; only once one was offered |
     | SpeculationEffective | speculation is measured faster than plain decoding |
     | ScalingLimited | the number of workers cannot follow the demand |
@@ -45,6 +46,7 @@ class ConditionType(StrEnum):
     stalled = "Stalled"
     memory_fits = "MemoryFits"
     draft_compatible = "DraftCompatible"
+    draft_fresh = "DraftFresh"
     draft_rollout = "DraftRollout"
     speculation_effective = "SpeculationEffective"
     scaling_limited = "ScalingLimited"
@@ -66,22 +68,39 @@ class Condition(Api):
 
 
 Cause = Literal[
-    "bounds", "loses", "gain", "trial", "probe", "up", "down", "mode", "pin", "canary", "user", "failure", "run"
+    "bounds",
+    "loses",
+    "gain",
+    "trial",
+    "probe",
+    "up",
+    "down",
+    "mode",
+    "pin",
+    "canary",
+    "user",
+    "failure",
+    "run",
+    "drift",
+    "mix",
+    "over",
+    "schedule",
 ]
 """Cause of a decision: bounds of the spec; speculation that loses; a measured gain; a trial of an unmeasured shape; a
 probe after speculation was stopped; rising or falling demand; a changed mode; a changed pin; the canary of a draft; a
 user's change or command about drafts; a draft that could not be loaded, a lost pod or the end of its time; a training
-run."""
+run; a draft that became slower; a changed mix of tasks; the end of either; a time of the schedule."""
 
 
 class Decision(Api):
     """Decision of the operator: its measurements, the change, its reason, and later its realised gain."""
 
     time: Text = Field(description="Time of the decision.")
-    kind: Literal["Plan", "Replicas", "Steering", "Draft"] = Field(
+    kind: Literal["Plan", "Replicas", "Steering", "Draft", "Drift"] = Field(
         default="Plan",
         description="Plan: rows of the plan changed. Replicas: the number of workers changed. Steering: a user changed "
-        "the mode or the pin. Draft: the rollout of a draft entered another phase.",
+        "the mode or the pin. Draft: the rollout of a draft entered another phase. Drift: a draft became slower than "
+        "its baseline, or the drift is over.",
     )
     load: Text = Field(description="Changed part: concurrency, context and task of a row; or replicas; or every load.")
     before: Text = Field(description="Value before the decision.")

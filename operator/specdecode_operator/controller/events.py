@@ -28,7 +28,13 @@ REPEATED_REASONS = ("ImageNotPulled", "WorkerFailing")
 EXPECTED_REASONS = ("ScaledToZero",)
 """Reasons of a bad status that a user caused on purpose."""
 
-_REASONS = {"Plan": "PlanChanged", "Replicas": "Scaled", "Steering": "SteeringChanged", "Draft": "DraftRollout"}
+_REASONS = {
+    "Plan": "PlanChanged",
+    "Replicas": "Scaled",
+    "Steering": "SteeringChanged",
+    "Draft": "DraftRollout",
+    "Drift": "DraftDrift",
+}
 
 
 class EventNotice(NamedTuple):

@@ -1,4 +1,6 @@
-"""The decision about one deployment: roll out drafts -> learn -> plan -> heal -> size -> record -> materialise. Pure.
+"""The decision about one deployment, in stages. Pure.
+
+Roll out drafts -> learn -> watch drift -> plan -> heal -> size -> record -> materialise.
 
 Each stage is a function of its own module with a typed result. Every field of the learned state is written by one
 stage; `decide` puts them together once.
@@ -11,6 +13,7 @@ from typing import NamedTuple
 
 from specdecode_operator import manifests, planning
 from specdecode_operator.decision import in_use
+from specdecode_operator.decision.drift_stage import watch_drift
 from specdecode_operator.decision.learn_stage import Learnt, learn
 from specdecode_operator.decision.materialise_stage import Materialised, materialise
 from specdecode_operator.decision.plan_stage import Planned, plan
@@ -48,6 +51,8 @@ def decide(
     rollout = step_rollout(deployment, observed, now=now)
     observed = replace(observed, session=replace(observed.session, drafts=rollout.record))
     learnt = learn(deployment, observed, buckets, now=now)
+    drift = watch_drift(deployment, rollout.record, learnt.learned, learnt.delta, now=now)
+    learnt = replace(learnt, learned=drift.learned)
     planned = plan(deployment, observed, learnt.learned, buckets, now=now)
     with_plan = _with_plan(learnt.learned, planned)
     healed = heal_from(deployment, observed, with_plan, planned.plan, is_complete=is_complete(observed), now=now)
@@ -61,7 +66,7 @@ def decide(
     sized = size_from(deployment, observed, with_plan, session, learnt.delta, now)
     with_size = _with_size(with_plan, healed, sized)
     revisions = settle_revisions(deployment, learnt.learned.revisions, observed.workers)
-    changes = (*rollout.changes, *planned.changes)
+    changes = (*rollout.changes, *drift.changes, *planned.changes)
     recorded = record(deployment, learnt.learned, with_size, changes, sized.decision, now=now)
     materialised = materialise(
         deployment, observed, planned.plan, sized.decision.replicas, defaults, revisions=revisions, now=now

@@ -37,7 +37,7 @@ def record(
         deployment: The deployment.
         before: State before the stages plan and size.
         after: State after them.
-        row_changes: Changes of plan rows, and of the rollout of drafts.
+        row_changes: Changes of plan rows, of the rollout of drafts, and of their drift.
         sized: The replica decision, with its reason.
         now: Operator's clock, in seconds.
     """
@@ -58,6 +58,7 @@ def is_urgent(before: LearnedState, after: LearnedState) -> bool:
         or _ownership(before) != _ownership(after)
         or before.steering != after.steering
         or before.history != after.history
+        or before.drift.schedule != after.drift.schedule
         or before.uid != after.uid
         or (before.recycled_at, before.recycling) != (after.recycled_at, after.recycling)
         or pod_health.suspected(before) != pod_health.suspected(after)

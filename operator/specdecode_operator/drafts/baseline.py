@@ -12,7 +12,11 @@ DAY_SECONDS = 86_400
 SLOTS = 48
 """Half hours of a day."""
 LEARNING_DAYS = 7
-"""Whole days from which a baseline is learnt: one of each weekday."""
+"""Whole days from which a baseline is learnt unless the spec says otherwise: one of each weekday."""
+LEARNING_SECONDS = LEARNING_DAYS * DAY_SECONDS
+LEAST_BATCHES = 30
+"""Batches that a baseline needs. With fewer, learning goes on after the set time: the deviation of a batch, which is
+the unit of all evidence, would err by more than an eighth."""
 NEIGHBOUR_WEIGHT = 8.0
 """Weight, in batches, of the half hours around one, so that a quiet half hour is not judged by a few batches."""
 FIRST_DEVIATION = 0.1
@@ -48,12 +52,12 @@ class LearningBaseline:
     days: tuple[tuple[float, float], ...] = ()
     """Count and sum of log cost of each day since ``began``."""
 
-    def add(self, at: float, log_cost: float) -> LearningBaseline:
-        """Learn one batch that ended at ``at``.
+    def add(self, at: float, log_cost: float, seconds: float = LEARNING_SECONDS) -> LearningBaseline:
+        """Learn one batch that ended at ``at``, in a baseline of ``seconds``.
 
-        Batches after LEARNING_DAYS are ignored, because their day would count as a whole one.
+        Batches of a complete baseline are ignored, because their day would count as a whole one.
         """
-        if self.is_complete(at):
+        if self.is_complete(at, seconds):
             return self
         slot = slot_of(at)
         began = at if self.began is None else self.began
@@ -69,17 +73,19 @@ class LearningBaseline:
             tuple(days),
         )
 
-    def is_complete(self, now: float) -> bool:
-        """Return whether LEARNING_DAYS have passed since the first batch."""
-        return self.began is not None and now - self.began >= LEARNING_DAYS * DAY_SECONDS
+    def is_complete(self, now: float, seconds: float = LEARNING_SECONDS) -> bool:
+        """Return whether ``seconds`` have passed since the first batch, and there were LEAST_BATCHES."""
+        if self.began is None or now - self.began < seconds:
+            return False
+        return sum(self.counts) >= LEAST_BATCHES
 
-    def freeze(self) -> Baseline:
-        """Return the baseline. At least one batch must have been learnt."""
+    def freeze(self, seconds: float = LEARNING_SECONDS) -> Baseline:
+        """Return the baseline that was learnt in ``seconds``. At least one batch must have been learnt."""
         return Baseline(
             costs=tuple(self._cost(slot) for slot in range(SLOTS)),
             deviation=self._deviation(),
             day_deviation=self._day_deviation(),
-            batches_per_month=sum(self.counts) * 30 / LEARNING_DAYS,
+            batches_per_month=sum(self.counts) * 30 * DAY_SECONDS / seconds,
         )
 
     def _cost(self, slot: int) -> float:

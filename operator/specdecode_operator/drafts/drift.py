@@ -1,8 +1,9 @@
 """Detection of stale drafts: a sequential detector of rising cost per token, task by task.
 
-A batch of requests gives one number, the log cost of a token: steps per token of a chain of three (from the main-path
-counters, so that it does not move with the planned depth) times the known cost of a step. The detector watches how far
-it exceeds the baseline of that half hour.
+A batch of requests gives one number, the log cost of a token: steps per token of a chain of three (`chain_cost`: from
+the main-path counters, so that it does not move with the planned depth) times the known cost of a step. A step counts
+as long as in the baseline, so its cost cancels out: a higher load or a slower node is no stale draft. The detector
+watches how far the cost exceeds the baseline of that half hour.
 
 It is a Shiryaev-Roberts e-detector: M_n = sum over j of the product of e-values from batch j to n, which is updated as
 M_n = (M_(n-1) + 1) x e_n, and raises an alarm at M_n >= A. As long as the loss does not exceed the accepted one,

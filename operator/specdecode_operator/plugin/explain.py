@@ -10,6 +10,7 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Decision, Spec, Status
 from specdecode_operator.plugin.drafts import run_line, trial_line
+from specdecode_operator.plugin.drift import drift_lines
 from specdecode_operator.plugin.numbers import acceptance_lines, row_lines, step_lines
 from specdecode_operator.plugin.overview import mode_of, spec_of, status_of, unmet
 from specdecode_operator.plugin.text import age, figure, percent, word, wrapped
@@ -34,6 +35,7 @@ def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, 
     lines += ["DEPTH", *_indented(_depth(resource, spec, status, learned, now))]
     if learned is not None:
         lines += ["", "MEASUREMENTS", *_indented(_measurements(learned))]
+        lines += _indented(drift_lines(spec, learned.drift, now))
     elif problem:
         lines += ["", *wrapped(f"The stored measurements cannot be shown: {problem}", "  ")]
     lines += ["", "WORKERS", *_indented(_workers(spec, status, now))]

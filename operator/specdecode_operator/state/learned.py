@@ -31,6 +31,7 @@ from specdecode_operator.state.cells import (
     TrafficCell,
 )
 from specdecode_operator.state.compact import encode
+from specdecode_operator.state.drift_state import DriftState
 from specdecode_operator.state.section_texts import decode_sections, draft_text, parked_text, restored, size_of
 from specdecode_operator.state.sections import (
     ESTIMATES,
@@ -120,6 +121,7 @@ class LearnedState(Stored):
     """Device seconds that speculation saved so far against plain decoding of the same tokens; losses are negative."""
     revisions: dict[str, str] = Field(default={})
     """Commits of models whose URI names none, by URI."""
+    drift: DriftState = DriftState()
     template: TemplateState | None = Field(default=None, exclude=True)
     """The applied pod template. Left out of dumps; it has a section of its own."""
     parked: tuple[DraftEstimates, ...] = Field(default=(), max_length=MAX_PARKED_DRAFTS, exclude=True)

@@ -10,6 +10,7 @@
 | `pods` | 1 | health | pods, recycled_at, recycling | 32 |
 | `history` | 1 | decision | history, following, saved_device_seconds | 24 |
 | `models` | 1 | decision | commits of models whose URI names none | 4 |
+| `drift` | 1 | decision | baselines and drift of the draft by task, decode time a day | 12 |
 | `template` | 1 | manifests | applied pod template, hash of its spec, image | 20 |
 | `applied` | 1 | kube | digests of the applied children | 8 |
 
@@ -117,6 +118,14 @@ SECTIONS = (
         content="commits of models whose URI names none",
         bound=4 * KIB,
         fields=("revisions",),
+    ),
+    Section(
+        name="drift",
+        version=1,
+        owner="decision",
+        content="baselines and drift of the draft by task",
+        bound=12 * KIB,
+        fields=("drift",),
     ),
     Section(name=TEMPLATE, version=1, owner="manifests", content="applied pod template", bound=MAX_TEMPLATE_BYTES),
     Section(name=APPLIED, version=1, owner="kube", content="digests of the applied children", bound=8 * KIB),

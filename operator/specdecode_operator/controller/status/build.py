@@ -15,7 +15,7 @@ from specdecode_operator.controller.status.progress import Finding, Past, troubl
 from specdecode_operator.controller.status.text import iso
 from specdecode_operator.types import Decision, Deployment, Observation, Outcome
 
-WITH_MEASUREMENTS = (ConditionType.scaling_limited, ConditionType.workers_healthy)
+WITH_MEASUREMENTS = (ConditionType.scaling_limited, ConditionType.workers_healthy, ConditionType.draft_fresh)
 """Conditions whose messages contain measurements. These change with every poll."""
 WITHOUT_REPORT_REASONS = ("NotLoadedYet", "NotCheckedYet")
 """Reasons of conditions that wait for the first report. An operator that has just started has read none, though workers
@@ -47,7 +47,7 @@ def status_of(
     past = _past(before, now)
     states = [
         _steady(before, state, published=decision.figures is not None, asked=observed.round > 0)
-        for state in conditions(deployment, observed, decision, outcome, past=past)
+        for state in conditions(deployment, observed, decision, outcome, past=past, now=now)
     ]
     generation = _observed_generation(deployment)
     ready = workload.ready if workload else 0
@@ -149,7 +149,7 @@ def _steady(before: Status, state: ConditionState, *, published: bool, asked: bo
         return ConditionState(state.type, known.status, known.reason, known.message, known.status == "False")
     if known is None or (known.status, known.reason) != (state.status, state.reason):
         return state
-    measured = state.type in WITH_MEASUREMENTS and not published
+    measured = state.type in WITH_MEASUREMENTS and state.status != "Unknown" and not published
     alternates = state.reason in ALTERNATING_REASONS and named_pods(known.message) == named_pods(state.message)
     return state._replace(message=known.message) if measured or alternates else state
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from specdecode_operator.api.v1alpha1 import ConditionType
 from specdecode_operator.controller.status.condition_state import ConditionState
+from specdecode_operator.controller.status.draft_freshness import draft_fresh
 from specdecode_operator.controller.status.draft_rollout import draft_rollout
 from specdecode_operator.controller.status.progress import (
     Finding,
@@ -30,7 +31,7 @@ NAMED_OUTLIERS = 3
 
 
 def conditions(
-    deployment: Deployment, observed: Observation, decision: Decision, outcome: Outcome, *, past: Past
+    deployment: Deployment, observed: Observation, decision: Decision, outcome: Outcome, *, past: Past, now: float
 ) -> tuple[ConditionState, ...]:
     """Return all conditions whose feature is in use, the gravest first.
 
@@ -40,6 +41,7 @@ def conditions(
         decision: The desired state.
         outcome: Result of applying it.
         past: What the previous status says about readiness.
+        now: Time in seconds since the epoch.
     """
     states = [
         *_summary(deployment, observed, decision, outcome, past),
@@ -49,8 +51,12 @@ def conditions(
     ]
     speculation = deployment.spec.speculation
     if speculation.method != "none":
-        rollout = draft_rollout(deployment, observed, outcome.job_problem)
-        states += [draft_compatible(observed), workers_healthy(decision), *([rollout] if rollout else [])]
+        rollout, fresh = (
+            draft_rollout(deployment, observed, outcome.job_problem),
+            draft_fresh(deployment, observed, now),
+        )
+        states += [draft_compatible(observed), workers_healthy(decision)]
+        states += [state for state in (rollout, fresh) if state]
     if speculation.method != "none" and speculation.mode != "Off":
         states.append(speculation_effective(deployment, decision))
     if deployment.spec.scaling is not None and deployment.spec.scaling.owner == "Operator":

@@ -10,7 +10,14 @@ import pytest
 from kube import ROOT
 
 from specdecode_operator.api.v1alpha1 import ConditionType
-from specdecode_operator.controller.status import build, conditions, draft_rollout, progress, router_progress
+from specdecode_operator.controller.status import (
+    build,
+    conditions,
+    draft_freshness,
+    draft_rollout,
+    progress,
+    router_progress,
+)
 from specdecode_operator.types import ScalingLimit, UnhealthyWorker
 
 NO_REASONS = {
@@ -31,7 +38,8 @@ NO_REASONS = {
 
 def reasons() -> set[str]:
     sources = "".join(
-        Path(module.__file__).read_text() for module in (build, conditions, draft_rollout, progress, router_progress)
+        Path(module.__file__).read_text()
+        for module in (build, conditions, draft_freshness, draft_rollout, progress, router_progress)
     )
     literals = set(re.findall(r"\"([A-Z][a-z]+(?:[A-Z][a-z]+)*)\"", sources)) - NO_REASONS
     foreign = {

@@ -40,10 +40,14 @@ QUIET = {
     "specdecode_objective_seconds",
     "specdecode_device_hours_saved",
     "specdecode_operator_watch_contact_age_seconds",
+    "specdecode_draft_loss_ratio",
+    "specdecode_draft_drift_evidence",
+    "specdecode_draft_phase",
+    "specdecode_draft_candidate_gain_ratio",
     "changes(",
 }
 """Parts of queries without an answer here: there is no scaling, no request with positions, no task, no objective, no
-planner, no watch, and no plan change during the test."""
+planner, no watch, no baseline of a draft, no rollout, and no plan change during the test."""
 
 
 @pytest.fixture(scope="module")

@@ -112,14 +112,14 @@ class Askers:
 
 def different_questions() -> list[str]:
     """Return questions of the prompt set, as many of each split as SPLITS says, in random order."""
-    rng, left, found = random.Random("askers"), Counter(SPLITS), set[str]()
+    rng, left, chosen = random.Random("askers"), Counter(SPLITS), set[str]()
     while left.total() > 0:
         text = prompts.draw(rng).text
         split = split_of(opening_hash(text))
-        if text not in found and left[split] > 0 and len(text) < 300:
+        if text not in chosen and left[split] > 0 and len(text) < 300:
             left[split] -= 1
-            found.add(text)
-    questions = sorted(found)
+            chosen.add(text)
+    questions = sorted(chosen)
     rng.shuffle(questions)
     return questions
 

@@ -1,0 +1,223 @@
+"""Stage drift: finished requests move the baselines and the detectors of the draft in use. Pure.
+
+Counts are those of all workers that run the draft. Workers that try a candidate or run another draft add nothing (see
+`learn_stage`), and neither does the acceptance of an unhealthy worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdecode_operator.api.v1alpha1 import Cause as RecordedCause
+from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
+from specdecode_operator.api.v1alpha1 import SpeculationSpec, seconds_of
+from specdecode_operator.decision.drift_batches import Judging, chain_counts, collected, is_full, judged
+from specdecode_operator.decision.history import when
+from specdecode_operator.drafts.baseline import DAY_SECONDS
+from specdecode_operator.drafts.chain_cost import ChainCounts
+from specdecode_operator.drafts.drift import BATCH_REQUESTS, Cause, cause_of_loss
+from specdecode_operator.drafts.lifecycle_table import Phase
+from specdecode_operator.state.draft_record import DraftRecord
+from specdecode_operator.state.drift_state import ALL_TASKS, DriftState, TaskDrift
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.types import Deployment
+from specdecode_worker.contract import OTHER_TASK
+
+UNTRAINED = ("none", "ngram", "suffix")
+"""Methods without a trained draft that could become stale."""
+_MOVING = (Phase.PROMOTING, Phase.ROLLING_BACK)
+"""Phases in which workers change their draft. A promotion that fails keeps the baseline of the draft before."""
+USAGE_HALF_LIFE_DAYS = 3.0
+"""Half-life of the decode time a day and of the tasks' shares of it: a week has weight, a month has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriftStep:
+    """Result of the stage."""
+
+    learned: LearnedState
+    changes: tuple[DecisionRecord, ...] = ()
+    """Drifts that began or ended, oldest first."""
+
+
+def watch_drift(
+    deployment: Deployment, record: DraftRecord, learned: LearnedState, delta: Delta | None, *, now: float
+) -> DriftStep:
+    """Move the drift of the draft by one poll.
+
+    Args:
+        deployment: The deployment.
+        record: Rollout of drafts, after its step.
+        learned: State after the stage learn.
+        delta: Difference of all workers. None if no worker has a new reading.
+        now: Operator's clock, in seconds since the epoch.
+    """
+    if deployment.spec.speculation.method in UNTRAINED:
+        is_watched = bool(learned.drift.draft)
+        return DriftStep(learned.model_copy(update={"drift": DriftState()}) if is_watched else learned)
+    if not learned.draft or record.phase in _MOVING:
+        return DriftStep(learned)
+    before = _with_settings(learned.drift, deployment, record, now)
+    state = _with_identity(before, deployment, learned, now)
+    changes = [] if state.tasks else [_ended(task, state.renewed, now) for task in before.stale]
+    if delta is not None and not delta.idle:
+        used = _with_usage(state, delta, now)
+        state = _with_batches(used, deployment, delta, now)
+        changes += _changes(used, state, now)
+    if state is learned.drift or state == learned.drift:
+        return DriftStep(learned)
+    return DriftStep(learned.model_copy(update={"drift": state}), tuple(changes))
+
+
+def watched_tasks(speculation: SpeculationSpec) -> tuple[str, ...]:
+    """Return the tasks that run the draft of the deployment. Those with a draft of their own are not watched."""
+    return (*(task.name for task in speculation.tasks if task.draft is None), OTHER_TASK)
+
+
+# --- settings and identity ----------------------------------------------------------------------------------------
+
+
+def _with_settings(state: DriftState, deployment: Deployment, record: DraftRecord, now: float) -> DriftState:
+    """Return the state with the time from which the schedule counts, and with the figures of the last run."""
+    schedule, since = deployment.spec.distillation.trigger.schedule or "", state.scheduled_from
+    if schedule != state.schedule:
+        since = now if schedule else 0.0
+    if schedule and record.phase in (Phase.COLLECTING, Phase.DISTILLING):
+        # Times before the present phase of a run are served by it.
+        since = max(since, record.since)
+    update = {
+        "schedule": schedule,
+        "scheduled_from": since,
+        "run_seconds": record.run_device_seconds,
+        "recovery": record.recovery,
+    }
+    if all(getattr(state, name) == value for name, value in update.items()):
+        return state
+    return state.model_copy(update=update)
+
+
+def _with_identity(state: DriftState, deployment: Deployment, learned: LearnedState, now: float) -> DriftState:
+    """Return the state of this draft, target and image. Another one of them begins a new baseline."""
+    target = deployment.spec.model.uri
+    # The image is known after the first decision, which makes the pod template.
+    image = (learned.template.image if learned.template else "") or state.image
+    present = {"draft": learned.draft, "target": target, "image": image}
+    if (state.draft, state.target, state.image) == (learned.draft, target, image):
+        return state
+    if not state.draft:
+        return state.model_copy(update={**present, "began": now})
+    cause = cause_of_loss(
+        target_changed=state.target != target,
+        image_changed=image != state.image != "",
+        whole_alarms=False,
+        task_alarms=(),
+    )
+    if cause is Cause.NONE and state.draft == learned.draft:
+        return state.model_copy(update=present)
+    renewed = _RENEWED.get(cause, f"the draft changed to {learned.draft[:12]}")
+    return state.model_copy(update={**present, "tasks": (), "began": now, "renewed": renewed})
+
+
+_RENEWED = {
+    Cause.TARGET_CHANGED: "the target changed (TargetChanged)",
+    Cause.IMAGE_CHANGED: "the workers' image changed (ImageChanged)",
+}
+
+
+# --- measurements -------------------------------------------------------------------------------------------------
+
+
+def _with_usage(state: DriftState, delta: Delta, now: float) -> DriftState:
+    """Return the state with the decode time of this poll, and with the steps of each task."""
+    days = max(0.0, now - state.at) / DAY_SECONDS if state.at else 0.0
+    keep = 0.5 ** (days / USAGE_HALF_LIFE_DAYS)
+    seconds = sum(moments.seconds for key, moments in delta.steps.items() if not key.prefill)
+    steps = {name: sums.decode_steps for name, sums in delta.tasks.items()}
+    return state.model_copy(
+        update={
+            "decode_seconds": state.decode_seconds * keep + seconds,
+            "decode_days": state.decode_days * keep + days,
+            "at": now,
+            "tasks": tuple(
+                task.model_copy(update={"steps": task.steps * keep + steps.get(task.task, 0.0)}) for task in state.tasks
+            ),
+        }
+    )
+
+
+def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: float) -> DriftState:
+    """Return the state with the requests of this poll in the batches of their tasks, and with full batches judged."""
+    names = watched_tasks(deployment.spec.speculation)
+    trigger = deployment.spec.distillation.trigger
+    settings = Judging(trigger.min_loss_percent / 100, seconds_of(trigger.baseline))
+    tasks: list[TaskDrift] = []
+    total, requests = ChainCounts(), 0.0
+    for name in names:
+        known, counts = state.task(name), chain_counts(delta.acceptance, name)
+        finished = delta.requests[name].n if name in delta.requests else 0.0
+        total, requests = total.plus(counts), requests + finished
+        if finished or any(counts.totals):
+            known = collected(known, finished, counts)
+            if is_full(known):
+                known = judged(known, settings, tasks=len(names), may_alarm=True, now=now)
+        if known != TaskDrift(task=name):
+            tasks.append(known)
+    whole = state.task(ALL_TASKS)
+    if len(names) > 1 and (requests or any(total.totals)):
+        whole = collected(whole, requests, total)
+        if is_full(whole):
+            # As long as a task looks slower itself, its own detector decides.
+            may_alarm = all(task.loss < settings.min_loss for task in tasks)
+            whole = judged(whole, settings, tasks=1, may_alarm=may_alarm, now=now)
+    if len(names) > 1 and whole != TaskDrift(task=ALL_TASKS):
+        tasks.append(whole)
+    return state.model_copy(update={"tasks": tuple(tasks)})
+
+
+# --- history ------------------------------------------------------------------------------------------------------
+
+
+def _changes(before: DriftState, after: DriftState, now: float) -> list[DecisionRecord]:
+    """Return the drifts that began or ended with this poll."""
+    old, new = _shown(before), _shown(after)
+    ended = [_ended(old[name], "", now) for name in old if name not in new]
+    return ended + [_begun(new[name], now) for name in new if name not in old]
+
+
+def _shown(state: DriftState) -> dict[str, TaskDrift]:
+    """Return the records with a drift. That of all tasks counts only while no task has one."""
+    mix = state.mix
+    return {task.task: task for task in (*state.stale, *([mix] if mix else []))}
+
+
+def _begun(task: TaskDrift, now: float) -> DecisionRecord:
+    usual, present = task.tokens(now)
+    evidence = f"{task.evidence:.1f} times the evidence needed"
+    cause: RecordedCause = "mix" if task.task == ALL_TASKS else "drift"
+    what = "no task is slower, so the mix of tasks changed" if cause == "mix" else "the draft is stale"
+    return _record(
+        task,
+        now,
+        before=f"{usual:.2f} tokens a step",
+        after=f"{present:.2f} tokens a step",
+        measured=f"{task.batches} batches of {BATCH_REQUESTS} requests",
+        cause=cause,
+        reason=f"{100 * task.loss:.0f} % slower than its baseline, with {evidence}: {what}",
+    )
+
+
+def _ended(task: TaskDrift, reason: str, now: float) -> DecisionRecord:
+    return _record(
+        task,
+        now,
+        before="slower than its baseline",
+        after="the drift is over",
+        cause="over",
+        reason=reason or "the requests are within the accepted loss of the baseline again",
+    )
+
+
+def _record(task: TaskDrift, now: float, **fields: str) -> DecisionRecord:
+    load = "all tasks" if task.task == ALL_TASKS else f"task {task.task}"
+    return DecisionRecord.model_validate({"time": when(now), "kind": "Drift", "load": load, **fields})

@@ -1,0 +1,321 @@
+"""Drift of a draft through the whole decision: reports become batches, a baseline, an alarm, and its end."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from dataclasses import replace
+
+import pytest
+from drifting import SLOWER, USUAL, Drifting, Pod, drifting
+
+from specdecode_operator.api.v1alpha1 import SpeculationSpec
+from specdecode_operator.decision.drift_batches import MAX_LEARNING
+from specdecode_operator.drafts.baseline import LEARNING_DAYS
+from specdecode_operator.drafts.lifecycle_table import Phase
+from specdecode_operator.rollout.drift_worth import decode_seconds_per_day
+from specdecode_operator.state.draft_record import DraftRecord
+from specdecode_operator.state.drift_state import ALL_TASKS, DriftState
+from specdecode_operator.state.learned import parse_state, render_state
+from specdecode_worker.contract import TrialState
+
+HARD = (0.45, 0.4, 0.35)
+"""1.69 tokens a step of a chain of three."""
+
+
+@pytest.fixture(scope="module")
+def after_a_week() -> Drifting:
+    """A deployment whose baseline is frozen, with 240 requests a day."""
+    served = drifting(requests_per_day=240)
+    served.serve(1740)
+    assert not served.task().is_learning
+    return served
+
+
+@pytest.fixture
+def served(after_a_week: Drifting) -> Drifting:
+    return copy.deepcopy(after_a_week)
+
+
+@pytest.fixture(scope="module")
+def two_tasks_after_a_week() -> Drifting:
+    served = drifting({"chat": USUAL, "code": HARD}, shares={"chat": 0.7, "code": 0.3}, requests_per_day=400)
+    served.days(7.2)
+    served.serve(400)
+    return served
+
+
+@pytest.fixture
+def two_tasks(two_tasks_after_a_week: Drifting) -> Drifting:
+    return copy.deepcopy(two_tasks_after_a_week)
+
+
+# --- what is found ------------------------------------------------------------------------------------------------
+
+
+def test_a_stationary_month_raises_no_alarm() -> None:
+    served = drifting()
+    served.days(6.9)
+    assert served.task().is_learning
+    served.days(30)
+    task = served.task()
+    assert served.records == []
+    assert task.batches == pytest.approx(30 * 25, abs=10)
+    usual, present = task.tokens(served.now)
+    assert usual == pytest.approx(2.69, rel=0.02)
+    assert present == pytest.approx(usual, rel=0.05)
+
+
+def test_a_fall_of_a_fifth_is_detected_within_600_requests() -> None:
+    delays = []
+    for seed in range(5):
+        served = drifting(seed=seed)
+        served.days(7.2)
+        served.rates["other"] = SLOWER
+        delays.append(served.until_drift(1200))
+    assert statistics.median(delays) <= 600, delays
+
+
+def test_a_drift_begins_with_numbers_and_ends_when_the_speed_returns(served: Drifting) -> None:
+    served.rates["other"] = SLOWER
+    served.until_drift(1200)
+    served.serve(400)
+    task = served.task()
+    assert task.since
+    assert task.loss == pytest.approx(0.2, abs=0.04)
+    assert task.evidence >= 1
+    (begun,) = served.records
+    assert (begun.kind, begun.load, begun.cause) == ("Drift", "task other", "drift")
+    assert begun.before.endswith("tokens a step")
+    assert "% slower than its baseline" in begun.reason
+    assert served.session.learned.history[0] == begun
+    served.rates["other"] = USUAL
+    served.serve(1600)
+    assert not served.task().since
+    assert [record.cause for record in served.records] == ["drift", "over"]
+    served.rates["other"] = SLOWER
+    served.serve(1200)
+    assert [record.cause for record in served.records] == ["drift", "over", "drift"]
+
+
+def test_a_faster_draft_is_no_drift(served: Drifting) -> None:
+    served.rates["other"] = (0.9, 0.85, 0.8)
+    served.serve(1200)
+    assert served.records == []
+    assert served.task().loss < -0.15
+
+
+def test_the_accepted_loss_is_that_of_the_spec(served: Drifting) -> None:
+    served.change(distillation={"trigger": {"minLossPercent": 40}})
+    served.rates["other"] = SLOWER
+    served.serve(1600)
+    assert served.records == []
+
+
+# --- causes -------------------------------------------------------------------------------------------------------
+
+
+def test_one_task_that_falls_is_named_and_the_mix_is_not(two_tasks: Drifting) -> None:
+    two_tasks.rates["chat"] = SLOWER
+    two_tasks.serve(2400)
+    assert two_tasks.begun == ["task chat"]
+    assert [task.task for task in two_tasks.drift.stale] == ["chat"]
+
+
+def test_a_changed_mix_is_reported_and_makes_no_task_stale(two_tasks: Drifting) -> None:
+    two_tasks.shares.update(chat=0.1, code=0.9)
+    two_tasks.serve(2400)
+    (record,) = two_tasks.records
+    assert (record.load, record.cause) == ("all tasks", "mix")
+    assert "the mix of tasks changed" in record.reason
+    assert two_tasks.drift.stale == ()
+    assert two_tasks.drift.mix is not None
+
+
+@pytest.mark.parametrize("is_stale", [True, False])
+def test_another_image_begins_a_new_baseline(served: Drifting, is_stale: bool) -> None:
+    if is_stale:
+        served.rates["other"] = SLOWER
+        served.until_drift(1200)
+    served.change(workers={"image": "localhost/worker:2"})
+    served.serve(40)
+    assert served.task().is_learning
+    assert "ImageChanged" in served.drift.renewed
+    assert [record.cause for record in served.records] == (["drift", "over"] if is_stale else [])
+    served.serve(1200)
+    assert len(served.records) == (2 if is_stale else 0), "nothing is found while a baseline is learnt"
+
+
+def test_another_target_voids_the_baseline(served: Drifting) -> None:
+    served.change(model={"uri": "embedded://t2"})
+    served.serve(20)
+    assert "TargetChanged" in served.drift.renewed
+    assert served.task().is_learning
+
+
+def test_another_draft_voids_the_baseline(served: Drifting) -> None:
+    served.pods[0] = Pod("p2", draft="d2")
+    served.serve(40)
+    assert served.drift.renewed == "the draft changed to d2"
+    assert served.task().is_learning
+
+
+def test_a_promotion_that_is_taken_back_keeps_the_baseline(served: Drifting) -> None:
+    before = served.drift
+    promoting = DraftRecord(
+        phase=Phase.PROMOTING,
+        current="d2",
+        candidate="d2",
+        previous="",
+        is_confirmed=True,
+        since=served.now,
+        uris={"d2": "file:///d2"},
+        spec_draft="embedded://d",
+        method="eagle3",
+        spec_hash="d1",
+        target="embedded://t",
+        image="localhost/worker:1",
+    )
+    served.session = replace(served.session, drafts=promoting)
+    served.wait(60)
+    assert served.session.learned.draft == "d2"
+    served.serve(200)
+    assert (served.session.drafts.current, served.session.learned.draft) == ("", "d1")
+    assert served.task().costs == before.task("other").costs
+    assert served.task().batches > before.task("other").batches
+
+
+# --- what counts --------------------------------------------------------------------------------------------------
+
+
+def test_another_depth_of_the_plan_is_no_drift(served: Drifting) -> None:
+    for depth in (1, 2, 3):
+        served.depth = depth
+        served.serve(400)
+        assert served.task().loss == pytest.approx(0, abs=0.04), depth
+    assert served.records == []
+
+
+def test_a_depth_that_was_never_reached_before_is_no_drift() -> None:
+    served = drifting(requests_per_day=240, depth=1)
+    served.days(7.2)
+    served.depth = 3
+    served.serve(600)
+    assert served.records == []
+    assert served.task().loss == pytest.approx(0, abs=0.04)
+
+
+def test_requests_without_drafts_fill_no_batch(served: Drifting) -> None:
+    before = served.task()
+    served.depth = 0
+    served.serve(400)
+    assert served.task().batches == before.batches
+
+
+def test_the_worker_that_tries_a_candidate_does_not_count(served: Drifting) -> None:
+    before = served.task()
+    served.pods[0].trial = TrialState(id="c-1", state="Running")
+    served.rates["other"] = HARD
+    served.serve(400)
+    after = served.task()
+    assert (after.batches, after.requests, after.hits) == (before.batches, before.requests, before.hits)
+
+
+def test_a_task_with_a_draft_of_its_own_is_not_watched(served: Drifting) -> None:
+    speculation = {
+        "drafts": [{"name": "coder", "method": "eagle3", "uri": "embedded://c"}],
+        "tasks": [{"name": "code", "draft": "coder"}, {"name": "chat"}],
+    }
+    served.change(speculation=speculation)
+    served.rates, served.shares = {"code": HARD, "chat": USUAL}, {"code": 0.5, "chat": 0.5}
+    served.serve(80)
+    assert [task.task for task in served.drift.tasks] == ["chat", "other", ALL_TASKS]
+
+
+def test_a_baseline_with_too_few_batches_is_learnt_longer_and_then_restarted() -> None:
+    served = drifting(requests_per_day=40)
+    served.days(10)
+    assert served.task().is_learning
+    served.days(7)
+    assert not served.task().is_learning
+    assert served.task().batches_per_month == pytest.approx(60, abs=4)
+    rare = drifting(requests_per_day=20)
+    rare.days(10)
+    first = rare.task().began
+    rare.days(MAX_LEARNING * LEARNING_DAYS)
+    assert rare.task().is_learning
+    assert rare.task().began >= first + MAX_LEARNING * LEARNING_DAYS * 86_400
+
+
+def test_a_baseline_of_minutes_finds_a_drift_of_minutes() -> None:
+    trigger = {"baseline": "10m"}
+    served = drifting(requests_per_day=86_400, distillation={"trigger": trigger})
+    served.serve(580)
+    assert served.task().is_learning
+    served.serve(60)
+    assert not served.task().is_learning
+    assert served.task().batches_per_month == pytest.approx(30 * 86_400 / 20, rel=0.1)
+    served.rates = {"other": SLOWER}
+    assert served.until_drift(1200) <= 800
+
+
+def test_a_method_without_a_trained_draft_is_not_watched(served: Drifting) -> None:
+    served.deployment = replace(
+        served.deployment,
+        spec=served.deployment.spec.model_copy(
+            update={"speculation": SpeculationSpec.model_validate({"method": "ngram"})}
+        ),
+    )
+    served.serve(40)
+    assert served.drift == DriftState()
+
+
+def test_decode_time_is_a_decayed_daily_mean_of_all_workers(served: Drifting) -> None:
+    spec = served.deployment.spec
+    assert decode_seconds_per_day(spec, served.drift) == pytest.approx(240 * 40 * 0.02, rel=0.02)
+    served.wait(3 * 86_400)
+    served.serve(20)
+    assert decode_seconds_per_day(spec, served.drift) < 0.8 * 240 * 40 * 0.02
+
+
+# --- state --------------------------------------------------------------------------------------------------------
+
+
+def test_drift_survives_a_restart(served: Drifting) -> None:
+    served.rates["other"] = SLOWER
+    served.until_drift(1200)
+    before = served.drift
+    served.restart_operator()
+    assert served.drift == before
+    served.serve(400)
+    assert [record.cause for record in served.records] == ["drift"]
+
+
+def test_a_baseline_that_is_learnt_survives_a_restart() -> None:
+    served = drifting(requests_per_day=240)
+    served.days(4)
+    served.restart_operator()
+    served.days(3.2)
+    assert served.task().batches_per_month == pytest.approx(30 * 12, rel=0.05)
+
+
+def test_the_section_is_small_and_a_deployment_without_traffic_stays_as_it_was(two_tasks: Drifting) -> None:
+    names = [*(f"t{index}" for index in range(7)), "other"]
+    learning = drifting(dict.fromkeys(names, USUAL), requests_per_day=3000)
+    learning.per_poll = 200
+    learning.days(2)
+    assert len(render_state(learning.session.learned)["drift"]) < 12 * 1024
+    assert len(render_state(two_tasks.session.learned)["drift"]) < 4 * 1024
+    before = two_tasks.session.learned
+    two_tasks.wait(60)
+    assert two_tasks.session.learned.drift is before.drift
+
+
+def test_a_section_that_cannot_be_read_is_learnt_again(served: Drifting) -> None:
+    data = {**render_state(served.session.learned), "drift": "{"}
+    learned = parse_state(data, "u1")
+    assert learned is not None
+    assert learned.drift == DriftState()
+    served.session = replace(served.session, learned=learned)
+    served.serve(40)
+    assert served.task().is_learning

@@ -1,0 +1,189 @@
+"""Drift as users see it: condition, Events, history, metrics and explain."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from drifting import DAY, SLOWER, USUAL, Drifting, drifting
+from fleet import DEFAULTS, workload_with
+
+from specdecode_operator import metrics
+from specdecode_operator.api.v1alpha1 import Condition, Status
+from specdecode_operator.controller.events import event_notices
+from specdecode_operator.controller.status import status_of
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.drift_metrics import DRIFT_EVIDENCE, DRIFT_LOSS
+from specdecode_operator.plugin.explain import explain
+from specdecode_operator.plugin.past import past
+from specdecode_operator.types import Observation, Outcome
+
+
+@pytest.fixture(scope="module")
+def after_a_week() -> Drifting:
+    served = drifting(requests_per_day=240)
+    served.serve(1740)
+    return served
+
+
+@pytest.fixture
+def served(after_a_week: Drifting) -> Drifting:
+    return copy.deepcopy(after_a_week)
+
+
+@pytest.fixture(scope="module")
+def after_a_drift(after_a_week: Drifting) -> Drifting:
+    served = copy.deepcopy(after_a_week)
+    served.rates["other"] = SLOWER
+    served.until_drift(1200)
+    served.serve(200)
+    return served
+
+
+def shown(served: Drifting) -> Status:
+    """Return the status of one more decision, and keep it in the deployment."""
+    observed = Observation(workload=workload_with(), workers=(), session=served.session)
+    decision, _ = decide(served.deployment, observed, DEFAULTS, now=served.now)
+    status = status_of(served.deployment, observed, decision, Outcome(), now=served.now)
+    metrics.record(served.deployment, observed, decision, status)
+    served.deployment = replace(served.deployment, status=status)
+    return status
+
+
+def fresh(served: Drifting) -> Condition | None:
+    return {condition.type: condition for condition in shown(served).conditions}.get("DraftFresh")
+
+
+def state_of(served: Drifting) -> tuple[str, str]:
+    condition = fresh(served)
+    assert condition is not None
+    return condition.status, condition.reason
+
+
+def series(gauge: Any) -> dict[tuple[str, ...], float]:
+    return {labels[2:]: value for labels, value in gauge._values.items() if labels[:2] == ("ns", "demo")}
+
+
+def explained(served: Drifting) -> str:
+    shown(served)
+    resource = {
+        "metadata": {"namespace": "ns", "name": "demo", "uid": "u1"},
+        "spec": served.deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "status": served.deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
+    }
+    return " ".join(" ".join(explain(resource, served.session.learned, served.now)).split())
+
+
+def test_the_condition_counts_the_days_of_the_baseline() -> None:
+    served = drifting(requests_per_day=240)
+    condition = fresh(served)
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("Unknown", "LearningBaseline")
+    assert condition.message == "the baseline takes 168h from the first 20 requests on"
+    served.serve(20)
+    served.wait(2.5 * DAY)
+    condition = fresh(served)
+    assert condition is not None
+    assert condition.message == "the baseline is learnt, 5 days left"
+    served.wait(5 * DAY)
+    condition = fresh(served)
+    assert condition is not None
+    assert condition.message == "168h had too few requests for a baseline, so it is still learnt"
+
+
+def test_the_condition_does_not_exist_without_a_draft_in_use(served: Drifting) -> None:
+    served.change(speculation={"mode": "Off"})
+    assert fresh(served) is None
+    unreported = drifting(pods=[])
+    assert fresh(unreported) is None
+
+
+def test_a_fresh_draft_has_numbers(served: Drifting) -> None:
+    served.serve(200)
+    condition = fresh(served)
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("True", "Fresh")
+    assert condition.message.startswith("speed against the baseline of 168h: other ")
+    assert condition.message.endswith(" %")
+
+
+def test_a_stale_draft_names_task_loss_and_worth(after_a_drift: Drifting) -> None:
+    condition = fresh(copy.deepcopy(after_a_drift))
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("False", "DraftStale")
+    assert "task other: 2" in condition.message or "task other: 1" in condition.message
+    assert "% slower than the baseline, found 1970-01-" in condition.message
+    assert "Stale drafts cost" in condition.message
+    status = shown(copy.deepcopy(after_a_drift))
+    assert status.reason is not None
+    assert status.reason.startswith("DraftStale: ")
+
+
+def test_another_image_shows_as_a_new_baseline(served: Drifting) -> None:
+    served.change(workers={"image": "localhost/worker:2"})
+    served.serve(20)
+    served.serve(20)
+    condition = fresh(served)
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("Unknown", "LearningBaseline")
+    assert condition.message.endswith("left; the workers' image changed (ImageChanged)")
+
+
+def test_a_changed_mix_leaves_the_draft_fresh() -> None:
+    served = drifting({"chat": USUAL, "code": (0.4, 0.3, 0.3)}, shares={"chat": 0.7, "code": 0.3}, requests_per_day=400)
+    served.serve(3000)
+    served.shares.update(chat=0.1, code=0.9)
+    served.serve(2400)
+    assert state_of(served) == ("True", "MixChanged")
+    assert "(all)" in explained(served)
+    assert set(series(DRIFT_LOSS)) == {("chat",), ("code",)}
+
+
+def test_begin_and_end_are_events_and_history(after_a_drift: Drifting) -> None:
+    served = copy.deepcopy(after_a_drift)
+    before = shown(served)
+    served.rates["other"] = USUAL
+    served.serve(1600)
+    notices = event_notices(before, before, served.records)
+    assert [(notice.type, notice.reason) for notice in notices] == [("Normal", "DraftDrift")] * 2
+    assert notices[0].message.startswith("task other: 2.")
+    assert "the drift is over" in notices[1].message
+    assert state_of(served) == ("True", "Fresh")
+    resource = {
+        "metadata": {"namespace": "ns", "name": "demo", "uid": "u1"},
+        "status": shown(served).model_dump(mode="json", by_alias=True, exclude_none=True),
+    }
+    assert "task other" in "\n".join(past(resource, served.now))
+
+
+def test_metrics_exist_with_the_baseline_alone(after_a_drift: Drifting) -> None:
+    shown(copy.deepcopy(after_a_drift))
+    assert series(DRIFT_LOSS)["other",] == pytest.approx(0.2, abs=0.05)
+    assert series(DRIFT_EVIDENCE)["other",] >= 1
+    served = copy.deepcopy(after_a_drift)
+    served.change(workers={"image": "localhost/worker:2"})
+    served.serve(40)
+    shown(served)
+    assert series(DRIFT_LOSS) == series(DRIFT_EVIDENCE) == {}
+    shown(copy.deepcopy(after_a_drift))
+    metrics.forget("ns", "demo")
+    assert series(DRIFT_LOSS) == series(DRIFT_EVIDENCE) == {}
+
+
+def test_explain_shows_baseline_present_evidence_and_worth(after_a_drift: Drifting) -> None:
+    text = explained(copy.deepcopy(after_a_drift))
+    task = after_a_drift.task()
+    usual, present = task.tokens(after_a_drift.now)
+    assert f"other {usual:.2f}".rstrip("0") in text
+    assert f"{present:.2f}".rstrip("0") in text
+    assert "(drift)" in text
+    assert "not more than twice the last run's device time (8.0 h)." in text
+
+
+def test_explain_while_the_baseline_is_learnt() -> None:
+    served = drifting(requests_per_day=240)
+    assert "learnt from the first 20 requests on" in explained(served)
+    served.serve(60)
+    assert "other learning, 3 batches - - -" in explained(served)
