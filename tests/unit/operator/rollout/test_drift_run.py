@@ -14,7 +14,7 @@ from specdecode_operator.decision.record_stage import is_urgent
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.errors import SpecError
 from specdecode_operator.rollout.drift_worth import first_run_seconds, worth_of_drift
-from specdecode_operator.state.draft_record import UNUSED, DraftRecord, parse_drafts, render_drafts
+from specdecode_operator.state.draft_record import UNUSED, DraftRecord, RunRecord, parse_drafts, render_drafts
 
 
 def distillation(mode: str = "Drift", limit: str = "1m", **trigger: Any) -> dict[str, Any]:
@@ -171,7 +171,9 @@ def test_a_time_within_the_cooldown_runs_after_it(scheduled: Drifting) -> None:
 
 def test_a_run_whose_beginning_was_not_noted_serves_the_times_before_it(scheduled: Drifting) -> None:
     """The operator was killed before it wrote the time from which the schedule counts."""
-    with_record(scheduled, phase=Phase.DISTILLING, since=scheduled.now + 14 * 3600)
+    began = scheduled.now + 14 * 3600
+    run = RunRecord(id="1", started=began, claim="drafts")
+    with_record(scheduled, phase=Phase.DISTILLING, since=began, run=run)
     scheduled.wait(15 * 3600)
     with_record(scheduled, since=scheduled.now - 2 * 86_400)
     scheduled.wait(60)
