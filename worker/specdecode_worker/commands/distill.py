@@ -26,7 +26,12 @@ from specdecode_worker.commands.common.capture_sources import (
     check_capture_flags,
     delete_fetched,
 )
-from specdecode_worker.commands.common.distillation_job import MAX_NOT_REPRODUCED, add_job_flags, run_as_job
+from specdecode_worker.commands.common.distillation_job import (
+    MAX_NOT_REPRODUCED,
+    add_job_flags,
+    check_job_flags,
+    run_as_job,
+)
 from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_device_flag, add_shape_flags
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.factory import device_of
@@ -101,8 +106,12 @@ def _exit_apart(parser: argparse.ArgumentParser) -> None:
         parser.print_usage(sys.stderr)
         parser.exit(_USAGE, f"{parser.prog}: error: {message}\n")
 
+    def check(args: argparse.Namespace) -> None:
+        check_capture_flags(parser, args)
+        check_job_flags(parser, args)
+
     parser.error = error  # type: ignore[method-assign]
-    parser.set_defaults(check=lambda args: check_capture_flags(parser, args))
+    parser.set_defaults(check=check)
 
 
 def run(args: argparse.Namespace) -> int:

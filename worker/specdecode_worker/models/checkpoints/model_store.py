@@ -79,17 +79,28 @@ def resolve(uri: str, cache_dir: Path | None = None) -> Path:
     """
     cache = cache_dir or default_cache_dir()
     scheme, _, rest = uri.partition("://")
+    folder = local_folder(uri)
+    if folder is not None:
+        return _existing(uri, folder)
     match scheme:
         case "hf":
             return _pulled(hub_model(uri), cache, resolved_commit(uri))
-        case "pvc":
-            return _existing(uri, CLAIMS / _inside(uri, rest))
-        case "file" if rest.startswith("/"):
-            return _existing(uri, Path(rest))
         case "embedded":
             return _embedded(rest, cache)
         case _:
             raise BadUri(f"{uri!r} names no model; write {FORMS}")
+
+
+def local_folder(uri: str) -> Path | None:
+    """Return the folder that a pvc:// or file:// URI names, whether it exists or not. Return None for other URIs.
+
+    Raises:
+        BadUri: the URI names no folder in a claim.
+    """
+    scheme, _, rest = uri.partition("://")
+    if scheme == "pvc":
+        return CLAIMS / _inside(uri, rest)
+    return Path(rest) if scheme == "file" and rest.startswith("/") else None
 
 
 def hub_model(uri: str) -> HubModel:
