@@ -6,9 +6,11 @@ not copied again, so a Job that is repeated publishes the same draft at the same
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from specdecode_worker.contract import Artifact
@@ -17,7 +19,7 @@ from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.training.errors import PublishFailed
 
-PREFIX_FORMS = "pvc://claim/path or file:///path"
+PREFIX_FORMS = "pvc://claim/path, s3://bucket/path or file:///path"
 
 
 def check_place(prefix: str) -> None:
@@ -26,6 +28,12 @@ def check_place(prefix: str) -> None:
     Raises:
         PublishFailed: The place does not exist or cannot be written.
     """
+    if prefix.startswith("s3://"):
+        from specdecode_worker.models.checkpoints import object_store  # a large library, for these URIs alone
+
+        with _publish_errors():
+            object_store.check_bucket(prefix)
+        return
     parent = _folder(prefix, "0").parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -41,13 +49,27 @@ def publish(head: Path, prefix: str) -> Artifact:
     Raises:
         PublishFailed: The draft cannot be written there.
     """
-    draft_hash = model_hash(head)
-    folder = _folder(prefix, draft_hash)
+    artifact = Artifact(uri=_uri(prefix, draft_hash := model_hash(head)), hash=draft_hash)
+    if prefix.startswith("s3://"):
+        from specdecode_worker.models.checkpoints import object_store  # a large library, for these URIs alone
+
+        with _publish_errors():
+            object_store.upload(head, artifact.uri)
+        return artifact
+    folder = _folder(prefix, artifact.hash)
     try:
-        _publish_folder(head, folder, draft_hash)
+        _publish_folder(head, folder, artifact.hash)
     except OSError as error:
         raise PublishFailed(f"the draft cannot be written to {folder}: {error}") from error
-    return Artifact(uri=_uri(prefix, draft_hash), hash=draft_hash)
+    return artifact
+
+
+@contextlib.contextmanager
+def _publish_errors() -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        raise PublishFailed(str(error)) from error
 
 
 def _uri(prefix: str, draft_hash: str) -> str:
@@ -57,10 +79,8 @@ def _uri(prefix: str, draft_hash: str) -> str:
 
 def _folder(prefix: str, draft_hash: str) -> Path:
     """Return the local folder of a published draft."""
-    try:
+    with _publish_errors():
         folder = model_store.local_folder(_uri(prefix, draft_hash))
-    except ModelError as error:
-        raise PublishFailed(str(error)) from error
     if folder is None:
         raise PublishFailed(f"drafts cannot be published to {prefix!r}; write {PREFIX_FORMS}")
     claim = folder.relative_to(model_store.CLAIMS).parts[0] if prefix.startswith("pvc://") else None
