@@ -41,9 +41,10 @@ from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor
 from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings
+from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings, stored_verdict
 from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped
 from specdecode_worker.training.distillation.run_clock import RunClock
+from specdecode_worker.training.distillation.run_deletion import delete_expired_from_runs, expiry_seconds
 from specdecode_worker.training.distillation.student_training import StudentSettings
 from specdecode_worker.training.errors import TimeLimitReached, TrainingError
 
@@ -170,8 +171,9 @@ def _distill(args: argparse.Namespace, stop: threading.Event, clock: RunClock) -
     def stopped() -> bool:
         return stop.is_set() or clock.is_over
 
+    document = stored_verdict(args.out)
     try:
-        document = _run_pipeline(args, stopped)
+        document = document or _run_pipeline(args, stopped)
     except Interrupted:
         if stop.is_set():
             raise
@@ -184,6 +186,9 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
     """Fetch captured segments where they are wanted, and run all remaining stages."""
     settings = _settings(args)
     capture = capture_folders(args, _log, stopped)
+    oldest_seconds = expiry_seconds(capture, time.time())
+    # A run that was suspended goes on without what has expired since.
+    delete_expired_from_runs([args.out, *args.replay], oldest_seconds, _log)
     target, parent = (_ancestor(uri, args.cache_dir) for uri in (args.model, args.draft))
     model = load_llama(target.folder, dtype=getattr(torch, args.dtype), device=device_of(args.device))
     job = DistillationSettings(
@@ -197,7 +202,7 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
         settings=settings,
         shape=args.shape or TreeShape.chain(3),
         wanted_gain=args.min_gain,
-        oldest_seconds=time.time() - args.max_age if args.max_age else 0.0,
+        oldest_seconds=max(oldest_seconds, time.time() - args.max_age if args.max_age else 0.0),
         most_tokens=args.capture_tokens,
         golden_tokens=args.max_tokens,
         max_not_reproduced=MAX_NOT_REPRODUCED if args.job else 1.0,
