@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the engine with so many requests at once, also for an EAGLE-3 head "
         f"(default: {engine_evaluation.DEFAULT_CONCURRENCY} where the engine is needed)",
     )  # fmt: skip
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share the target, in the engine"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("eval needs a draft and --prompts FILE.jsonl")
         if args.concurrency is not None and args.concurrency < 1:
             raise ValueError(f"--concurrency is {args.concurrency}; it must be at least 1")
+        if args.tensor_parallel_size < 1:
+            raise ValueError(f"--tensor-parallel-size is {args.tensor_parallel_size}; it must be at least 1")
     except ValueError as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 2
@@ -83,7 +88,8 @@ def _run_evaluation(
     if args.sampler:
         args.temperature = args.temperature or sampler_comparison.TEMPERATURES
         return sampler_comparison.compare(args), sampler_comparison.table
-    if method != "eagle3" or args.temperature or args.concurrency or args.device == "cuda":
+    on_engine = args.temperature or args.concurrency or args.device == "cuda" or args.tensor_parallel_size > 1
+    if method != "eagle3" or on_engine:
         args.temperature = args.temperature or (0.0,)
         args.concurrency = args.concurrency or engine_evaluation.DEFAULT_CONCURRENCY
         return engine_evaluation.evaluate_on_engine(args), engine_evaluation.table
