@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from specdecode_worker.commands.common import engine_evaluation, sampler_comparison
-from specdecode_worker.commands.common.flags import add_model_flags, add_output_flags, add_shape_flags, method_and_draft
+from specdecode_worker.commands.common.flags import (
+    add_model_flags,
+    add_output_flags,
+    add_shape_flags,
+    add_tensor_parallel_flag,
+    method_and_draft,
+)
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
@@ -54,9 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the engine with so many requests at once, also for an EAGLE-3 head "
         f"(default: {engine_evaluation.DEFAULT_CONCURRENCY} where the engine is needed)",
     )  # fmt: skip
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share the target, in the engine"
-    )
+    add_tensor_parallel_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,8 +71,6 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("eval needs a draft and --prompts FILE.jsonl")
         if args.concurrency is not None and args.concurrency < 1:
             raise ValueError(f"--concurrency is {args.concurrency}; it must be at least 1")
-        if args.tensor_parallel_size < 1:
-            raise ValueError(f"--tensor-parallel-size is {args.tensor_parallel_size}; it must be at least 1")
     except ValueError as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 2
