@@ -3,7 +3,7 @@
     python benchmarks/draft_methods.py --draft medusa=file:///runs/medusa/head ... > results.json
 
 EAGLE-3 (the embedded head), prompt lookup and suffix decoding need no `--draft`. Every method is judged by the engine,
-as `specdecode-worker eval --concurrency N` does it. The table goes to standard error.
+as `specdecode-worker eval --concurrency N` does it. The table goes to standard error, after each method.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text(first_of_each_domain(args.prompts, args.per_domain))
-        results = {method: evaluated(method, uri, prompts, args) for method, uri in drafts.items()}
+        results = {}
+        for method, uri in drafts.items():
+            results[method] = evaluated(method, uri, prompts, args)
+            print(table(results), file=sys.stderr, flush=True)
     settings = {"per_domain": args.per_domain, "max_tokens": args.max_tokens, "concurrency": args.concurrency}
-    print(table(results), file=sys.stderr)
     print(json.dumps({**described(), "settings": settings, "results": results}, indent=1))
 
 

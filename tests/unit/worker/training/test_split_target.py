@@ -55,10 +55,10 @@ def test_states_and_logits_are_those_of_one_device(whole: Llama, split: Llama) -
     assert split.config.num_attention_heads == whole.config.num_attention_heads // 2
     for length in (3, 40):
         tokens_N = torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(length))
-        expected, found = read_states(whole, tokens_N), read_states(split, tokens_N)
-        for one, other in zip(expected, found, strict=True):
+        expected, split_states = read_states(whole, tokens_N), read_states(split, tokens_N)
+        for one, other in zip(expected, split_states, strict=True):
             torch.testing.assert_close(other, one, **CLOSE)
-        torch.testing.assert_close(split.logits(found[1]), whole.logits(expected[1]), **CLOSE)
+        torch.testing.assert_close(split.logits(split_states[1]), whole.logits(expected[1]), **CLOSE)
 
 
 @torch.inference_mode()
