@@ -32,6 +32,8 @@ from specdecode_worker.models.checkpoints.model_store import default_cache_dir
 
 SHAPE = TreeShape.chain(3)
 BEFORE, AFTER = "", "after"
+FEW = 4
+"""Number of requests below which there are more rounds, because each of them has few tokens."""
 
 
 def main() -> None:
@@ -69,7 +71,8 @@ def gains(
     found = {}
     for size in sizes:
         source = itertools.cycle(prompts)
-        results = [_round(engine, list(itertools.islice(source, size)), max_tokens, generator) for _ in range(rounds)]
+        count = rounds * max(1, FEW // size)
+        results = [_round(engine, list(itertools.islice(source, size)), max_tokens, generator) for _ in range(count)]
         found[str(size)] = _summary(results)
         print(f"draft_gain: {size} at once: {found[str(size)]}", file=sys.stderr, flush=True)
     return found
@@ -116,6 +119,7 @@ def _summary(rounds: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     reach = float(student_t.ppf(0.975, len(logs) - 1)) * deviation / math.sqrt(len(logs))
     same = [before == after for one in rounds for before, after in _pairs(one)]
     return {
+        "rounds": len(rounds),
         "gain": round(math.expm1(mean), 4),
         "bounds": [round(math.expm1(mean - reach), 4), round(math.expm1(mean + reach), 4)],
         "tokens_per_step": {
