@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import torch
 import traffic
+from draft_gain import both_drafts, gains
 from machine import described
 
 from specdecode_worker.__main__ import main as command
@@ -58,6 +59,8 @@ from specdecode_worker.training.optimization.trainer import Trainer
 SHAPE = TreeShape.chain(3)
 CPU = torch.device("cpu")
 RATE = 4e-4
+STAGES = ("traffic", "before", "after", "recovery", "gain", "noise", "overfit", "equal")
+"""Stages in their order. All others need the first three."""
 
 
 def main() -> None:
@@ -71,12 +74,14 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=64, help="that judge, of every domain")
     parser.add_argument("--learn-from", type=int, default=120, help="new conversations")
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=6, help="of the gain at each number of requests at once")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="default: all")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)
     result = {"what": __doc__.partition("\n")[0], **described(), "settings": bench.settings}
-    for stage in (bench.traffic, bench.before, bench.after, bench.recovery, bench.noise, bench.overfit, bench.equal):
+    for stage in (getattr(bench, name) for name in STAGES if name in args.stages):
         result |= bench.once(stage)
         print(f"distillation: {stage.__name__} done", file=sys.stderr, flush=True)
     print(json.dumps(result, indent=2))
@@ -130,6 +135,14 @@ class Bench:
         pace = {name: self._pace(self._loaded(folder), samples) for name, folder in heads.items()}
         gained = (pace["after"] - pace["before"]) / (pace["ceiling"] - pace["before"])
         return {"recovery": round(gained, 3), "tokens_per_step": pace, "engine": self._engine(samples[:16])}
+
+    def gain(self) -> dict[str, Any]:
+        """Gain of `after` over `before` on tables, at 1, 8 and 32 requests at once in the real engine."""
+        samples = [s for s in read_samples(self.out / "after" / "data" / "test") if s.record.task == traffic.NEW]
+        prompts = [Prompt(s.record.tokens[: s.record.prompt_length]) for s in samples]
+        uris = [f"file://{self.out / 'before'}", f"file://{self.out / 'after' / 'head'}"]
+        engine = both_drafts(*uris, 32)
+        return {"gain_by_concurrency": gains(engine, prompts, (1, 8, 32), self.args.rounds, self.args.max_tokens)}
 
     def noise(self) -> dict[str, Any]:
         """The new domain's answers are noise."""
@@ -248,7 +261,8 @@ class Bench:
         found: dict[str, Any] = {}
         for draft, uri in uris.items():
             engine.run_shape(SHAPE, draft)
-            answers, _ = engine.answer(prompts, [s.record.sampling for s in samples])
+            # A prefix that was cached while one draft ran holds no keys of the other one.
+            answers, _ = engine.answer(prompts, [s.record.sampling for s in samples], isolated=True)
             same = [answer.tokens == text for answer, text in zip(answers, wanted, strict=True)]
             steps = sum(len(answer.tokens) - 1 - answer.accepted for answer in answers)
             replayed = self._pace(self._loaded(Path(uri.removeprefix("file://"))), samples)

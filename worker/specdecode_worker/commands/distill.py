@@ -26,21 +26,33 @@ from specdecode_worker.commands.common.capture_sources import (
     check_capture_flags,
     delete_fetched,
 )
-from specdecode_worker.commands.common.distillation_job import MAX_NOT_REPRODUCED, add_job_flags, run_as_job
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_device_flag, add_shape_flags
+from specdecode_worker.commands.common.distillation_job import (
+    MAX_NOT_REPRODUCED,
+    add_job_flags,
+    check_job_flags,
+    run_as_job,
+)
+from specdecode_worker.commands.common.flags import (
+    EMBEDDED_DRAFT,
+    EMBEDDED_TARGET,
+    add_device_flag,
+    add_shape_flags,
+    add_tensor_parallel_flag,
+)
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
-from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor
 from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings
+from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings, stored_verdict
 from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped
 from specdecode_worker.training.distillation.run_clock import RunClock
+from specdecode_worker.training.distillation.run_deletion import delete_expired_from_runs, expiry_seconds
 from specdecode_worker.training.distillation.student_training import StudentSettings
 from specdecode_worker.training.errors import TimeLimitReached, TrainingError
+from specdecode_worker.training.split_target import TargetPlacement, placed_target
 
 INTERRUPTED = 143
 """Exit code after a stop: 128 + SIGTERM, as for a process without a handler, so that a Kubernetes Job restarts it."""
@@ -75,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_flags(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="as the worker serves")
     add_device_flag(parser)
+    add_tensor_parallel_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads (default: all)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where models are kept")
     _exit_apart(parser)
@@ -101,8 +114,12 @@ def _exit_apart(parser: argparse.ArgumentParser) -> None:
         parser.print_usage(sys.stderr)
         parser.exit(_USAGE, f"{parser.prog}: error: {message}\n")
 
+    def check(args: argparse.Namespace) -> None:
+        check_capture_flags(parser, args)
+        check_job_flags(parser, args)
+
     parser.error = error  # type: ignore[method-assign]
-    parser.set_defaults(check=lambda args: check_capture_flags(parser, args))
+    parser.set_defaults(check=check)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,8 +178,9 @@ def _distill(args: argparse.Namespace, stop: threading.Event, clock: RunClock) -
     def stopped() -> bool:
         return stop.is_set() or clock.is_over
 
+    document = stored_verdict(args.out)
     try:
-        document = _run_pipeline(args, stopped)
+        document = document or _run_pipeline(args, stopped)
     except Interrupted:
         if stop.is_set():
             raise
@@ -175,8 +193,10 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
     """Fetch captured segments where they are wanted, and run all remaining stages."""
     settings = _settings(args)
     capture = capture_folders(args, _log, stopped)
+    oldest_seconds = expiry_seconds(capture, time.time())
+    # A run that was suspended goes on without what has expired since.
+    delete_expired_from_runs([args.out, *args.replay], oldest_seconds, _log)
     target, parent = (_ancestor(uri, args.cache_dir) for uri in (args.model, args.draft))
-    model = load_llama(target.folder, dtype=getattr(torch, args.dtype), device=device_of(args.device))
     job = DistillationSettings(
         target=target,
         parent=parent,
@@ -188,12 +208,20 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
         settings=settings,
         shape=args.shape or TreeShape.chain(3),
         wanted_gain=args.min_gain,
-        oldest_seconds=time.time() - args.max_age if args.max_age else 0.0,
+        oldest_seconds=max(oldest_seconds, time.time() - args.max_age if args.max_age else 0.0),
         most_tokens=args.capture_tokens,
         golden_tokens=args.max_tokens,
         max_not_reproduced=MAX_NOT_REPRODUCED if args.job else 1.0,
     )
-    return Distillation(model, Chat(target.folder), job, _log, stopped).run()
+    placement = TargetPlacement(
+        folder=target.folder,
+        dtype=args.dtype,
+        device=device_of(args.device),
+        size=args.tensor_parallel_size,
+        threads=args.threads,
+    )
+    with placed_target(placement) as model:
+        return Distillation(model, Chat(target.folder), job, _log, stopped).run()
 
 
 def _settings(args: argparse.Namespace) -> StudentSettings:

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from specdecode_worker.commands.common import engine_evaluation, sampler_comparison
-from specdecode_worker.commands.common.flags import add_model_flags, add_output_flags, add_shape_flags, method_and_draft
+from specdecode_worker.commands.common.flags import (
+    add_model_flags,
+    add_output_flags,
+    add_shape_flags,
+    add_tensor_parallel_flag,
+    method_and_draft,
+)
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
@@ -54,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the engine with so many requests at once, also for an EAGLE-3 head "
         f"(default: {engine_evaluation.DEFAULT_CONCURRENCY} where the engine is needed)",
     )  # fmt: skip
+    add_tensor_parallel_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,7 +90,8 @@ def _run_evaluation(
     if args.sampler:
         args.temperature = args.temperature or sampler_comparison.TEMPERATURES
         return sampler_comparison.compare(args), sampler_comparison.table
-    if method != "eagle3" or args.temperature or args.concurrency or args.device == "cuda":
+    on_engine = args.temperature or args.concurrency or args.device == "cuda" or args.tensor_parallel_size > 1
+    if method != "eagle3" or on_engine:
         args.temperature = args.temperature or (0.0,)
         args.concurrency = args.concurrency or engine_evaluation.DEFAULT_CONCURRENCY
         return engine_evaluation.evaluate_on_engine(args), engine_evaluation.table

@@ -85,7 +85,7 @@ def _pull_assigned(config: WorkerConfig, cache: Path) -> None:
     path = os.environ.get(Env.plan_path)
     plan = read_plan(Path(path), config.deployment_uid) if path else None
     for uri in assigned_uris(plan, config, worker_name()) if plan is not None else ():
-        if uri.startswith("hf://") and _pull(uri, cache) != 0:
+        if uri.startswith(("hf://", "s3://")) and _pull(uri, cache) != 0:
             _print_progress(
                 "the draft is assigned by the plan: without it the worker serves with the draft of the spec"
             )
@@ -94,12 +94,23 @@ def _pull_assigned(config: WorkerConfig, cache: Path) -> None:
 def _pull(uri: str, cache: Path) -> int:
     """Fetch one model and return an exit code."""
     try:
-        folder = _hub_pull(uri, cache) if uri.startswith("hf://") else model_store.resolve(uri, cache)
+        folder = _fetch(uri, cache)
     except ModelError as error:
         _print_progress(f"{uri}: {error}")
         return 1
     _print_progress(f"{uri} is in {folder}")
     return 0
+
+
+def _fetch(uri: str, cache: Path) -> Path:
+    """Return the folder of a model, after fetching it where its URI names a hub or a bucket."""
+    if uri.startswith("hf://"):
+        return _hub_pull(uri, cache)
+    if uri.startswith("s3://"):
+        from specdecode_worker.models.checkpoints import object_store  # a large library, for these URIs alone
+
+        return object_store.fetch(uri, cache, ProgressLines())
+    return model_store.resolve(uri, cache)
 
 
 def _hub_pull(uri: str, cache: Path) -> Path:

@@ -6,12 +6,13 @@ The work is done by ``training.recipe``.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 import torch
 
-from specdecode_worker.commands.common.flags import EMBEDDED_TARGET, add_device_flag
+from specdecode_worker.commands.common.flags import EMBEDDED_TARGET, add_device_flag, add_tensor_parallel_flag
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, load_draft
 from specdecode_worker.models.checkpoints.model_store import resolve
@@ -25,6 +26,7 @@ from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.optimization.data_parallel import join
 from specdecode_worker.training.optimization.trainer import TrainSettings
 from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, train_draft
+from specdecode_worker.training.split_target import TargetPlacement, placed_target
 
 _DEFAULTS = TrainSettings()
 _METHODS: tuple[WeightMethod, ...] = ("eagle3", "eagle", "medusa", "draft-model")
@@ -81,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     add_device_flag(parser)
+    add_tensor_parallel_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads (default: all)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where models are kept")
 
@@ -101,18 +104,35 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> Path:
     """Train the draft and return its folder."""
     folder = resolve(args.model, args.cache_dir)
-    target = load_llama(folder, dtype=getattr(torch, args.dtype), device=device_of(args.device))
-    peers = join()
-    return train_draft(
-        target,
-        Chat(folder),
-        _recording_settings(args),
-        _settings(args),
-        _draft_settings(args, target, folder),
-        args.out,
-        _log if peers.rank == 0 else _discard,
-        peers,
+    placement = TargetPlacement(
+        folder=folder,
+        dtype=args.dtype,
+        device=device_of(args.device),
+        size=args.tensor_parallel_size,
+        threads=args.threads,
     )
+    if placement.size > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TrainingError("--tensor-parallel-size starts its own processes; leave torchrun or the flag out")
+    with placed_target(placement) as target:
+        peers = join()
+        return train_draft(
+            target,
+            Chat(folder),
+            _recording_settings(args),
+            _settings(args),
+            _draft_settings(args, target, folder),
+            args.out,
+            _log if peers.rank == 0 else _discard,
+            peers,
+            whole=_whole_target(args, placement),
+        )
+
+
+def _whole_target(args: argparse.Namespace, placement: TargetPlacement) -> Llama | None:
+    """Return the target in host memory if a new draft has to start from layers that the devices share."""
+    if placement.size == 1 or args.draft:
+        return None
+    return load_llama(placement.folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
 
 
 def _draft_settings(args: argparse.Namespace, target: Llama, folder: Path) -> DraftSettings:

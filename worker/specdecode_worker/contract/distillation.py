@@ -15,11 +15,14 @@ from specdecode_worker.contract.wire import CONTRACT_VERSION, Received
 
 JOB_CONTAINER = "distill"
 """Container of the Job's pods whose termination message has the document."""
-DistillationFailure = Literal["capture", "poisoned", "disk-full", "out-of-memory", "time-limit", "input", "error"]
+DistillationFailure = Literal[
+    "capture", "poisoned", "disk-full", "out-of-memory", "time-limit", "publish", "input", "error"
+]
 """Cause of a failed run.
 
 ``capture``: no captured segments could be fetched or read. ``poisoned``: too much of the captured text is not the
-target's own. ``input``: a model, a file or a setting cannot be used. ``error``: an error that nobody expected.
+target's own. ``publish``: the candidate cannot be written to the place where workers read it. ``input``: a model, a
+file or a setting cannot be used. ``error``: an error that nobody expected.
 """
 MAX_DOMAINS = 16
 _MAX_NAME, _MAX_REASON = 64, 400

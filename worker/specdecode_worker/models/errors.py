@@ -8,10 +8,10 @@ ModelError
 ├── NotPresent          the URI is valid, but there is no complete model at its location
 ├── CannotServe         too little device memory, or a required draft that does not fit the target; found before loading
 └── PullFailed
-    ├── AccessDenied      gated, private, or no such repository
-    ├── NotOnHub          no such repository, revision or usable file
-    ├── HubUnreachable    the hub cannot be reached, or transfers keep failing
-    ├── HashMismatch      the downloaded bytes differ from the hash that the hub announced
+    ├── AccessDenied      gated, private, or no such repository; no access to a bucket
+    ├── NotOnHub          no such repository, revision, folder in a bucket or usable file
+    ├── HubUnreachable    the hub or store cannot be reached, or transfers keep failing
+    ├── HashMismatch      the downloaded bytes differ from those that the hub or store announced
     └── DiskFull          not enough disk space for the files
 """
 
@@ -61,19 +61,19 @@ class PullFailed(ModelError):
 
 
 class AccessDenied(PullFailed):
-    """The hub denies access: the repository is gated, private, or does not exist."""
+    """The hub or store denies access: the repository is gated, private, or does not exist."""
 
 
 class NotOnHub(PullFailed):
-    """The hub has no such repository or revision, or no usable file in it."""
+    """The hub or store has no such repository, revision or folder, or no usable file in it."""
 
 
 class HubUnreachable(PullFailed):
-    """The hub cannot be reached, or transfers keep failing."""
+    """The hub or store cannot be reached, or transfers keep failing."""
 
 
 class HashMismatch(PullFailed):
-    """The downloaded bytes differ from the hash or size that the hub announced."""
+    """The downloaded bytes differ from the hash or size that the hub or store announced."""
 
 
 class DiskFull(PullFailed):

@@ -5,6 +5,7 @@ TrainingError
 ├── ResumeMismatch     a checkpoint or a cache was made with other settings
 ├── DraftNotTrainable  an existing draft cannot be trained further
 ├── PoisonedCapture    too much of the captured text is not the target's own
+├── PublishFailed      the candidate cannot be written to the place where workers read it
 └── TimeLimitReached   the run took longer than its limit
 """
 
@@ -31,3 +32,7 @@ class PoisonedCapture(TrainingError):
 
 class TimeLimitReached(TrainingError):
     """Run that took longer than its limit, over all its restarts."""
+
+
+class PublishFailed(TrainingError):
+    """Place that a candidate cannot be published to; the message says what to change."""

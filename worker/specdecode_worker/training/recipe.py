@@ -97,10 +97,12 @@ def train_draft(
     out: Path,
     log: Log,
     peers: ProcessGroup | None = None,
+    whole: Llama | None = None,
 ) -> Path:
     """Train a draft for ``target`` and return its folder.
 
-    Training starts from ``draft_settings.origin``, or from the target's own weights if it is None.
+    Training starts from ``draft_settings.origin``, or from the target's own weights if it is None. They are those of
+    ``whole``, if given, where several devices share the layers of ``target``.
 
     Raises:
         TrainingError: PromptFileError, ResumeMismatch or DraftNotTrainable.
@@ -113,10 +115,10 @@ def train_draft(
             normalise(recorded, output_VE, log)
         _choose_vocabulary(out, output_VE, draft_settings, log)
     peers.wait()
-    draft = _draft(target, draft_settings, out, settings)
+    draft = _draft(whole or target, draft_settings, out, settings)
     data = DataSet(recorded, validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)
     if draft_settings.copiers:
-        draft = _add_copy_heads(draft, target, recorded, draft_settings)
+        draft = _add_copy_heads(draft, whole or target, recorded, draft_settings)
     trainer = Trainer(draft.to(output_VE.device), output_VE, data, settings, peers)
     if trainer.restore(out):
         log(f"train: going on from step {trainer.progress.step}")

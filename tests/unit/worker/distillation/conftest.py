@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import small_model
+from captured_folders import write
 from serving_records import records_of
 
 from specdecode_worker.capture import Record
@@ -58,3 +59,20 @@ def golden(tmp_path: Path) -> Path:
     lines = [{"messages": [{"role": "user", "content": f"Golden number {i}"}], "domain": "g"} for i in range(4)]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
+
+
+@pytest.fixture
+def message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of the termination message."""
+    path = tmp_path / "termination-log"
+    monkeypatch.setenv("SPECDECODE_TERMINATION_LOG", str(path))
+    return path
+
+
+@pytest.fixture
+def flags(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp_path: Path) -> list[str]:
+    """Return the flags of a short run as a Job."""
+    capture = write(tmp_path / "capture", records)
+    words = ["--model", f"file://{model}", "--draft", f"file://{draft}", "--capture", str(capture), "--job"]
+    words += ["--golden", str(golden), "--dtype", "float32", "--steps", "4", "--round-steps", "2", "--patience", "9"]
+    return [*words, "--batch-tokens", "256", "--max-tokens", "12", "--replay-share", "0", "--threads", "1"]

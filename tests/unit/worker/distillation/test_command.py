@@ -193,3 +193,18 @@ def test_usage_error_has_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -
 
 def test_fixture_records_cover_all_splits(records: Sequence[Record]) -> None:
     assert {split_of(record.opening) for record in records} == {"train", "validation", "test"}
+
+
+def test_distill_with_two_ranks_reproduces_and_learns_the_same(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents = []
+    for size in ("1", "2"):
+        more = ("--replay-share", "0", "--steps", "2", "--threads", "1", "--device", "cpu")
+        assert run(flags, tmp_path / size, *more, "--tensor-parallel-size", size) == 3
+        documents.append(json.loads(capsys.readouterr().out))
+    one, two = documents
+    assert two["capture"]["used"] == one["capture"]["used"]
+    assert two["capture"]["not_reproduced_tokens"] == one["capture"]["not_reproduced_tokens"]
+    losses = [[entry["loss"] for entry in document["training"]["rounds"]] for document in documents]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -8,16 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from captured_folders import noise, write
+from job_runs import read, run
 from safetensors.torch import save_file
 
-from specdecode_worker.__main__ import main
-from specdecode_worker.capture import CaptureError, Record
+from specdecode_worker.capture import CaptureError
 from specdecode_worker.contract import MAX_VERDICT_BYTES, Artifact
 from specdecode_worker.contract.distillation import (
     MAX_DOMAINS,
@@ -33,33 +32,6 @@ from specdecode_worker.training.distillation.run_clock import RunClock
 from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
 
 EARLIER_SECONDS = 1000.0
-
-
-@pytest.fixture
-def message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "termination-log"
-    monkeypatch.setenv("SPECDECODE_TERMINATION_LOG", str(path))
-    return path
-
-
-@pytest.fixture
-def flags(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp_path: Path) -> list[str]:
-    capture = write(tmp_path / "capture", records)
-    words = ["--model", f"file://{model}", "--draft", f"file://{draft}", "--capture", str(capture), "--job"]
-    words += ["--golden", str(golden), "--dtype", "float32", "--steps", "4", "--round-steps", "2", "--patience", "9"]
-    return [*words, "--batch-tokens", "256", "--max-tokens", "12", "--replay-share", "0", "--threads", "1"]
-
-
-def run(flags: list[str], out: Path, *more: str) -> int:
-    return main(["distill", *flags, "--out", str(out), *more])
-
-
-def read(message: Path) -> DistillationVerdict:
-    """Return the document of the termination message, which is removed."""
-    text = message.read_text()
-    message.unlink()
-    assert len(text.encode()) <= MAX_VERDICT_BYTES
-    return DistillationVerdict.model_validate_json(text)
 
 
 def test_job_exits_with_0_and_writes_the_verdict(
@@ -97,28 +69,6 @@ def test_without_golden_prompts_the_captured_traffic_alone_decides(
     assert "--golden is needed without --job" in capsys.readouterr().err
 
 
-def test_poisoned_capture_teaches_nothing(
-    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
-) -> None:
-    mixed = [*records[:60], *noise(records[60:])]
-    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
-    assert run(flags, tmp_path / "out") == 0
-    verdict = read(message)
-    assert (verdict.verdict, verdict.failure, verdict.draft) == ("failed", "poisoned", None)
-    assert "of the captured text, more than 20%" in verdict.reasons[0]
-    assert not (tmp_path / "out" / "head").exists()
-    assert not (tmp_path / "out" / "checkpoint.pt").exists()
-
-
-def test_few_changed_records_are_dropped(
-    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
-) -> None:
-    mixed = [*records[:85], *noise(records[85:])]
-    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
-    assert run(flags, tmp_path / "out") == 0
-    assert read(message).verdict == "inconclusive"
-
-
 @pytest.mark.parametrize(
     ("more", "failure", "named"),
     [
@@ -148,10 +98,13 @@ def test_resumed_run_fetches_no_segments_again(
     assert run(flags, out, *gone) == 0
     refused = read(message)
     assert (refused.failure, "127.0.0.1" in refused.reasons[0]) == ("capture", True)
-    assert run(flags, out) == 0
+    assert run(flags, out, "--keep-data") == 0
     assert read(message).verdict == "inconclusive"
     (out / "verdict.json").unlink()
     assert run(flags, out, *gone) == 0, "the workers of the first run may be gone"
+    assert read(message).verdict == "inconclusive"
+    assert not (out / "data").exists()
+    assert run(flags, out, *gone) == 0, "nor does a run with a verdict fetch again"
     assert read(message).verdict == "inconclusive"
 
 

@@ -18,7 +18,7 @@ from fake_hub import COMMIT, Repository, StandInHub
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import Env, WorkerConfig
-from specdecode_worker.models.checkpoints import hub, model_store
+from specdecode_worker.models.checkpoints import download_folder, hub, model_store
 from specdecode_worker.models.errors import (
     AccessDenied,
     DiskFull,
@@ -168,7 +168,9 @@ def test_full_file_system_is_reported(pull: Pull, tmp_path: Path, monkeypatch: p
     if os.system(f"mount -t tmpfs -o size=256k tmpfs {tmp_path}") != 0:
         pytest.skip("no mounts here")
     try:
-        monkeypatch.setattr(hub, "_SPARE_BYTES", -len(WEIGHTS))  # so that the check before the download passes
+        monkeypatch.setattr(
+            download_folder, "_SPARE_BYTES", -len(WEIGHTS)
+        )  # so that the check before the download passes
         with pytest.raises(DiskFull, match="is full"):
             pull(Repository(FILES))
     finally:

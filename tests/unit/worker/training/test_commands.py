@@ -196,6 +196,39 @@ def test_eval_of_prompt_lookup_needs_no_draft(
     assert 1.0 <= overall["tokens_per_step"] <= overall["tokens_per_drafted_step"] or not overall["drafted_steps"]
 
 
+def test_eval_of_suffix_decoding_does_not_draft_from_the_answers_it_compares_with(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", f"file://{model}", "--method", "suffix", "--dtype", "float32", "--max-tokens", "12"]
+    flags += ["--temperature", "0.9,0.9", "--cache-dir", str(tmp_path), "--prompts", str(prompts), "--json"]
+    assert main(["eval", *flags]) == 0
+    first, second = (run["overall"] for run in json.loads(capsys.readouterr().out)["runs"])
+    assert first["tokens_per_step"] == second["tokens_per_step"] < 1.5, "sampled text of a random model has no repeats"
+
+
+def test_eval_with_two_ranks_counts_the_same_steps(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", f"file://{model}", "--method", "draft-model", "--draft", f"file://{model}", "--depth", "2"]
+    flags += ["--dtype", "float32", "--max-tokens", "10", "--cache-dir", str(tmp_path), "--prompts", str(prompts)]
+    flags += ["--temperature", "0,0.8", "--device", "cpu", "--threads", "2", "--json"]
+    documents = []
+    for size in ("1", "2"):
+        assert main(["eval", *flags, "--tensor-parallel-size", size]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    for one, two in zip(*(document["runs"] for document in documents), strict=True):
+        assert two["overall"]["identical_texts"] == 1.0
+        assert two["overall"]["tokens_per_step"] == one["overall"]["tokens_per_step"] == 3.0
+        assert two["domains"].keys() == one["domains"].keys()
+
+
+def test_tokens_per_step_is_clustered_by_request() -> None:
+    assert engine_evaluation.tokens_per_step([]) == (0.0, 0.0)
+    assert engine_evaluation.tokens_per_step([(10, 20), (10, 20)]) == (2.0, 0.0)
+    mean, error = engine_evaluation.tokens_per_step([(10, 10), (10, 30)])
+    assert (mean, round(error, 4)) == (2.0, round(200**0.5 / 20, 4))
+
+
 def test_eval_compares_samplers(model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(model, tmp_path / "out", "--prompts", str(prompts)) == 0
     capsys.readouterr()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from specdecode_worker.commands.common.capture_sources import delete_fetched
 from specdecode_worker.contract import Artifact
 from specdecode_worker.contract.distillation import DistillationVerdict
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.termination import write_termination_message
 from specdecode_worker.training.distillation.job_result import failure_document, verdict_document
+from specdecode_worker.training.distillation.publication import PREFIX_FORMS, check_place, publish
 from specdecode_worker.training.distillation.record_shards import Interrupted
 from specdecode_worker.training.distillation.run_clock import RunClock
+from specdecode_worker.training.distillation.run_deletion import delete_data
 
 MAX_NOT_REPRODUCED = 0.2
 """Largest share of captured text that the target need not reproduce. Near ties of logits lose a few per cent."""
@@ -25,24 +29,54 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         "--job", action="store_true", help="exit with 0 for every verdict and error; write it as termination message"
     )
     parser.add_argument("--time-limit", type=float, metavar="S", help="seconds of the run, over its restarts")
-    parser.add_argument("--head-uri", metavar="URI", help="where workers find OUT/head (default: file://OUT/head)")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--head-uri", metavar="URI", help="where workers find OUT/head (default: file://OUT/head)")
+    place.add_argument("--publish", metavar="URI",
+                       help=f"with --job: copy OUT/head to URI/HASH for workers; URI is {PREFIX_FORMS}")  # fmt: skip
+    parser.add_argument(
+        "--keep-data", action="store_true",
+        help="with --job: keep the captured text in OUT/data after the verdict, for --replay of the next run",
+    )  # fmt: skip
+
+
+def check_job_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the command with a usage error if a flag needs --job."""
+    if args.publish is not None and not args.job:
+        parser.error("--publish needs --job: the published place is part of the Job's document")
+    if args.keep_data and not args.job:
+        parser.error("--keep-data needs --job: without it the data are kept")
 
 
 def run_as_job(distill: Callable[[], dict[str, Any]], args: argparse.Namespace, clock: RunClock) -> DistillationVerdict:
     """Run ``distill``, write the document of its result as the termination message and return it.
 
+    The captured text of the run is deleted with its verdict, and where it is poisoned: a further run then fetches anew.
+
     Raises:
         Interrupted: The run was stopped by a signal. It has no result yet.
     """
     try:
-        head = args.out / "head"
+        if args.publish is not None:
+            check_place(args.publish)
         document = distill()
-        draft = Artifact(uri=args.head_uri or f"file://{head.resolve()}", hash=model_hash(head))
-        result = verdict_document(document, draft, clock.seconds)
+        result = verdict_document(document, _placed_draft(args), clock.seconds)
+        if not args.keep_data:
+            delete_data(args.out)
     except Interrupted:
         raise
     except Exception as error:
         traceback.print_exc()
         result = failure_document(error, clock.seconds)
+        if result.failure == "poisoned":
+            delete_fetched(args.out)
+            delete_data(args.out)
     write_termination_message(result.message())
     return result
+
+
+def _placed_draft(args: argparse.Namespace) -> Artifact:
+    """Return the candidate where workers read it, after publishing it if that is wanted."""
+    head: Path = args.out / "head"
+    if args.publish is not None:
+        return publish(head, args.publish)
+    return Artifact(uri=args.head_uri or f"file://{head.resolve()}", hash=model_hash(head))

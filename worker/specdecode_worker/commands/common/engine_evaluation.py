@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +42,29 @@ class DecodingSteps:
     """
 
     walks: Walks
-    steps: int = 0
-    tokens: int = 0
+    by_request: dict[int, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
+    """Steps and tokens of each request."""
     _started: set[int] = field(default_factory=set)
 
     def take(self, index: int, new: Tokens) -> None:
         """Count one step of request ``index``."""
         self.walks.take(index, new)
         if index in self._started and new.tokens:
-            self.steps, self.tokens = self.steps + 1, self.tokens + len(new.tokens)
+            steps, tokens = self.by_request[index]
+            self.by_request[index] = steps + 1, tokens + len(new.tokens)
         self._started.add(index)
+
+
+def tokens_per_step(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Return the tokens per step of requests, given their steps and tokens, and its standard error.
+
+    The error is clustered by request, because steps of one text are correlated.
+    """
+    steps, tokens = (sum(part) for part in zip(*counts, strict=True)) if counts else (0, 0)
+    if not steps:
+        return 0.0, 0.0
+    mean = tokens / steps
+    return mean, sqrt(sum((own_tokens - mean * own_steps) ** 2 for own_steps, own_tokens in counts)) / steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +89,48 @@ def evaluate_on_engine(args: argparse.Namespace) -> dict[str, Any]:
     method, draft = method_and_draft(args)
     engine = local_engine(args, max_num_seqs=args.concurrency)
     shape = args.shape or DEFAULT_SHAPE
-    by_domain: dict[str, list[Prompt]] = {}
-    for prompt in engine.prompts(Path(args.prompts)):
-        by_domain.setdefault(prompt.domain, []).append(prompt)
-    runs = []
-    for temperature in args.temperature:
-        domains = {}
-        for domain, prompts in sorted(by_domain.items()):
-            domains[domain] = _run_domain(engine, prompts, shape, temperature, args.max_tokens)
-            print(f"eval: {domain} at temperature {temperature:g}: {len(prompts)} answers", file=sys.stderr, flush=True)
-        runs.append({"temperature": temperature, **_results(domains, max(shape.depths))})
+    try:
+        prompts = engine.prompts(Path(args.prompts))
+        runs = [_run_temperature(engine, prompts, shape, at, args.max_tokens) for at in args.temperature]
+    finally:
+        engine.close()
     return {
         "method": method,
         "draft": draft,
         "shape": list(shape.parents),
         "concurrency": args.concurrency,
-        "conversations": sum(map(len, by_domain.values())),
+        "conversations": len(prompts),
         "runs": runs,
     }
+
+
+def _run_temperature(
+    engine: LocalEngine, prompts: Sequence[Prompt], shape: TreeShape, temperature: float, max_tokens: int
+) -> dict[str, Any]:
+    """Answer all prompts at one temperature, domain by domain, and return the results."""
+    by_domain: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    domains = {}
+    for domain, own in sorted(by_domain.items()):
+        domains[domain] = _run_domain(engine, own, shape, temperature, max_tokens)
+        print(f"eval: {domain} at temperature {temperature:g}: {len(own)} answers", file=sys.stderr, flush=True)
+    return {"temperature": temperature, **_results(domains, max(shape.depths))}
 
 
 def _run_domain(
     engine: LocalEngine, prompts: Sequence[Prompt], shape: TreeShape, temperature: float, max_tokens: int
 ) -> DomainRun:
-    """Answer the prompts plainly, then with ``shape``."""
+    """Answer the prompts plainly, then with ``shape``. Nothing is cached from one run to another.
+
+    Suffix decoding would otherwise draft from the plain answers, which are the very texts that it has to draft.
+    """
     sampling = [Sampling(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(prompts))]
     engine.run_shape(_PLAIN)
-    plain, plain_timing = engine.answer(prompts, sampling)
+    plain, plain_timing = engine.answer(prompts, sampling, isolated=True)
     engine.run_shape(shape)
     steps = DecodingSteps(Walks.of(len(prompts)))
-    drafted, drafted_timing = engine.answer(prompts, sampling, steps.take)
+    drafted, drafted_timing = engine.answer(prompts, sampling, steps.take, isolated=True)
     return DomainRun(plain, drafted, plain_timing, drafted_timing, steps)
 
 
@@ -118,14 +145,16 @@ def _results(domains: dict[str, DomainRun], depth: int) -> dict[str, Any]:
 
 def _figures(runs: Sequence[DomainRun], depth: int) -> dict[str, Any]:
     walks = Walks([accepted for run in runs for accepted in run.steps.walks.accepted])
-    steps = sum(run.steps.steps for run in runs)
+    counts = [each for run in runs for each in run.steps.by_request.values()]
+    pace, error = tokens_per_step(counts)
+    steps = sum(own_steps for own_steps, _ in counts)
     plain, drafted = ([answer.tokens for run in runs for answer in getattr(run, name)] for name in ("plain", "drafted"))
     plain_rate = _rate([run.plain_timing for run in runs])
     return {
-        "tokens_per_step": round(sum(run.steps.tokens for run in runs) / max(steps, 1), 4),
+        "tokens_per_step": round(pace, 4),
+        "standard_error": round(error, 4),
         "drafted_steps": round(walks.steps / max(steps, 1), 4),
         "tokens_per_drafted_step": round(walks.tokens_per_step, 4),
-        "standard_error": round(walks.standard_error, 4),
         "acceptance": [round(share, 4) for share in walks.by_depth(depth)],
         "distinct_4grams": round(distinct_4grams(drafted), 4),
         "speedup": round(_rate([run.drafted_timing for run in runs]) / plain_rate, 3) if plain_rate else 0.0,

@@ -29,6 +29,13 @@ def add_device_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
 
 
+def add_tensor_parallel_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --tensor-parallel-size."""
+    parser.add_argument(
+        "--tensor-parallel-size", type=_positive, default=1, metavar="N", help="devices that share the target"
+    )
+
+
 def add_shape_flags(parser: argparse.ArgumentParser) -> None:
     """Add --depth N and --tree SHAPE, which both set ``args.shape`` (a TreeShape, None if neither is given)."""
     which = parser.add_mutually_exclusive_group()
@@ -66,6 +73,13 @@ def method_and_draft(args: argparse.Namespace) -> tuple[str, str | None]:
     if method not in DRAFT_FREE and draft is None:
         raise ValueError(f"--method {method} needs --draft URI")
     return method, draft
+
+
+def _positive(text: str) -> int:
+    """Parse a number of at least 1. Raise ArgumentTypeError for other text."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
 
 
 def _chain(text: str) -> TreeShape:

@@ -88,7 +88,11 @@ class LocalEngine:
         self.engine: Engine = load_engine(config, lambda uri: resolve(uri, cache_dir))
         self.folder = resolve(config.model.uri, cache_dir)
         self.tokenizer = Tokenizer.from_folder(self.folder)
-        self._plans = 0
+        self._plans = self._runs = 0
+
+    def close(self) -> None:
+        """End the other ranks of a replica on several devices."""
+        self.engine.close()
 
     def run_shape(self, shape: TreeShape, draft: str = "") -> None:
         """Run ``shape`` with the named draft in all further steps, without guard and exploration."""
@@ -120,15 +124,19 @@ class LocalEngine:
         prompts: Sequence[Prompt],
         sampling: Sequence[Sampling],
         on_tokens: Callable[[int, Tokens], None] = lambda index, new: None,
+        *,
+        isolated: bool = False,
     ) -> tuple[list[Answer], RunTiming]:
         """Run all prompts together and return the answers and the timing.
 
         The timing starts at the step in which the last prompt has its first token. ``on_tokens`` is called with
-        the index of the prompt for all new tokens.
+        the index of the prompt for all new tokens. An ``isolated`` run uses no cached prefix and no earlier answer.
         """
         answers = [Answer() for _ in prompts]
+        self._runs += 1
+        salt = f"run-{self._runs}" if isolated else ""
         for index, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
-            self.engine.add(Submit(request_id=str(index), prompt=prompt.tokens, sampling=how))
+            self.engine.add(Submit(request_id=str(index), prompt=prompt.tokens, sampling=how, cache_salt=salt))
         began: float | None = None
         tokens = steps = 0
         while not self.engine.idle:
@@ -162,7 +170,13 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sample
             }
         ),
         drafts=(NamedDraft(name=NGRAM, method="ngram"),),
-        engine=EngineConfig(max_num_seqs=max_num_seqs, device=args.device, threads=args.threads, sampler=sampler),
+        engine=EngineConfig(
+            max_num_seqs=max_num_seqs,
+            device=args.device,
+            threads=args.threads,
+            sampler=sampler,
+            tensor_parallel_size=getattr(args, "tensor_parallel_size", 1),
+        ),
     )
     return LocalEngine(config, Path(args.cache_dir) if args.cache_dir else default_cache_dir())
 

@@ -74,7 +74,7 @@ class DraftLoader:
         state = DraftState(
             name=name,
             method=config.method,
-            hash=draft_hash(config, self.resolve),
+            hash=draft_hash(config, lambda _: folder),  # of the files that were read, whatever is there by now
             uri=config.uri,
             quantization=config.quantization,
         )

@@ -10,29 +10,24 @@ file is its sha256; that of a small file is its git blob hash (sha1 over a heade
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from specdecode_worker.models.checkpoints.download_folder import check_room, disk_full_errors, locked
 from specdecode_worker.models.checkpoints.model_store import MANIFEST, HubModel
-from specdecode_worker.models.errors import AccessDenied, DiskFull, HashMismatch, HubUnreachable, NotOnHub
+from specdecode_worker.models.errors import AccessDenied, HashMismatch, HubUnreachable, NotOnHub
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _ATTEMPTS = 5
 _CHUNK_BYTES = 1 << 20
-# Disk space to leave free, so that a full cache does not break the node.
-_SPARE_BYTES = 64 << 20
 _TIMEOUT = httpx.Timeout(30.0)
 
 
@@ -83,9 +78,9 @@ class Hub:
             PullFailed: the download failed, or the disk is full.
         """
         folder = model.folder(cache_dir)
-        with _room_errors(folder):
+        with disk_full_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder.with_name(f"{folder.name}.lock"), note):
+            with locked(folder.with_name(f"{folder.name}.lock"), note):
                 if not (folder / MANIFEST).is_file():
                     self._fetch_all(model, folder, progress)
         return folder
@@ -93,7 +88,7 @@ class Hub:
     def _fetch_all(self, model: HubModel, folder: Path, progress: Progress) -> None:
         commit, names = self._list(model)
         files = [self._head(model, commit, name) for name in wanted_files(model, names)]
-        _check_room(folder, files)
+        check_room(folder, _missing_bytes(folder, files))
         for file in files:
             self._fetch(f"/{model.id}/resolve/{commit}/{file.name}", file, folder, progress)
         manifest = {"uri": model.uri, "commit": commit, "files": [asdict(file) for file in files]}
@@ -219,11 +214,8 @@ def wanted_files(model: HubModel, names: Sequence[str]) -> list[str]:
     return sorted(wanted, key=lambda name: (name.endswith(".safetensors"), name))
 
 
-def _check_room(folder: Path, files: Sequence[RemoteFile]) -> None:
-    missing = sum(f.size - _size(folder / f.name) - _size(folder / f"{f.name}.partial") for f in files)
-    free = shutil.disk_usage(folder).free
-    if missing + _SPARE_BYTES > free:
-        raise DiskFull(f"{folder} needs {missing / 1e9:.1f} GB more, the disk has {free / 1e9:.1f} GB free")
+def _missing_bytes(folder: Path, files: Sequence[RemoteFile]) -> int:
+    return sum(f.size - _size(folder / f.name) - _size(folder / f"{f.name}.partial") for f in files)
 
 
 def _check_hash(file: RemoteFile, partial: Path) -> None:
@@ -240,27 +232,6 @@ def _check_hash(file: RemoteFile, partial: Path) -> None:
         raise HashMismatch(
             f"{file.name} has hash {actual_digest}, the hub announced {file.digest}; it was removed, pull again"
         )
-
-
-@contextlib.contextmanager
-def _locked(path: Path, note: Callable[[str], None]) -> Iterator[None]:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            note("another pull of this model is running; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _room_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise DiskFull(f"the disk of {folder} is full; free some room and pull again, it goes on from here") from None
 
 
 def _size(path: Path) -> int:

@@ -1,7 +1,8 @@
-"""Resolution of model URIs to local folders. `checkpoints.hub` does the downloads.
+"""Resolution of model URIs to local folders. `checkpoints.hub` and `checkpoints.object_store` do the downloads.
 
 hf://org/name[@revision]   <cache>/hf/org/name/<revision>, after `pull` has completed it. A revision that is no commit
                            may be resolved already ($SPECDECODE_REVISIONS_PATH); then it is that commit
+s3://bucket/path           <cache>/s3/bucket/path/<content>, fetched when it is resolved (object_store.py)
 pvc://claim/path           /mnt/pvc/claim/path, where the operator mounts claims
 file:///path               the folder itself
 embedded://name            a model that comes with the package
@@ -26,7 +27,7 @@ from specdecode_worker.models.errors import BadUri, NotPresent
 MANIFEST = "specdecode-manifest.json"
 """File that `pull` writes last. It exists only if every file is present and passed its hash check."""
 CLAIMS = Path("/mnt/pvc")
-FORMS = "hf://org/name[@revision], pvc://claim/path, file:///path or embedded://name"
+FORMS = "hf://org/name[@revision], s3://bucket/path, pvc://claim/path, file:///path or embedded://name"
 
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _HUB_NAME = re.compile(r"(?P<org>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -76,20 +77,36 @@ def resolve(uri: str, cache_dir: Path | None = None) -> Path:
     Raises:
         BadUri: the URI has none of the valid forms.
         NotPresent: there is no complete model at its location.
+        PullFailed: a model in a bucket cannot be fetched.
     """
     cache = cache_dir or default_cache_dir()
     scheme, _, rest = uri.partition("://")
+    folder = local_folder(uri)
+    if folder is not None:
+        return _existing(uri, folder)
     match scheme:
         case "hf":
             return _pulled(hub_model(uri), cache, resolved_commit(uri))
-        case "pvc":
-            return _existing(uri, CLAIMS / _inside(uri, rest))
-        case "file" if rest.startswith("/"):
-            return _existing(uri, Path(rest))
+        case "s3":
+            from specdecode_worker.models.checkpoints import object_store  # a large library, for these URIs alone
+
+            return object_store.fetch(uri, cache)
         case "embedded":
             return _embedded(rest, cache)
         case _:
             raise BadUri(f"{uri!r} names no model; write {FORMS}")
+
+
+def local_folder(uri: str) -> Path | None:
+    """Return the folder that a pvc:// or file:// URI names, whether it exists or not. Return None for other URIs.
+
+    Raises:
+        BadUri: the URI names no folder in a claim.
+    """
+    scheme, _, rest = uri.partition("://")
+    if scheme == "pvc":
+        return CLAIMS / _inside(uri, rest)
+    return Path(rest) if scheme == "file" and rest.startswith("/") else None
 
 
 def hub_model(uri: str) -> HubModel:

@@ -80,12 +80,12 @@ def read_states(target: Llama, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's layer states [N, 3E] and last hidden state [N, E] over one text, on the CPU."""
     device = target.lm_head.weight.device
     positions_N = torch.arange(len(tokens_N), device=device)
-    out = target(tokens_N.to(device), positions_N, _causal, TargetStates(target.config.aux_layers))
+    out = target(tokens_N.to(device), positions_N, causal_attention, TargetStates(target.config.aux_layers))
     assert isinstance(out.aux_TA, Tensor)
     return out.aux_TA.cpu(), out.hidden_TE.cpu()
 
 
-def _causal(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+def causal_attention(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     """Return causal attention over one text."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)

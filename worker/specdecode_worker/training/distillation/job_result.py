@@ -21,7 +21,7 @@ from specdecode_worker.contract.distillation import (
     shortened_reason,
 )
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
+from specdecode_worker.training.errors import PoisonedCapture, PublishFailed, TimeLimitReached, TrainingError
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # safetensors and torch.save raise errors of their own, with the number of the system's error or without it.
@@ -83,6 +83,8 @@ def failure_kind(error: BaseException) -> DistillationFailure:
             return "poisoned"
         case TimeLimitReached():
             return "time-limit"
+        case PublishFailed():
+            return "publish"
         case CaptureError():
             return "capture"
         case TrainingError() | ModelError():

@@ -50,6 +50,7 @@ from specdecode_worker.training.evaluation.golden_set import (
 from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample
 from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
 
+_VERDICT = "verdict.json"
 CLOCK_TOLERANCE_SECONDS = 300.0
 """Largest difference between the clocks of the workers and of this process. Later records are dropped."""
 VALIDATION_CONVERSATIONS = 64
@@ -65,7 +66,7 @@ class DistillationSettings:
     records are ignored. ``most_tokens`` limits the training text, captured and replayed each. ``wanted_gain`` is the
     relative gain in tokens per second that a better candidate must
     exceed. A run ends with PoisonedCapture if the target does not reproduce more than ``max_not_reproduced`` of the
-    captured text.
+    captured text, or if more than this share of the records is malformed or from the future.
     """
 
     target: Ancestor
@@ -82,6 +83,15 @@ class DistillationSettings:
     most_tokens: int = 400_000
     golden_tokens: int = 128
     max_not_reproduced: float = 1.0
+
+
+def stored_verdict(out: Path) -> dict[str, Any] | None:
+    """Return the document of a run that has its verdict, or None."""
+    path = out / _VERDICT
+    if not path.exists():
+        return None
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
 
 
 class Distillation:
@@ -104,9 +114,8 @@ class Distillation:
             CaptureError: The capture folders cannot be read.
             Interrupted: ``stopped`` returned True.
         """
-        path = self._job.out / "verdict.json"
-        if path.exists():
-            stored: dict[str, Any] = json.loads(path.read_text())
+        stored = stored_verdict(self._job.out)
+        if stored is not None:
             return stored
         self._job.out.mkdir(parents=True, exist_ok=True)
         golden = self._load_golden()
@@ -118,7 +127,7 @@ class Distillation:
         training_run = self._train_student(golden, summary)
         document = self._compare_with_deployed(golden, summary) | self._describe_run(summary, training_run)
         self._write_lineage(golden, summary, document)
-        write_text(path, json.dumps(document, indent=2) + "\n")
+        write_text(self._job.out / _VERDICT, json.dumps(document, indent=2) + "\n")
         return document
 
     def _load_golden(self) -> Golden:
@@ -156,6 +165,11 @@ class Distillation:
     def _check_not_poisoned(self, summary: Summary) -> None:
         """Raise PoisonedCapture if too much of the captured text is not the target's own."""
         share, most = summary.not_reproduced_share, self._job.max_not_reproduced
+        if summary.invalid_share > most:
+            raise PoisonedCapture(
+                f"{summary.invalid_share:.0%} of the captured records, more than {most:.0%}, are none that a worker "
+                f"writes: forged, or written by a worker with a wrong clock ({summary.dropped}); nothing was learnt"
+            )
         if share > most:
             raise PoisonedCapture(
                 f"the target does not reproduce {share:.0%} of the captured text, more than {most:.0%}: it was changed "

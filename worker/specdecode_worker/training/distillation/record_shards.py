@@ -70,6 +70,12 @@ class Summary:
         """Share of the replayed text, in output tokens, that the target does not reproduce."""
         return self.not_reproduced_tokens / self.replayed_tokens if self.replayed_tokens else 0.0
 
+    @property
+    def invalid_share(self) -> float:
+        """Share of the records that no worker writes: with an impossible share, time, token or sampling parameter."""
+        invalid = self.dropped.get(DropReason.malformed, 0) + self.dropped.get(DropReason.in_future, 0)
+        return invalid / self.records if self.records else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class CaptureSelection:

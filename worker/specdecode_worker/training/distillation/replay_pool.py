@@ -13,6 +13,7 @@ from pathlib import Path
 
 from specdecode_worker.training.data.batches import DataSet
 from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths
+from specdecode_worker.training.distillation.run_deletion import is_distillation_run
 from specdecode_worker.training.distillation.sample_shards import read_records_of
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN
@@ -50,6 +51,8 @@ def read_pool(folders: Sequence[Path], *, most_tokens: int, oldest_seconds: floa
         elif shard_paths(folder / "data" / "train"):
             pool.training += _read(folder / "data" / "train", most, oldest_seconds)
             pool.validation += _read(folder / "data" / "validation", most // 8, oldest_seconds)
+        elif is_distillation_run(folder):
+            continue  # all of its text has expired
         else:
             raise TrainingError(f"{folder} holds nothing to replay; name the --out of a `train` or `distill` run")
     return pool

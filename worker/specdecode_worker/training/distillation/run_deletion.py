@@ -6,13 +6,15 @@ replaying records starts that stage again. Weights and counts of a run are not c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 
 from specdecode_worker.capture import Record
+from specdecode_worker.capture.retention import stored_retention
 from specdecode_worker.training.artifacts.atomic_files import write_bytes
 from specdecode_worker.training.data.shards import normalisers_path, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.sample_shards import read_records_of
@@ -25,6 +27,32 @@ Unwanted = Callable[[Record], bool]
 def is_distillation_run(folder: Path) -> bool:
     """Return whether ``folder`` is the ``--out`` of a `distill` run."""
     return any((folder / "data" / name).exists() for name in ("summary.json", "selected.json"))
+
+
+def expiry_seconds(captures: Iterable[Path], now: float) -> float:
+    """Return the Unix time before which captured text has expired: by the workers of these folders, the strictest."""
+    retentions = [retention for folder in captures if (retention := stored_retention(folder)) is not None]
+    return now - min(retention.max_age_seconds for retention in retentions) if retentions else 0.0
+
+
+def delete_expired_from_runs(runs: Iterable[Path], oldest_seconds: float, log: Callable[[str], None]) -> None:
+    """Delete the records from before ``oldest_seconds`` from those of the folders that are runs of `distill`.
+
+    A run that cannot be written is named. Its expired text is not read (`read_pool`).
+    """
+    for run in filter(is_distillation_run, runs if oldest_seconds > 0 else ()):
+        try:
+            count = delete_from_run(run, lambda record: record.time_seconds < oldest_seconds)
+        except OSError as error:
+            log(f"distill: expired records of {run} cannot be deleted: {error}")
+            continue
+        if count:
+            log(f"distill: {count} expired records deleted from {run}")
+
+
+def delete_data(run: Path) -> None:
+    """Delete the captured text of a run and what was made of it. The run cannot go on, and no run can replay it."""
+    shutil.rmtree(run / "data", ignore_errors=True)
 
 
 def delete_from_run(folder: Path, unwanted: Unwanted) -> int:

@@ -1,0 +1,1 @@
+"""Storage servers for tests, started on loopback."""

@@ -1,0 +1,45 @@
+"""Folders that downloads go to: one download at a time, and errors of a full disk that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from specdecode_worker.models.errors import DiskFull
+
+_SPARE_BYTES = 64 << 20
+"""Disk space to leave free, so that a full cache does not break the node."""
+
+
+def check_room(folder: Path, missing_bytes: int) -> None:
+    """Raise DiskFull if the disk of ``folder`` has no room for ``missing_bytes`` more."""
+    free = shutil.disk_usage(folder).free
+    if missing_bytes + _SPARE_BYTES > free:
+        raise DiskFull(f"{folder} needs {missing_bytes / 1e9:.1f} GB more, the disk has {free / 1e9:.1f} GB free")
+
+
+@contextlib.contextmanager
+def locked(path: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock file ``path``. ``note`` gets a message if another download holds it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note("another pull of this model is running; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def disk_full_errors(folder: Path) -> Iterator[None]:
+    """Turn the system's errors of a full disk into DiskFull."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskFull(f"the disk of {folder} is full; free some room and pull again, it goes on from here") from None

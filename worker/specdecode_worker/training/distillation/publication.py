@@ -1,0 +1,129 @@
+"""Publication of a candidate: a copy of it where workers read it, in a folder named by its hash.
+
+The copy appears at once and complete, so a worker never loads a part of it. A candidate that was published before is
+not copied again, so a Job that is repeated publishes the same draft at the same place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from specdecode_worker.contract import Artifact
+from specdecode_worker.models.checkpoints import model_store
+from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.training.errors import PublishFailed
+
+PREFIX_FORMS = "pvc://claim/path, s3://bucket/path or file:///path"
+
+
+def check_place(prefix: str) -> None:
+    """Check that drafts can be published below the URI ``prefix``, before a run spends time on one.
+
+    Raises:
+        PublishFailed: The place does not exist or cannot be written.
+    """
+    if prefix.startswith("s3://"):
+        from specdecode_worker.models.checkpoints import object_store  # a large library, for these URIs alone
+
+        with _publish_errors():
+            object_store.check_bucket(prefix)
+        return
+    parent = _folder(prefix, "0").parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise PublishFailed(f"{parent} cannot be written: {error}; mount the claim writable") from error
+
+
+def publish(head: Path, prefix: str) -> Artifact:
+    """Copy the draft in ``head`` to ``prefix``/HASH and return its URI and hash.
+
+    Raises:
+        PublishFailed: The draft cannot be written there.
+    """
+    artifact = Artifact(uri=_uri(prefix, draft_hash := model_hash(head)), hash=draft_hash)
+    if prefix.startswith("s3://"):
+        from specdecode_worker.models.checkpoints import object_store  # a large library, for these URIs alone
+
+        with _publish_errors():
+            object_store.upload(head, artifact.uri)
+        return artifact
+    folder = _folder(prefix, artifact.hash)
+    try:
+        _publish_folder(head, folder, artifact.hash)
+    except OSError as error:
+        raise PublishFailed(f"the draft cannot be written to {folder}: {error}") from error
+    return artifact
+
+
+@contextlib.contextmanager
+def _publish_errors() -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        raise PublishFailed(str(error)) from error
+
+
+def _uri(prefix: str, draft_hash: str) -> str:
+    scheme, _, path = prefix.partition("://")
+    return f"{scheme}://{path.rstrip('/')}/{draft_hash}"
+
+
+def _folder(prefix: str, draft_hash: str) -> Path:
+    """Return the local folder of a published draft."""
+    with _publish_errors():
+        folder = model_store.local_folder(_uri(prefix, draft_hash))
+    if folder is None:
+        raise PublishFailed(f"drafts cannot be published to {prefix!r}; write {PREFIX_FORMS}")
+    claim = folder.relative_to(model_store.CLAIMS).parts[0] if prefix.startswith("pvc://") else None
+    if claim is not None and not (model_store.CLAIMS / claim).is_dir():
+        raise PublishFailed(f"the claim {claim} is not mounted at {model_store.CLAIMS / claim}")
+    return folder
+
+
+def _publish_folder(head: Path, folder: Path, draft_hash: str) -> None:
+    """Copy ``head`` to ``folder`` through a hidden folder and one rename."""
+    if _has_hash(folder, draft_hash):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.parent.glob(f".{folder.name}.*"):  # of a run that was killed while it copied
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        for file in sorted(path for path in head.iterdir() if path.is_file()):
+            shutil.copyfile(file, partial / file.name)
+            _sync(partial / file.name)
+        if not _has_hash(partial, draft_hash):
+            raise PublishFailed(f"the copy in {folder.parent} has other contents than {head}: check the volume")
+        partial.chmod(0o755)  # workers read it with another user
+        if folder.exists():
+            shutil.rmtree(folder)  # it has other contents than its name says
+        partial.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _has_hash(folder: Path, draft_hash: str) -> bool:
+    try:
+        return model_hash(folder) == draft_hash
+    except OSError:
+        return False
+
+
+def _sync(path: Path) -> None:
+    """Write a file or a folder to the disk, so that a verdict never names a draft that a crash took away."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,205 @@
+"""Target of a training run that is split over several devices, with the engine's own shards.
+
+Rank 0 runs everything: it reads texts, samples, trains and writes. The other ranks hold their shards and run each pass
+of the target that rank 0 announces, over a pipe; the sums within the layers are collectives (networks/tensor_parallel).
+The hidden states of a pass are whole on rank 0. Logits are computed there alone, for training needs the whole output
+matrix anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from specdecode_worker.engine.parallel.rank_messages import Assignment
+from specdecode_worker.engine.parallel.rank_process import load_rank_shard
+from specdecode_worker.models.checkpoints.weights import load_llama, prepare_llama
+from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.networks.layers import Attend
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.tensor_parallel import split_config
+from specdecode_worker.training.data.state_recording import causal_attention
+from specdecode_worker.training.evaluation.draft_evaluation import ZeroContextAttention
+from specdecode_worker.training.heads.dense_attention import DenseCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetPlacement:
+    """Placement of a target: ``size`` devices share it. ``threads`` are those of a rank on a CPU."""
+
+    folder: Path
+    dtype: str
+    device: torch.device
+    size: int = 1
+    threads: int | None = None
+
+
+class TargetPassMessage(msgspec.Struct, frozen=True):
+    """Pass of the target: its tokens, their positions, and the attention; rows and length are those of a cache."""
+
+    tokens: list[int]
+    positions: list[int]
+    attention: str
+    rows: int = 0
+    length: int = 0
+
+
+@contextlib.contextmanager
+def placed_target(placement: TargetPlacement) -> Iterator[Llama]:
+    """Yield the target, and end the other ranks afterwards. The process ends if one of them is lost.
+
+    Raises:
+        ModelError: The target cannot be loaded, or not split over so many devices.
+    """
+    if placement.size == 1:
+        dtype: torch.dtype = getattr(torch, placement.dtype)
+        yield load_llama(placement.folder, dtype=dtype, device=placement.device)
+        return
+    split_config(prepare_llama(placement.folder).network.config, placement.size)
+    with tempfile.TemporaryDirectory(prefix="specdecode-ranks-") as meeting, _OtherRanks() as others:
+        assignment = Assignment(
+            rank=0,
+            size=placement.size,
+            meeting=f"file://{meeting}/store",
+            folder=str(placement.folder),
+            dtype=placement.dtype,
+            device=placement.device.type,
+            max_model_len=None,
+            blocks=0,
+            threads=placement.threads or max(1, torch.get_num_threads() // placement.size),
+        )
+        others.start(assignment)
+        target, device = load_rank_shard(assignment)
+        try:
+            target.lm_head = _whole_output(placement.folder, target, device)
+            target.register_forward_pre_hook(others.announce)
+            yield target
+        finally:
+            dist.destroy_process_group()
+
+
+def _whole_output(folder: Path, target: Llama, device: torch.device) -> nn.Linear:
+    """Return the whole output matrix, in place of the part that a shard has."""
+    weight = target.model.embed_tokens.weight
+    if not target.config.tie_word_embeddings:
+        whole = prepare_llama(folder)
+        (named,) = whole.checkpoint.read_all(["lm_head.weight"])
+        weight = nn.Parameter(named[1].to(device=device, dtype=weight.dtype), requires_grad=False)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = weight
+    return linear
+
+
+class _OtherRanks:
+    """Processes of ranks 1 and up. They end when their pipes close."""
+
+    def __init__(self) -> None:
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._closing = threading.Event()
+
+    def __enter__(self) -> _OtherRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    def start(self, own: Assignment) -> None:
+        """Start the processes, which begin to load their shards."""
+        spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used after a fork
+        for rank in range(1, own.size):
+            own_end, rank_end = spawn.Pipe()
+            encoded = msgspec.msgpack.encode(msgspec.structs.replace(own, rank=rank))
+            process = spawn.Process(target=follow, args=(encoded, rank_end), name=f"target-rank-{rank}", daemon=True)
+            process.start()
+            rank_end.close()
+            self._pipes.append(own_end)
+            self._processes.append(process)
+        threading.Thread(target=self._watch, name="target-ranks", daemon=True).start()
+
+    def announce(self, target: nn.Module, args: tuple[Any, ...]) -> None:
+        """Send a pass to the other ranks before rank 0 runs it. It is the target's forward pre-hook."""
+        tokens_T, positions_T, attend = args[:3]
+        encoded = msgspec.msgpack.encode(_message(tokens_T, positions_T, attend))
+        for pipe in self._pipes:
+            pipe.send_bytes(encoded)
+
+    def _watch(self) -> None:
+        """End this process when another rank ends, because a collective without it may never return."""
+        wait([process.sentinel for process in self._processes])
+        if not self._closing.is_set():
+            print(
+                "specdecode-worker: a rank of the target ended; the same command goes on", file=sys.stderr, flush=True
+            )
+            os._exit(1)
+
+
+def _message(tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> TargetPassMessage:
+    tokens, positions = tokens_T.tolist(), positions_T.tolist()
+    if isinstance(attend, DenseCache):
+        rows, length = attend.keys.shape[1], attend.keys.shape[3]
+        return TargetPassMessage(tokens, positions, "dense", rows, length)
+    if isinstance(attend, ZeroContextAttention):
+        return TargetPassMessage(tokens, positions, "zero")
+    assert attend is causal_attention, "other ranks know no other attention"
+    return TargetPassMessage(tokens, positions, "causal")
+
+
+def follow(assignment: bytes, pipe: Connection) -> None:
+    """Run the process of another rank until rank 0 closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        _follow(msgspec.msgpack.decode(assignment, type=Assignment), pipe)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # rank 0 is gone, so an orderly shutdown of the process group is impossible
+
+
+@torch.inference_mode()
+def _follow(assignment: Assignment, pipe: Connection) -> None:
+    model, device = load_rank_shard(assignment)
+    caches: dict[tuple[int, int], DenseCache] = {}
+    decoder = msgspec.msgpack.Decoder(TargetPassMessage)
+    while True:
+        message = decoder.decode(pipe.recv_bytes())
+        positions_T = torch.tensor(message.positions, device=device)
+        tokens_T = torch.tensor(message.tokens, device=device)
+        model(tokens_T, positions_T, _attention(message, model, positions_T, caches), TargetStates())
+
+
+def _attention(
+    message: TargetPassMessage, model: Llama, positions_T: Tensor, caches: dict[tuple[int, int], DenseCache]
+) -> Attend:
+    if message.attention == "causal":
+        return causal_attention
+    if message.attention == "zero":
+        return ZeroContextAttention()
+    size = message.rows, message.length
+    if size not in caches:
+        caches.clear()  # rank 0 runs one rollout at a time
+        weight = model.model.embed_tokens.weight
+        caches[size] = DenseCache(model.config, *size, dtype=weight.dtype, device=weight.device)
+    caches[size].step(positions_T)
+    return caches[size]
