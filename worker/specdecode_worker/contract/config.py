@@ -64,7 +64,7 @@ class DraftConfig(Written):
 
 DRAFT_FREE: frozenset[Method] = frozenset(("ngram", "suffix", "none"))
 """Methods without draft weights."""
-WITH_MLP: tuple[Method, ...] = ("eagle3", "eagle", "draft-model")
+WITH_MLP: tuple[Method, ...] = ("eagle3", "peagle", "eagle", "draft-model")
 """Methods with decoder blocks in the draft, which can be quantized."""
 
 

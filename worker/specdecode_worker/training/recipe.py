@@ -40,7 +40,13 @@ from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.evaluation.draft_calibration import write_calibration
 from specdecode_worker.training.heads.continued_head import prepare_draft
 from specdecode_worker.training.heads.copy_attention import add_copy_heads
-from specdecode_worker.training.heads.initialization import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.heads.initialization import (
+    new_draft_model,
+    new_eagle,
+    new_head,
+    new_medusa,
+    new_peagle,
+)
 from specdecode_worker.training.heads.trainable_drafts import vocabulary_of
 from specdecode_worker.training.optimization.data_parallel import ProcessGroup
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
@@ -140,6 +146,8 @@ def _draft(target: Llama, draft_settings: DraftSettings, out: Path, settings: Tr
     match draft_settings.method:
         case "eagle3":
             return new_head(target, known, draft_settings.layers)
+        case "peagle":
+            return new_peagle(target, known, draft_settings.layers)
         case "eagle":
             return new_eagle(target, draft_settings.layers)
         case "medusa":
@@ -211,7 +219,7 @@ def _choose_vocabulary(out: Path, output_VE: Tensor, draft_settings: DraftSettin
     if not path.exists():
         size = (
             min(draft_settings.draft_vocab, len(output_VE))
-            if draft_settings.method in ("eagle3", "medusa")
+            if draft_settings.method in ("eagle3", "peagle", "medusa")
             else len(output_VE)
         )
         origin = draft_settings.origin

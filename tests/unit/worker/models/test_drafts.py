@@ -19,6 +19,7 @@ from specdecode_worker.models.configs.model_config import (
     EagleConfig,
     LlamaConfig,
     MedusaConfig,
+    PEagleConfig,
     llama_config,
 )
 from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
@@ -26,10 +27,12 @@ from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.models.transforms.fusion import fuse
 
 METHODS: dict[WeightMethod, tuple[type, type]] = {
     "eagle3": (Eagle3Head, Eagle3Config),
+    "peagle": (PEagleHead, PEagleConfig),
     "eagle": (EagleHead, EagleConfig),
     "medusa": (MedusaHeads, MedusaConfig),
     "draft-model": (Llama, LlamaConfig),
@@ -55,6 +58,11 @@ def folders(shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Folders:
     small = shape | {"num_hidden_layers": 2, "vocab_size": 90, "max_position_embeddings": 64}
     return {
         "eagle3": write(tmp_path / "eagle3", one | {"draft_vocab_size": 40}, eagle3_tensors()),
+        "peagle": write(
+            tmp_path / "peagle",
+            one | {"draft_vocab_size": 40, "mask_token_id": 9},
+            eagle3_tensors() | {"mask_hidden": torch.ones(1, 1, 96)},
+        ),
         "eagle": write(tmp_path / "eagle", one, eagle_tensors()),
         "medusa": write(tmp_path / "medusa", {"medusa_num_heads": 2}, medusa_tensors(2, 1)),
         "draft-model": saved(write(tmp_path / "small", small, of_a_model(small, randomise, 3)), tokenizer()),
@@ -87,7 +95,13 @@ def test_draft_of_another_method_is_refused(
 ) -> None:
     if asked == method:
         return
-    word = {"eagle3": "an EAGLE-3 head", "eagle": "an EAGLE-1", "medusa": "a Medusa", "draft-model": "a whole model"}
+    word = {
+        "eagle3": "an EAGLE-3 head",
+        "peagle": "a P-EAGLE head",
+        "eagle": "an EAGLE-1",
+        "medusa": "a Medusa",
+        "draft-model": "a whole model",
+    }
     with pytest.raises(ConfigMismatch, match=rf"this is {word[method]}.*, set method: {method} \(it is {asked}\)"):
         load(asked, folders[method])
     with pytest.raises(ConfigMismatch, match=f"set method: {method}"):

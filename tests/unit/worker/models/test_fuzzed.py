@@ -23,21 +23,28 @@ from torch import Tensor, nn
 from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, check_draft, load_draft
 from specdecode_worker.models.checkpoints.safetensors_headers import INDEX, describe
 from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.configs.model_config import eagle3_config, eagle_config, llama_config, medusa_config
+from specdecode_worker.models.configs.model_config import (
+    eagle3_config,
+    eagle_config,
+    llama_config,
+    medusa_config,
+    peagle_config,
+)
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 
 few = settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "15")), deadline=None)
-KINDS = ("eagle3", "eagle", "medusa", "draft-model", "target")
+KINDS = ("eagle3", "peagle", "eagle", "medusa", "draft-model", "target")
 FIELDS = (
     """
 architectures attention_bias bias bos_token_id draft_vocab_size eagle_aux_hidden_state_layer_ids eagle_config
-eos_token_id fc_norm head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
-medusa_num_heads medusa_num_layers mlp_bias model_type norm_before_fc norm_before_residual norm_output
-num_attention_heads num_aux_hidden_states num_hidden_layers num_key_value_heads partial_rotary_factor qkv_bias
-quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window speculators_model_type
-target_hidden_size tie_word_embeddings transformer_layer_config truncated_vocab_size vocab_size
+eos_token_id fc_norm head_dim hidden_act hidden_size intermediate_size layer_types mask_token_id
+max_position_embeddings medusa_num_heads medusa_num_layers mlp_bias model_type norm_before_fc norm_before_residual
+norm_output num_attention_heads num_aux_hidden_states num_hidden_layers num_key_value_heads pard_token
+parallel_drafting partial_rotary_factor qkv_bias quantization_config rms_norm_eps rope_parameters rope_scaling
+rope_theta sliding_window speculators_model_type target_hidden_size tie_word_embeddings transformer_layer_config
+truncated_vocab_size vocab_size
 """.strip()
     .replace("\n", " ")
     .split(" ")
@@ -86,6 +93,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("target", "draft-model"):
         saved(write(base / name, SHAPE, model.state_dict()), tokenizer())
     write(base / "eagle3", one | {"draft_vocab_size": 40}, eagle3_tensors())
+    peagle = eagle3_tensors() | {"mask_hidden": torch.ones(1, 1, 96)}
+    write(base / "peagle", one | {"draft_vocab_size": 40, "mask_token_id": 9}, peagle)
     write(base / "eagle", one, eagle_tensors())
     write(base / "medusa", {"medusa_num_heads": 2}, medusa_tensors(2, 1))
     return base
@@ -195,7 +204,7 @@ def test_wrong_values_are_accepted_or_raise_model_errors(field: str) -> None:
                 raw = SHAPE | {"rope_scaling": scaling | {field.split(".")[1]: value}}
             else:
                 raw = SHAPE | {"medusa_num_heads": 2, "rope_scaling": scaling, field: value}
-            for read in (llama_config, eagle3_config, eagle_config, medusa_config):
+            for read in (llama_config, eagle3_config, peagle_config, eagle_config, medusa_config):
                 with suppress(ModelError):
                     read(raw, *([] if read is llama_config else [target]))  # type: ignore[operator]
 

@@ -21,15 +21,17 @@ from specdecode_worker.models.configs.model_config import (
     EagleConfig,
     LlamaConfig,
     MedusaConfig,
+    PEagleConfig,
     eagle3_config,
     eagle_config,
     llama_config,
     medusa_config,
+    peagle_config,
     read_config,
 )
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 
-Described = LlamaConfig | Eagle3Config | EagleConfig | MedusaConfig
+Described = LlamaConfig | Eagle3Config | PEagleConfig | EagleConfig | MedusaConfig
 _MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+|blocks\.\d+|lm_heads\.\d+)\.")
 
 INDEX = "model.safetensors.index.json"
@@ -151,6 +153,8 @@ def _header(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> Tensor
 def infer_method(headers: Headers) -> Method | None:
     """Return the draft method that the tensor names of a folder belong to, or None if they belong to no known one."""
     names = [name.removeprefix("model.") for name in headers.tensors]
+    if "mask_hidden" in names:
+        return "peagle"
     if any(name in ("d2t", "t2d") or name.endswith("hidden_norm.weight") for name in names):
         return "eagle3"
     if any(_MEDUSA.match(name) for name in names):
@@ -177,4 +181,6 @@ def describe(folder: Path, target: LlamaConfig | None = None) -> Described:
         raise ConfigMismatch(f"{folder} holds a draft of method {method}, no model of its own; name its target too")
     if method == "medusa":
         return medusa_config(raw, target)
+    if method == "peagle":
+        return peagle_config(raw, target)
     return eagle_config(raw, target) if method == "eagle" else eagle3_config(raw, target)

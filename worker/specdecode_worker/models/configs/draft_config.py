@@ -75,9 +75,24 @@ def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
     Raises:
         ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
     """
-    fields = _flattened(raw, "eagle3")
-    nested = fields.part("eagle_config")
+    fields = flattened_fields(raw, "eagle3")
     fields.refuse("parallel_drafting")
+    # speculators omits this field if it is true (vLLM's update_eagle3); all others omit it if it is false.
+    return Eagle3Config(**eagle3_fields(fields, target, norm_before_residual=fields.has("speculators_model_type")))
+
+
+def eagle3_fields(fields: Fields, target: LlamaConfig, *, norm_before_residual: bool) -> dict[str, Any]:
+    """Return the values of `Eagle3Config` for a head of that architecture.
+
+    Args:
+        fields: Fields of config.json, flattened.
+        target: Config of the target.
+        norm_before_residual: Value of the field of this name if it is absent.
+
+    Raises:
+        ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
+    """
+    nested = fields.part("eagle_config")
     blocks = _blocks(fields, target)
     hidden = fields.integer("target_hidden_size", blocks["hidden_size"])
     _expect("hidden_size", hidden, target.hidden_size)
@@ -85,22 +100,22 @@ def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
     reads_aux = nested.flag("use_aux_hidden_state", True)
     if not reads_aux and blocks["hidden_size"] != target.hidden_size:
         raise ConfigMismatch(f"use_aux_hidden_state false needs the target's hidden_size {target.hidden_size}")
-    config = Eagle3Config(
-        target_hidden_size=hidden,
-        vocab_size=vocab,
-        draft_vocab_size=fields.integer("draft_vocab_size", vocab, most=vocab),
-        aux_layers=_aux_layers(fields, nested, target) if reads_aux else (),
-        num_hidden_layers=fields.integer("num_hidden_layers", 1, most=_MOST_LAYERS),
-        # speculators omits this field if it is true (vLLM's update_eagle3); all others omit it if it is false.
-        norm_before_residual=fields.flag("norm_before_residual", fields.has("speculators_model_type")),
-        norm_before_fc=reads_aux and nested.flag("norm_before_fc", fields.flag("norm_before_fc")),
-        fc_norm=reads_aux and fields.flag("fc_norm"),
-        norm_output=fields.flag("norm_output"),
-        **blocks,
-    )
-    if config.fc_norm and config.norm_before_fc:
+    norm_before_fc = reads_aux and nested.flag("norm_before_fc", fields.flag("norm_before_fc"))
+    fc_norm = reads_aux and fields.flag("fc_norm")
+    if fc_norm and norm_before_fc:
         raise ConfigMismatch("config.json: fc_norm and norm_before_fc exclude each other; which one was trained?")
-    return config
+    return {
+        "target_hidden_size": hidden,
+        "vocab_size": vocab,
+        "draft_vocab_size": fields.integer("draft_vocab_size", vocab, most=vocab),
+        "aux_layers": _aux_layers(fields, nested, target) if reads_aux else (),
+        "num_hidden_layers": fields.integer("num_hidden_layers", 1, most=_MOST_LAYERS),
+        "norm_before_residual": fields.flag("norm_before_residual", norm_before_residual),
+        "norm_before_fc": norm_before_fc,
+        "fc_norm": fc_norm,
+        "norm_output": fields.flag("norm_output"),
+        **blocks,
+    }
 
 
 def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
@@ -109,7 +124,7 @@ def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
     Raises:
         ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
     """
-    fields = _flattened(raw, "eagle")
+    fields = flattened_fields(raw, "eagle")
     for name in ("add_para_norm", "layernorms"):
         fields.refuse(name)
     blocks = _blocks(fields, target)
@@ -140,7 +155,7 @@ def medusa_config(raw: Mapping[str, Any], target: LlamaConfig) -> MedusaConfig:
     )
 
 
-def _flattened(raw: Mapping[str, Any], kind: str) -> Fields:
+def flattened_fields(raw: Mapping[str, Any], kind: str) -> Fields:
     """Return the fields of a possibly nested config, and check its kind.
 
     speculators nests the layer's shape in ``transformer_layer_config``; the fields outside it take precedence.

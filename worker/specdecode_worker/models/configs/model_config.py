@@ -14,6 +14,7 @@ from specdecode_worker.models.configs.draft_config import (
     eagle_config,
     medusa_config,
 )
+from specdecode_worker.models.configs.peagle_config import PEagleConfig, peagle_config
 from specdecode_worker.models.configs.target_config import BlockConfig, LlamaConfig, llama_config
 from specdecode_worker.models.networks.rope import LinearScaling, RopeScaling, YarnScaling
 
@@ -24,11 +25,13 @@ __all__ = [
     "LinearScaling",
     "LlamaConfig",
     "MedusaConfig",
+    "PEagleConfig",
     "RopeScaling",
     "YarnScaling",
     "eagle3_config",
     "eagle_config",
     "llama_config",
     "medusa_config",
+    "peagle_config",
     "read_config",
 ]

@@ -14,36 +14,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.configs.model_config import Eagle3Config, EagleConfig, LlamaConfig, MedusaConfig
+from specdecode_worker.models.configs.model_config import (
+    Eagle3Config,
+    EagleConfig,
+    LlamaConfig,
+    MedusaConfig,
+    PEagleConfig,
+)
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.layers import Block
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 
 
 def head_config(target: LlamaConfig, draft_vocab_size: int, layers: int = 1) -> Eagle3Config:
     """Return the configuration of an EAGLE-3 head with layers of the target's shape."""
-    return Eagle3Config(
-        **_blocks(target),
-        target_hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        aux_layers=target.aux_layers,
-        num_hidden_layers=layers,
-    )
+    return Eagle3Config(**_head_fields(target, draft_vocab_size, layers))
 
 
 def new_head(target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
     """Return a trainable fp32 EAGLE-3 head with the draft vocabulary ``vocabulary`` (target ids, ascending)."""
     head = Eagle3Head(head_config(target.config, len(vocabulary), layers), target.model.embed_tokens)
-    head.float()
-    head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
-    with torch.no_grad():
-        _copy_weights(head, target, vocabulary)
-        for block in head.layers.values():
-            assert isinstance(block, Block)
-            zero_block_output(block, target)
+    _initialise_head(head, target, vocabulary)
+    return head
+
+
+def new_peagle(target: Llama, vocabulary: Tensor, layers: int = 1) -> PEagleHead:
+    """Return a trainable fp32 P-EAGLE head that starts as `new_head` does, with a zero state for its mask slots.
+
+    Its mask token is the last one of the target's vocabulary, which is a reserved token in the vocabularies of Llama.
+    The embedding of the mask token is the target's and is not trained; the state ``mask_hidden`` is.
+    """
+    fields = _head_fields(target.config, len(vocabulary), layers)
+    config = PEagleConfig(mask_token_id=target.config.vocab_size - 1, **fields)
+    head = PEagleHead(config, target.model.embed_tokens)
+    _initialise_head(head, target, vocabulary)
     return head
 
 
@@ -96,6 +103,18 @@ def new_draft_model(target: Llama, layers: int) -> Llama:
     return model
 
 
+def _head_fields(target: LlamaConfig, draft_vocab_size: int, layers: int) -> dict[str, Any]:
+    """Return the fields of an EAGLE-3 head with layers of the target's shape."""
+    return {
+        **_blocks(target),
+        "target_hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "aux_layers": target.aux_layers,
+        "num_hidden_layers": layers,
+    }
+
+
 def _blocks(target: LlamaConfig) -> dict[str, Any]:
     """Return the fields of a layer like the target's. New heads have no biases and no norms of queries and keys."""
     names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
@@ -110,6 +129,17 @@ def zero_block_output(block: Block, target: Llama) -> None:
     block.load_state_dict(known)
     block.self_attn.o_proj.weight.zero_()
     block.mlp.down_proj.weight.zero_()
+
+
+@torch.no_grad()
+def _initialise_head(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:
+    """Initialize an EAGLE-3 head in fp32: its first layer from the target, further ones without effect."""
+    head.float()
+    head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
+    _copy_weights(head, target, vocabulary)
+    for block in head.layers.values():
+        assert isinstance(block, Block)
+        zero_block_output(block, target)
 
 
 def _copy_weights(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:

@@ -83,6 +83,25 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-6)
 
 
+def first_layer(
+    tensors: dict[str, Tensor], embedding: Tensor, hidden: Tensor, residual: Tensor, tables: Any, dense: Any
+) -> Tensor:
+    """Compute SafeAILab's midlayer directly from its definition."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    def weight(name: str) -> Tensor:
+        return tensors[f"midlayer.{name}.weight"]
+
+    pair = torch.cat((norm(embedding, weight("input_layernorm")), norm(hidden, weight("hidden_norm"))), -1)
+    q, k, v = ((pair @ weight(f"self_attn.{n}_proj").T).unflatten(-1, (-1, embedding.shape[1] // 4)) for n in "qkv")
+    q, k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *tables)
+    out = dense(0, q[0].transpose(0, 1), k[0].transpose(0, 1), v)
+    x = residual + out.flatten(1) @ weight("self_attn.o_proj").T
+    y = norm(x, weight("post_attention_layernorm"))
+    gated = F.silu(y @ weight("mlp.gate_proj").T) * (y @ weight("mlp.up_proj").T)
+    return x + gated @ weight("mlp.down_proj").T
+
+
 def eagle_tensors(layers: int = 1, *, bias: bool = True) -> Tensors:
     tensors = block_tensors("layers.0.")
     for i in range(1, layers):
