@@ -68,11 +68,14 @@ def test_mixed_shapes_equal_plain_decoding(
     assert engine.report().accepted_tokens > 0
 
 
+@pytest.mark.parametrize("first", ["eagle3", "peagle"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-def test_different_draft_for_each_task(make_engine: Any, lossless: Any, plain: Any, pipelined: bool) -> None:
+def test_different_draft_for_each_task(
+    make_engine: Any, lossless: Any, plain: Any, pipelined: bool, first: str
+) -> None:
     """Three methods draft in one batch, each for its own tasks, and accepted tokens are counted for the right draft."""
     plan_of, submit, texts = lossless
-    engine = make_engine(["eagle3", "draft-model", "ngram-blind"], pipelined=pipelined)
+    engine = make_engine([first, "draft-model", "ngram-blind"], pipelined=pipelined)
     tasks = tuple(TaskMatch(name=f"t{i}", draft=draft) for i, draft in enumerate((None, "d1", "d2", "unknown")))
     engine.set_plan(plan_of([MIX[3], MIX[2], MIX[6], MIX[1]], tasks=tasks))
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=4) for i in range(12)]
