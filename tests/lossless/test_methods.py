@@ -12,7 +12,7 @@ import pytest
 import torch
 from plain_decoding import dense
 
-from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
+from specdecode_worker.contract import FEATURES, DraftState, TaskMatch, TreeShape, draft_passes
 from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.models.configs.target_states import TargetStates
@@ -114,6 +114,30 @@ def test_draft_swap_during_requests(
     assert {cell.draft for cell in cells} == {"d", "new"}
     hits = sum(sum(cell.ranks[:-1]) for cell in cells if cell.draft == "new" and cell.depth == 1)
     assert hits > 0, "the new draft must have been of use to running requests"
+
+
+@pytest.mark.parametrize(("method", "passes"), [("eagle3", 4), ("peagle", 1)])
+def test_steps_report_the_passes_of_the_method(make_engine: Any, lossless: Any, method: Any, passes: int) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine(method)
+    engine.set_plan(plan_of([TreeShape.chain(4)]))
+    texts(engine, [submit(i, sampled=False, tokens=TOKENS) for i in range(4)])
+    drafted = {cell.draft_passes: cell for cell in engine.report().steps if cell.draft_passes and not cell.prefill}
+    assert set(drafted) == {passes}
+    assert passes == draft_passes(method, 4)
+    assert drafted[passes].x[FEATURES.index("draft_passes")] == passes * drafted[passes].count
+
+
+def test_shadow_nodes_of_a_parallel_draft_cost_no_pass(make_engine: Any, lossless: Any) -> None:
+    """Deeper shadow nodes cost no time behind a verified chain, and one pass behind a plain step."""
+    plan_of, submit, texts = lossless
+    engine = make_engine("peagle")
+    engine.set_plan(plan_of([TreeShape.chain(2)], explore=0.5, max_depth=5))
+    requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(4)]
+    texts(engine, requests)
+    depths = {cell.depth for cell in engine.report().acceptance if sum(cell.ranks)}
+    assert depths == {1, 2, 3, 4, 5}
+    assert {cell.draft_passes for cell in engine.report().steps} <= {0, 1}
 
 
 def proposals(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
