@@ -25,6 +25,7 @@ from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMeth
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.training.artifacts import lineage
 from specdecode_worker.training.artifacts.atomic_files import write_json
 from specdecode_worker.training.artifacts.export import Names, write_draft
@@ -161,7 +162,7 @@ def _add_copy_heads(draft: Draft, target: Llama, recorded: Path, draft_settings:
 
     They are fitted on the first shard alone, so that a resumed run gets the same heads.
     """
-    if not isinstance(draft, Eagle3Head):
+    if not isinstance(draft, Eagle3Head) or isinstance(draft, PEagleHead):
         raise DraftNotTrainable(f"copiers are heads of an EAGLE-3 layer; --method {draft_settings.method} has none")
     return add_copy_heads(draft, target, list(read_shard(shard_paths(recorded)[0])), draft_settings.copiers)
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.checkpoints.peagle_weights import load_peagle
 from specdecode_worker.models.checkpoints.weights import load_eagle, load_eagle3, load_llama, load_medusa
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
@@ -26,6 +27,7 @@ from specdecode_worker.training.heads.initialization import (
     new_eagle,
     new_head,
     new_medusa,
+    new_peagle,
 )
 
 CPU = torch.device("cpu")
@@ -66,6 +68,21 @@ def test_a_head_has_the_tensors_and_fields_of_its_family(head: Eagle3Head, names
     assert config["norm_before_residual"] is False
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert ("speculators_model_type" in config) == (names == "speculators")
+
+
+@pytest.mark.parametrize("names", FAMILIES)
+def test_parallel_heads_of_all_families_draft_identically(names: Names, target: Llama, tmp_path: Path) -> None:
+    head = new_peagle(target, torch.arange(0, 64, 2), 2)
+    shaken(head)
+    write_draft(head, tmp_path, tmp_path, names)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["mask_token_id"] == 63
+    assert config.get("speculators_model_type") == ("peagle" if names == "speculators" else None)
+    loaded = load_peagle(tmp_path, target, dtype=torch.float32, device=CPU)
+    assert loaded.config == head.config
+    for name, tensor in head.state_dict().items():
+        rounded = tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(loaded.state_dict()[name], rounded), name
 
 
 @pytest.mark.parametrize("layers", [1, 2])

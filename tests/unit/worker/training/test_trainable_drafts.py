@@ -14,10 +14,11 @@ from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.training.data.batches import DataSet
 from specdecode_worker.training.data.shards import Conversation, write_shard
 from specdecode_worker.training.data.state_recording import read_states
-from specdecode_worker.training.heads.initialization import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.heads.initialization import new_draft_model, new_eagle, new_head, new_medusa, new_peagle
 from specdecode_worker.training.heads.trainable_drafts import (
     batch_for,
     logits_of,
@@ -29,7 +30,7 @@ from specdecode_worker.training.optimization.objective import LossSettings, loss
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
 
 DEPTH = 3
-METHODS = ("eagle3", "two layers", "eagle", "medusa", "draft-model")
+METHODS = ("eagle3", "two layers", "peagle", "eagle", "medusa", "draft-model")
 
 
 class Growing:
@@ -59,6 +60,8 @@ def made(method: str, target: Llama) -> Draft:
             draft = new_head(target, known)
         case "two layers":
             draft = new_head(target, known, layers=2)
+        case "peagle":
+            draft = new_peagle(target, known, layers=2)
         case "eagle":
             draft = new_eagle(target, layers=2)
         case "medusa":
@@ -87,8 +90,15 @@ def stepped(draft: Draft, conversation: Conversation, root: int) -> list[Tensor]
     read = conversation.hidden_NE if draft.reads.final else conversation.aux_NA
     state = draft(draft.fuse(read[slots - 1]), tokens[slots], slots, attend)[-1:]
     logits = [draft.logits(state)[0]]
+    if isinstance(draft, PEagleHead):
+        tokens, state = torch.full_like(tokens, draft.config.mask_token_id), draft.mask_state
     for slot in range(root + 1, end):
-        state = draft(state, tokens[slot : slot + 1], torch.tensor([slot]), attend)
+        state = draft(
+            draft.mask_state if isinstance(draft, PEagleHead) else state,
+            tokens[slot : slot + 1],
+            torch.tensor([slot]),
+            attend,
+        )
         logits.append(draft.logits(state)[0])
     return logits
 

@@ -26,6 +26,11 @@ class PEagleHead(Eagle3Head):
         super().__init__(config, embed_tokens, own_embedding=own_embedding)
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.reads.width(config.target_hidden_size)))
 
+    @property
+    def mask_state(self) -> Tensor:
+        """State that the head reads at a mask slot, [1, E]."""
+        return self.fuse(self.mask_hidden.view(1, -1))
+
     def masked_states(self, aux_TA: Tensor, masked_T: Tensor) -> Tensor:
         """Return the states that the head reads [T, E]: ``mask_hidden`` at masked positions, else the target's."""
         mask_A = self.mask_hidden.flatten().to(aux_TA.dtype)

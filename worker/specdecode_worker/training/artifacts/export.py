@@ -1,7 +1,7 @@
 """Export of a trained draft as a folder that inference engines load: config.json and bf16 weights.
 
-EAGLE-3 heads can be written with the tensor names of SafeAILab, speculators or NeMo. EAGLE-1 heads get SafeAILab's
-names, Medusa heads vLLM's, and a draft model its target's.
+EAGLE-3 and P-EAGLE heads can be written with the tensor names of SafeAILab, speculators or NeMo. EAGLE-1 heads get
+SafeAILab's names, Medusa heads vLLM's, and a draft model its target's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = 
 
 
 def write_head(head: Eagle3Head, folder: Path, names: Names = "safeailab") -> None:
-    """Write an EAGLE-3 head. ``d2t`` and ``t2d`` are omitted if the draft vocabulary is the target's."""
+    """Write an EAGLE-3 or P-EAGLE head. ``d2t`` and ``t2d`` are omitted if the draft vocabulary is the target's."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _rounded(head)
     if head.config.draft_vocab_size < head.config.vocab_size:

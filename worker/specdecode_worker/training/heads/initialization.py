@@ -42,15 +42,16 @@ def new_head(target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
 
 
 def new_peagle(target: Llama, vocabulary: Tensor, layers: int = 1) -> PEagleHead:
-    """Return a trainable fp32 P-EAGLE head that starts as `new_head` does, with a zero state for its mask slots.
+    """Return a trainable fp32 P-EAGLE head that starts as `new_head` does, with a small random mask state.
 
-    Its mask token is the last one of the target's vocabulary, which is a reserved token in the vocabularies of Llama.
-    The embedding of the mask token is the target's and is not trained; the state ``mask_hidden`` is.
+    Its mask token is the last one of the target's vocabulary, a reserved token in that of Llama 3. The embedding of the
+    mask token is the target's and is not trained; ``mask_hidden`` is.
     """
     fields = _head_fields(target.config, len(vocabulary), layers)
     config = PEagleConfig(mask_token_id=target.config.vocab_size - 1, **fields)
     head = PEagleHead(config, target.model.embed_tokens)
     _initialise_head(head, target, vocabulary)
+    nn.init.normal_(head.mask_hidden, std=0.02, generator=torch.Generator().manual_seed(0))
     return head
 
 

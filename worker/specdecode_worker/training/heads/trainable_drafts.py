@@ -19,7 +19,9 @@ from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.heads.parallel_unroll import unroll_parallel
 from specdecode_worker.training.heads.unroll import Batch, gather_rows, make_batch, shifted, unroll
 
 
@@ -34,9 +36,14 @@ def device_of_draft(draft: Draft) -> torch.device:
     return next(draft.parameters()).device
 
 
-def unrolled(draft: Draft, batch: Batch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each depth k the states [B, A, E] and the mask [B, A] of slots with a root in the answer."""
+def unrolled(draft: Draft, batch: Batch, depth: int, sample_seed: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each depth k the states [B, A, E] and the mask [B, A] of slots with a root in the answer.
+
+    With ``sample_seed``, drafts that `drops_roots` holds for are unrolled from some of the roots only.
+    """
     match draft:
+        case PEagleHead():
+            yield from unroll_parallel(draft, batch, depth, sample_seed)
         case Eagle3Head() | EagleHead():
             yield from unroll(draft, batch, depth)
         case MedusaHeads():
@@ -45,6 +52,11 @@ def unrolled(draft: Draft, batch: Batch, depth: int) -> Iterator[tuple[Tensor, T
         case Llama():
             states_BAE = _teacher_forced(draft, batch)
             yield from ((states_BAE, _rooted(batch, k)) for k in range(depth))
+
+
+def drops_roots(draft: Draft) -> bool:
+    """Return whether training drops roots at deeper depths, see ``parallel_unroll``."""
+    return isinstance(draft, PEagleHead)
 
 
 def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
