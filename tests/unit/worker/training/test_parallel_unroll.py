@@ -9,7 +9,7 @@ from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.heads.initialization import new_peagle
-from specdecode_worker.training.heads.parallel_unroll import kept_roots
+from specdecode_worker.training.heads.parallel_unroll import trained_roots
 from specdecode_worker.training.heads.trainable_drafts import batch_for, unrolled
 from specdecode_worker.training.optimization.objective import LossSettings, loss_of, root_counts
 
@@ -30,19 +30,21 @@ def peagle(target: Llama) -> PEagleHead:
     ("slots", "shares"), [(100, [100, 70, 49, 34, 24, 19]), (10, [10, 7, 4, 3, 2, 1]), (3, [3, 2, 1, 0, 0, 0])]
 )
 def test_deeper_depths_keep_fewer_roots(slots: int, shares: list[int]) -> None:
-    assert [kept_roots(slots, k, sampled=False) for k in range(6)] == [max(slots - k, 0) for k in range(6)]
-    assert [kept_roots(slots, k, sampled=True) for k in range(6)] == shares
+    assert [trained_roots(slots, k, sampled=False) for k in range(6)] == [max(slots - k, 0) for k in range(6)]
+    assert [trained_roots(slots, k, sampled=True) for k in range(6)] == shares
 
 
 @torch.no_grad()
-def test_kept_roots_are_nested_and_counted(peagle: PEagleHead, conversations: list[Conversation]) -> None:
+def test_trained_roots_are_nested_and_counted(peagle: PEagleHead, conversations: list[Conversation]) -> None:
     batch = batch_for(peagle, conversations, torch.float32)
-    kept = [rooted for _, rooted in unrolled(peagle, batch, DEPTH, sample_seed=3)]
-    assert [int(rooted.sum()) for rooted in kept] == root_counts(conversations, DEPTH, sampled=True)
-    assert sum(int(rooted.sum()) for rooted in kept) < sum(root_counts(conversations, DEPTH))
+    trained = [rooted for _, rooted in unrolled(peagle, batch, DEPTH, sample_seed=3)]
+    assert [int(rooted.sum()) for rooted in trained] == root_counts(conversations, DEPTH, sampled=True)
+    assert sum(int(rooted.sum()) for rooted in trained) < sum(root_counts(conversations, DEPTH))
     for k in range(1, DEPTH):
-        assert bool((kept[k - 1][:, :-1] | ~kept[k][:, 1:]).all()), "a root that is trained deeper is trained above"
-        assert bool((batch.valid_BA | ~kept[k]).all())
+        assert bool((trained[k - 1][:, :-1] | ~trained[k][:, 1:]).all()), (
+            "a root that is trained deeper is trained above"
+        )
+        assert bool((batch.valid_BA | ~trained[k]).all())
 
 
 @torch.no_grad()
@@ -51,19 +53,21 @@ def test_dropping_roots_does_not_change_the_states_of_others(
 ) -> None:
     batch = batch_for(peagle, conversations, torch.float32)
     whole = list(unrolled(peagle, batch, DEPTH))
-    for (all_states, rooted), (states, kept) in zip(whole, unrolled(peagle, batch, DEPTH, sample_seed=3), strict=True):
-        assert bool((rooted | ~kept).all())
-        torch.testing.assert_close(states[kept], all_states[kept], atol=1e-5, rtol=1e-4)
+    for (all_states, rooted), (states, trained) in zip(
+        whole, unrolled(peagle, batch, DEPTH, sample_seed=3), strict=True
+    ):
+        assert bool((rooted | ~trained).all())
+        torch.testing.assert_close(states[trained], all_states[trained], atol=1e-5, rtol=1e-4)
 
 
 def test_each_seed_trains_other_roots(peagle: PEagleHead, conversations: list[Conversation]) -> None:
     batch = batch_for(peagle, conversations, torch.float32)
-    kept = [
+    trained = [
         [rooted.flatten().tolist() for _, rooted in unrolled(peagle, batch, DEPTH, sample_seed=seed)]
         for seed in (3, 3, 4)
     ]
-    assert kept[0] == kept[1]
-    assert kept[0] != kept[2]
+    assert trained[0] == trained[1]
+    assert trained[0] != trained[2]
 
 
 def test_loss_of_a_sample_is_close_to_that_of_all_roots(

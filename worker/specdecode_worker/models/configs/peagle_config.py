@@ -22,7 +22,7 @@ _MASK_TOKEN_NAMES = ("mask_token_id", "pard_token", "ptd_token_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
-    """Shape of a P-EAGLE head. ``mask_token_id`` is the token that stands at every drafted position but the first."""
+    """Shape of a P-EAGLE head. ``mask_token_id`` is the token of every drafted position except the first."""
 
     mask_token_id: int
 

@@ -18,7 +18,7 @@ from specdecode_worker.models.networks.eagle3 import Eagle3Head
 
 
 class PEagleHead(Eagle3Head):
-    """P-EAGLE draft head. ``mask_hidden`` [1, 1, A] stands for the target's states at drafted positions."""
+    """P-EAGLE draft head. ``mask_hidden`` [1, 1, A] replaces the target's states at drafted positions."""
 
     config: PEagleConfig
 

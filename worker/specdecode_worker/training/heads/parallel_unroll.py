@@ -23,11 +23,11 @@ from torch import Tensor
 from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.training.heads.unroll import Batch, UnrolledAttention, gather_rows, true_states
 
-KEPT, LEAST_KEPT = 0.7, 0.2
+SHARE_PER_DEPTH, LEAST_SHARE = 0.7, 0.2
 """Share of the roots that each depth keeps of those of the depth before, and the least share of all."""
 
 
-def kept_roots(slots: int, k: int, *, sampled: bool) -> int:
+def trained_roots(slots: int, k: int, *, sampled: bool) -> int:
     """Return the number of roots of a text with ``slots`` answer slots that are trained at depth ``k``."""
     return math.ceil(max(slots - k, 0) * _share(k, sampled=sampled))
 
@@ -50,19 +50,19 @@ def unroll_parallel(
     order_BA = _root_order(batch.valid_BA, depth, sample_seed)
     mask_1E, sampled = head.mask_state, sample_seed is not None
     for k in range(1, depth):
-        order_BR = order_BA[:, : max(kept_roots(order_BA.shape[1], k, sampled=sampled), 1)]
+        order_BR = order_BA[:, : max(trained_roots(order_BA.shape[1], k, sampled=sampled), 1)]
         roots_BR = batch.answers_BA.gather(1, order_BR)
         attend.keep(roots_BR)
         tokens_T = torch.full((roots_BR.numel(),), head.config.mask_token_id, device=roots_BR.device)
         positions_T = (roots_BR + k + 1).flatten()
         state_TE = head(mask_1E.expand(len(tokens_T), -1), tokens_T, positions_T, attend)
-        kept_BR = _kept(batch.valid_BA, order_BR, k, sampled=sampled)
-        yield _by_slot(state_TE.unflatten(0, roots_BR.shape), order_BR + k, kept_BR, batch.valid_BA)
+        trained_BR = _trained(batch.valid_BA, order_BR, k, sampled=sampled)
+        yield _by_slot(state_TE.unflatten(0, roots_BR.shape), order_BR + k, trained_BR, batch.valid_BA)
 
 
 def _share(k: int, *, sampled: bool) -> float:
     """Return the share of the roots that are trained at depth ``k``."""
-    return max(KEPT**k, LEAST_KEPT) if sampled else 1.0
+    return max(SHARE_PER_DEPTH**k, LEAST_SHARE) if sampled else 1.0
 
 
 def _root_order(valid_BA: Tensor, depth: int, sample_seed: int | None) -> Tensor:
@@ -79,20 +79,20 @@ def _root_order(valid_BA: Tensor, depth: int, sample_seed: int | None) -> Tensor
     return torch.where(place_BA < whole_B1, random_BA, 1.0 + place_BA).argsort(dim=1)
 
 
-def _kept(valid_BA: Tensor, order_BR: Tensor, k: int, *, sampled: bool) -> Tensor:
-    """Return the mask [B, R] of the roots in ``order_BR`` that `kept_roots` counts for each text."""
+def _trained(valid_BA: Tensor, order_BR: Tensor, k: int, *, sampled: bool) -> Tensor:
+    """Return the mask [B, R] of the roots in ``order_BR`` that `trained_roots` counts for each text."""
     slots_B1 = (valid_BA.sum(dim=1, keepdim=True) - k).clamp(min=0)
     counts_B1 = (slots_B1.double() * _share(k, sampled=sampled)).ceil()
     return torch.arange(order_BR.shape[1], device=order_BR.device) < counts_B1
 
 
-def _by_slot(state_BRE: Tensor, slot_BR: Tensor, kept_BR: Tensor, valid_BA: Tensor) -> tuple[Tensor, Tensor]:
+def _by_slot(state_BRE: Tensor, slot_BR: Tensor, trained_BR: Tensor, valid_BA: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states by answer slot [B, A, E], zero where no root was kept, and the mask [B, A] of kept ones."""
     rows, answers = valid_BA.shape
-    to_BR = torch.where(kept_BR, slot_BR, answers)  # the last column takes what is not kept
+    to_BR = torch.where(trained_BR, slot_BR, answers)  # the last column takes what is not kept
     state_BAE = state_BRE.new_zeros(rows, answers + 1, state_BRE.shape[-1])
     state_BAE = state_BAE.scatter(1, to_BR[:, :, None].expand_as(state_BRE), state_BRE)
-    return state_BAE[:, :answers], valid_BA.new_zeros(rows, answers + 1).scatter(1, to_BR, kept_BR)[:, :answers]
+    return state_BAE[:, :answers], valid_BA.new_zeros(rows, answers + 1).scatter(1, to_BR, trained_BR)[:, :answers]
 
 
 class _RootAttention(UnrolledAttention):

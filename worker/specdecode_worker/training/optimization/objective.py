@@ -20,7 +20,7 @@ from torch import Tensor
 from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.training.data.normalizers import TEMPERATURES
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.heads.parallel_unroll import kept_roots
+from specdecode_worker.training.heads.parallel_unroll import trained_roots
 from specdecode_worker.training.heads.trainable_drafts import logits_of, unrolled, vocabulary_of
 from specdecode_worker.training.heads.unroll import Batch, shifted_back
 from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
@@ -51,7 +51,7 @@ def root_counts(conversations: Sequence[Conversation], depth: int, *, sampled: b
     A root needs an answer slot k slots after it. ``sampled`` is true if deeper depths drop roots.
     """
     lengths = [len(c.tokens_N) - c.answer_start for c in conversations]
-    return [sum(kept_roots(length, k, sampled=sampled) for length in lengths) for k in range(depth)]
+    return [sum(trained_roots(length, k, sampled=sampled) for length in lengths) for k in range(depth)]
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 The pass runs the slots up to the root, as that of EAGLE heads does, and behind them one slot of the mask token for each
 further depth. The slot of the root proposes depth 1, the mask slot behind it depth 2, and so on. Mask slots know no
 drafted token, so all nodes of one depth have the same distribution; their children differ in rank alone, or by what the
-tokens on the path forbid. The keys of mask slots lie where a tree's keys would, and are overwritten in the same way.
+tokens on the path forbid. The keys of mask slots are where a tree's keys would, and are overwritten in the same way.
 
 vLLM packs its pass alike (vllm-project/vllm, vllm/v1/spec_decode/llm_base_proposer.py, ``parallel_drafting``).
 """
@@ -61,7 +61,7 @@ class _Slots:
 
     @property
     def is_masked(self) -> list[bool]:
-        """Whether each slot of the pass is a mask slot."""
+        """True for each slot of the pass that is a mask slot."""
         parts = zip(self.committed, self.masks, strict=True)
         return [masked for count, masks in parts for masked in [False] * count + [True] * masks]
 
