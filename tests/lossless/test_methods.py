@@ -163,24 +163,10 @@ def proposals(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
             hidden = pair.eagle(pair.eagle.fuse(features[:-1]), tokens[1:], slots, dense)
             best = pair.eagle.logits(hidden).argmax(-1, keepdim=True)
             return pair.eagle.target_ids[best].tolist()  # type: ignore[no-any-return]
-        case "peagle":
-            return [parallel_proposals(pair.peagle, features[:root], tokens[1 : root + 1], 4) for root in slots]
     raise ValueError(method)
 
 
-def parallel_proposals(head: Any, features: torch.Tensor, tokens: torch.Tensor, depth: int) -> list[int]:
-    """Return the proposals of a P-EAGLE head after the last of ``tokens``, from one dense pass with mask slots."""
-    masks = depth - 1
-    read = torch.cat((features, head.mask_hidden.flatten().expand(masks, -1)))
-    text = torch.cat((tokens, torch.full((masks,), head.config.mask_token_id)))
-    hidden = head(head.fuse(read), text, torch.arange(1, len(text) + 1), dense)
-    best = head.logits(hidden[len(tokens) - 1 :]).argmax(-1)
-    return head.target_ids[best].tolist()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("method", "depth"), [("medusa", 4), ("peagle", 4), ("eagle", 1), ("eagle3", 1), ("draft-model", 1)]
-)
+@pytest.mark.parametrize(("method", "depth"), [("medusa", 4), ("eagle", 1), ("eagle3", 1), ("draft-model", 1)])
 def test_accepted_tokens_match_the_methods_definition(
     make_engine: Any, lossless: Any, pair: Any, plain: Any, method: str, depth: int
 ) -> None:

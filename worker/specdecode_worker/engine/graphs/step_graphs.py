@@ -177,7 +177,7 @@ class StepGraphs:
         if self._drafts and drafter is None and (drafts or len(self._drafts) > 1):
             return "draft"
         behind = drafter.drafting(rows, trees) if drafter is not None else []
-        if drafter is not None and drafter.parallel and (drafts or behind):
+        if drafter is not None and drafter.parallel and drafts:
             return "draft"
         if behind and not drafts:
             return "catch-up"
