@@ -61,6 +61,34 @@ class CheckedProposals:
         return head.target_ids[best].tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize(("method", "passes"), [("eagle3", 5), ("peagle", 1)])
+def test_a_chain_of_five_runs_the_head_once(
+    make_engine: Any, lossless: Any, pair: Any, method: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step reads the weights of the head and of its output matrix once, and those of an EAGLE-3 head five times."""
+    plan_of, submit, texts = lossless
+    head = pair.eagle if method == "eagle3" else pair.peagle
+    calls = {"forward": 0, "logits": 0}
+
+    def counted(name: str) -> Any:
+        run = getattr(head, name)
+
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return run(*args)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(head, name, counted(name))
+    engine = make_engine(method, max_num_seqs=1)
+    engine.set_plan(plan_of([TreeShape.chain(5)]))
+    texts(engine, [submit(4, sampled=False, tokens=30)])
+    steps = sum(cell.count for cell in engine.report().steps if cell.draft_passes)
+    assert steps > 10
+    assert calls == {"forward": passes * steps + 1, "logits": passes * steps}, "one more pass runs over the prompt"
+
+
 @pytest.mark.parametrize(
     "fields",
     [
