@@ -17,7 +17,18 @@ from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.models.configs.target_states import TargetStates
 
-METHODS = ("eagle3", "peagle", "eagle", "medusa", "draft-model", "ngram", "ngram-blind", "suffix", "suffix-blind")
+METHODS = (
+    "eagle3",
+    "peagle",
+    "dflash",
+    "eagle",
+    "medusa",
+    "draft-model",
+    "ngram",
+    "ngram-blind",
+    "suffix",
+    "suffix-blind",
+)
 LEAST = {"draft-model": 1.5}
 """Minimum tokens per step for the test of a method to be meaningful. Other methods only need some accepted tokens."""
 SHAPES = {"chain": "chain:4", "tree": "tree:3,2,1,1"}
@@ -68,7 +79,7 @@ def test_mixed_shapes_equal_plain_decoding(
     assert engine.report().accepted_tokens > 0
 
 
-@pytest.mark.parametrize("first", ["eagle3", "peagle"])
+@pytest.mark.parametrize("first", ["eagle3", "peagle", "dflash"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 def test_different_draft_for_each_task(
     make_engine: Any, lossless: Any, plain: Any, pipelined: bool, first: str
@@ -85,7 +96,7 @@ def test_different_draft_for_each_task(
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-@pytest.mark.parametrize("then", ["draft-model", "ngram-blind", "copy", "peagle"])
+@pytest.mark.parametrize("then", ["draft-model", "ngram-blind", "copy", "peagle", "dflash"])
 def test_draft_swap_during_requests(
     make_engine: Any, lossless: Any, plain: Any, drafter: Any, then: str, pipelined: bool
 ) -> None:
@@ -116,7 +127,7 @@ def test_draft_swap_during_requests(
     assert hits > 0, "the new draft must have been of use to running requests"
 
 
-@pytest.mark.parametrize(("method", "passes"), [("eagle3", 4), ("peagle", 1)])
+@pytest.mark.parametrize(("method", "passes"), [("eagle3", 4), ("peagle", 1), ("dflash", 1)])
 def test_steps_report_the_passes_of_the_method(make_engine: Any, lossless: Any, method: Any, passes: int) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine(method)

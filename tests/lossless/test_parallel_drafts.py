@@ -12,8 +12,10 @@ import pytest
 import torch
 from plain_decoding import dense
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.drafts.parallel.dflash import DFlashDrafter
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.speculation.trees import Forest
@@ -52,6 +54,8 @@ class CheckedProposals:
 
     def _ranked(self, tokens: Tensor, depth: int) -> list[list[int]]:
         """Return the three best tokens by depth behind the last of ``tokens``."""
+        if isinstance(self._drafter, DFlashDrafter):
+            return self._ranked_block(tokens, depth)
         head, masks = self._pair.peagle, depth - 1
         states = self._pair.target(tokens, torch.arange(len(tokens)), dense, TargetStates(head.config.aux_layers))
         read = torch.cat((states.aux_TA[:-1], head.mask_hidden.flatten().expand(masks, -1)))
@@ -59,6 +63,20 @@ class CheckedProposals:
         hidden = head(head.fuse(read), text, torch.arange(1, len(text) + 1), dense)
         best = head.logits(hidden[-depth:]).topk(3).indices
         return head.target_ids[best].tolist()  # type: ignore[no-any-return]
+
+    def _ranked_block(self, tokens: Tensor, depth: int) -> list[list[int]]:
+        head, root = self._pair.dflash, len(tokens) - 1
+        states = self._pair.target(tokens, torch.arange(root + 1), dense, TargetStates(head.config.aux_layers))
+        context = head.context(states.aux_TA[:-1], torch.arange(root))
+        text = torch.cat((tokens[-1:], torch.full((depth,), head.config.mask_token_id)))
+
+        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            k, v = (torch.cat(pair) for pair in zip(context[layer], (k_TKD, v_TKD), strict=True))
+            q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k, v))
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
+
+        hidden = head(text, torch.arange(root, root + depth + 1), attend)
+        return head.logits(hidden[1:]).topk(3).indices.tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("method", "passes"), [("eagle3", 5), ("peagle", 1)])
@@ -100,9 +118,12 @@ def test_a_chain_of_five_runs_the_head_once(
     ],
     ids=["in-turn", "pipelined", "few-blocks", "few-blocks-pipelined", "small-chunks"],
 )
-def test_proposals_equal_a_dense_pass(make_engine: Any, lossless: Any, pair: Any, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("method", ["peagle", "dflash"])
+def test_proposals_equal_a_dense_pass(
+    make_engine: Any, lossless: Any, pair: Any, method: str, fields: dict[str, Any]
+) -> None:
     plan_of, submit, texts = lossless
-    engine = make_engine("peagle", **fields)
+    engine = make_engine(method, **fields)
     engine.set_plan(plan_of(SHAPES))
     checked = CheckedProposals(engine, pair)
     requests = [submit(i, sampled=i % 4 == 3, tokens=24, shapes=len(SHAPES)) for i in range(10)]

@@ -27,7 +27,7 @@ from specdecode_worker.training.optimization.trainer import TrainSettings
 from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, train_draft
 
 _DEFAULTS = TrainSettings()
-_METHODS: tuple[WeightMethod, ...] = ("eagle3", "peagle", "eagle", "medusa", "draft-model")
+_METHODS: tuple[WeightMethod, ...] = ("eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

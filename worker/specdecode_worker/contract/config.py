@@ -64,9 +64,9 @@ class DraftConfig(Written):
 
 DRAFT_FREE: frozenset[Method] = frozenset(("ngram", "suffix", "none"))
 """Methods without draft weights."""
-ONE_PASS: frozenset[Method] = frozenset(("peagle",))
+ONE_PASS: frozenset[Method] = frozenset(("peagle", "dflash"))
 """Methods whose draft proposes all depths of a tree in one pass."""
-WITH_MLP: tuple[Method, ...] = ("eagle3", "peagle", "eagle", "draft-model")
+WITH_MLP: tuple[Method, ...] = ("eagle3", "peagle", "dflash", "eagle", "draft-model")
 """Methods with decoder blocks in the draft, which can be quantized."""
 
 

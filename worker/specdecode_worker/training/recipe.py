@@ -42,6 +42,7 @@ from specdecode_worker.training.evaluation.draft_calibration import write_calibr
 from specdecode_worker.training.heads.continued_head import prepare_draft
 from specdecode_worker.training.heads.copy_attention import add_copy_heads
 from specdecode_worker.training.heads.initialization import (
+    new_dflash,
     new_draft_model,
     new_eagle,
     new_head,
@@ -149,6 +150,8 @@ def _draft(target: Llama, draft_settings: DraftSettings, out: Path, settings: Tr
             return new_head(target, known, draft_settings.layers)
         case "peagle":
             return new_peagle(target, known, draft_settings.layers)
+        case "dflash":
+            return new_dflash(target, draft_settings.layers, settings.depth)
         case "eagle":
             return new_eagle(target, draft_settings.layers)
         case "medusa":

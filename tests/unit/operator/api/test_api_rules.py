@@ -44,6 +44,7 @@ GOOD: list[dict[str, Any]] = [
     {"speculation": {"method": "ngram", "draft": None}},
     {"speculation": {"method": "suffix", "draft": None}},
     {"speculation": {"method": "peagle", "draft": {"uri": "hf://a/b@main", "quantization": "int4"}}},
+    {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "quantization": "int8"}}},
     {"speculation": {"drafts": [{"name": "a", "method": "peagle", "uri": "file:///m", "quantization": "fp8"}]}},
     {
         "speculation": {

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, eagle3_tensors, eagle_tensors, medusa_tensors, write
+from checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from safetensors.torch import load_file, save_file
 from tokens import saved, tokenizer
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMethod, check_draft, load_draft
 from specdecode_worker.models.checkpoints.safetensors_headers import describe, infer_method, read_tensor_headers
 from specdecode_worker.models.configs.model_config import (
+    DFlashConfig,
     Eagle3Config,
     EagleConfig,
     LlamaConfig,
@@ -23,6 +24,7 @@ from specdecode_worker.models.configs.model_config import (
     llama_config,
 )
 from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
@@ -33,6 +35,7 @@ from specdecode_worker.models.transforms.fusion import fuse
 METHODS: dict[WeightMethod, tuple[type, type]] = {
     "eagle3": (Eagle3Head, Eagle3Config),
     "peagle": (PEagleHead, PEagleConfig),
+    "dflash": (DFlashHead, DFlashConfig),
     "eagle": (EagleHead, EagleConfig),
     "medusa": (MedusaHeads, MedusaConfig),
     "draft-model": (Llama, LlamaConfig),
@@ -63,6 +66,7 @@ def folders(shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Folders:
             one | {"draft_vocab_size": 40, "mask_token_id": 9},
             eagle3_tensors() | {"mask_hidden": torch.ones(1, 1, 96)},
         ),
+        "dflash": write(tmp_path / "dflash", one | DFLASH, dflash_tensors(1)),
         "eagle": write(tmp_path / "eagle", one, eagle_tensors()),
         "medusa": write(tmp_path / "medusa", {"medusa_num_heads": 2}, medusa_tensors(2, 1)),
         "draft-model": saved(write(tmp_path / "small", small, of_a_model(small, randomise, 3)), tokenizer()),
@@ -98,6 +102,7 @@ def test_draft_of_another_method_is_refused(
     word = {
         "eagle3": "an EAGLE-3 head",
         "peagle": "a P-EAGLE head",
+        "dflash": "a DFlash head",
         "eagle": "an EAGLE-1",
         "medusa": "a Medusa",
         "draft-model": "a whole model",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, eagle3_tensors, eagle_tensors, medusa_tensors, write
+from checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -24,6 +24,7 @@ from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, che
 from specdecode_worker.models.checkpoints.safetensors_headers import INDEX, describe
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.configs.model_config import (
+    dflash_config,
     eagle3_config,
     eagle_config,
     llama_config,
@@ -31,20 +32,21 @@ from specdecode_worker.models.configs.model_config import (
     peagle_config,
 )
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 
 few = settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "15")), deadline=None)
-KINDS = ("eagle3", "peagle", "eagle", "medusa", "draft-model", "target")
+KINDS = ("eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model", "target")
 FIELDS = (
     """
-architectures attention_bias bias bos_token_id draft_vocab_size eagle_aux_hidden_state_layer_ids eagle_config
-eos_token_id fc_norm head_dim hidden_act hidden_size intermediate_size layer_types mask_token_id
-max_position_embeddings medusa_num_heads medusa_num_layers mlp_bias model_type norm_before_fc norm_before_residual
-norm_output num_attention_heads num_aux_hidden_states num_hidden_layers num_key_value_heads pard_token
-parallel_drafting partial_rotary_factor qkv_bias quantization_config rms_norm_eps rope_parameters rope_scaling
-rope_theta sliding_window speculators_model_type target_hidden_size tie_word_embeddings transformer_layer_config
-truncated_vocab_size vocab_size
+architectures attention_bias bias block_size dflash_config bos_token_id draft_vocab_size
+eagle_aux_hidden_state_layer_ids eagle_config eos_token_id fc_norm head_dim hidden_act hidden_size intermediate_size
+layer_types mask_token_id max_position_embeddings medusa_num_heads medusa_num_layers mlp_bias model_type
+norm_before_fc norm_before_residual norm_output num_attention_heads num_aux_hidden_states num_hidden_layers
+num_key_value_heads pard_token parallel_drafting partial_rotary_factor qkv_bias quantization_config rms_norm_eps
+rope_parameters rope_scaling rope_theta sliding_window speculators_model_type target_hidden_size tie_word_embeddings
+transformer_layer_config truncated_vocab_size vocab_size
 """.strip()
     .replace("\n", " ")
     .split(" ")
@@ -95,6 +97,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(base / "eagle3", one | {"draft_vocab_size": 40}, eagle3_tensors())
     peagle = eagle3_tensors() | {"mask_hidden": torch.ones(1, 1, 96)}
     write(base / "peagle", one | {"draft_vocab_size": 40, "mask_token_id": 9}, peagle)
+    write(base / "dflash", one | DFLASH, dflash_tensors(1))
     write(base / "eagle", one, eagle_tensors())
     write(base / "medusa", {"medusa_num_heads": 2}, medusa_tensors(2, 1))
     return base
@@ -148,7 +151,10 @@ def run(network: Any, target: Llama) -> None:
         )
         return
     aux = target(tokens, positions, attend, network.reads).aux_TA
-    if isinstance(network, MedusaHeads):
+    if isinstance(network, DFlashHead):
+        assert len(network.context(aux, positions)) == len(network.layers)
+        assert network.logits(network(tokens, positions, attend)).shape[0] == 3
+    elif isinstance(network, MedusaHeads):
         assert network.logits(aux).shape[1] == 3
     else:
         assert network.logits(network(network.fuse(aux), tokens, positions, attend)).shape[0] == 3
@@ -204,7 +210,7 @@ def test_wrong_values_are_accepted_or_raise_model_errors(field: str) -> None:
                 raw = SHAPE | {"rope_scaling": scaling | {field.split(".")[1]: value}}
             else:
                 raw = SHAPE | {"medusa_num_heads": 2, "rope_scaling": scaling, field: value}
-            for read in (llama_config, eagle3_config, peagle_config, eagle_config, medusa_config):
+            for read in (llama_config, eagle3_config, peagle_config, dflash_config, eagle_config, medusa_config):
                 with suppress(ModelError):
                     read(raw, *([] if read is llama_config else [target]))  # type: ignore[operator]
 

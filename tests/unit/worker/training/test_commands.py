@@ -100,7 +100,7 @@ def test_repeated_run_resumes_without_recording_again(model: Path, prompts: Path
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("method", ["peagle", "eagle", "medusa", "draft-model"])
+@pytest.mark.parametrize("method", ["peagle", "dflash", "eagle", "medusa", "draft-model"])
 def test_other_methods_train_and_continue_training(method: str, model: Path, tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("All happy families are alike. " * 60)

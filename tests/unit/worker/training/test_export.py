@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdecode_worker.models.checkpoints.dflash_weights import load_dflash
 from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.models.checkpoints.peagle_weights import load_peagle
 from specdecode_worker.models.checkpoints.weights import load_eagle, load_eagle3, load_llama, load_medusa
@@ -23,6 +24,7 @@ from specdecode_worker.training.evaluation.acceptance_replay import target_token
 from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
 from specdecode_worker.training.heads.initialization import (
     head_config,
+    new_dflash,
     new_draft_model,
     new_eagle,
     new_head,
@@ -112,6 +114,10 @@ def test_head_with_the_whole_vocabulary_has_no_token_maps(target: Llama, tmp_pat
 def test_other_methods_load_as_they_were_written(target: Llama, tmp_path: Path) -> None:
     drafts = {
         "eagle": (new_eagle(target, layers=2), lambda at: load_eagle(at, target, dtype=torch.float32, device=CPU)),
+        "dflash": (
+            new_dflash(target, 2, 4),
+            lambda at: load_dflash(at, target, dtype=torch.float32, device=CPU),
+        ),
         "medusa": (
             new_medusa(target, torch.arange(0, 64, 2), 2),
             lambda at: load_medusa(at, target, dtype=torch.float32, device=CPU),

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from specdecode_worker.contract import Method
+from specdecode_worker.models.checkpoints.dflash_weights import load_dflash, prepare_dflash
 from specdecode_worker.models.checkpoints.peagle_weights import load_peagle, prepare_peagle
 from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
 from specdecode_worker.models.checkpoints.tensor_placement import Network, UnloadedNetwork
@@ -26,18 +27,20 @@ from specdecode_worker.models.checkpoints.weights import (
     prepare_medusa,
 )
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.models.networks.peagle import PEagleHead
 
-WeightMethod = Literal["eagle3", "peagle", "eagle", "medusa", "draft-model"]
+WeightMethod = Literal["eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model"]
 """Methods with draft weights."""
-Draft = Eagle3Head | PEagleHead | EagleHead | MedusaHeads | Llama
+Draft = Eagle3Head | PEagleHead | DFlashHead | EagleHead | MedusaHeads | Llama
 _CALLED: dict[Method, str] = {
     "eagle3": "an EAGLE-3 head",
     "peagle": "a P-EAGLE head",
+    "dflash": "a DFlash head",
     "eagle": "an EAGLE-1 or EAGLE-2 head",
     "medusa": "a Medusa checkpoint",
     "draft-model": "a whole model",
@@ -70,6 +73,8 @@ def load_draft(
             return load_eagle3(folder, target, dtype=dtype, device=device)
         case "peagle":
             return load_peagle(folder, target, dtype=dtype, device=device)
+        case "dflash":
+            return load_dflash(folder, target, dtype=dtype, device=device)
         case "eagle":
             return load_eagle(folder, target, dtype=dtype, device=device)
         case "medusa":
@@ -100,6 +105,8 @@ def build_meta_draft(
             return _checked_network(prepare_eagle3(folder, target))
         case "peagle":
             return _checked_network(prepare_peagle(folder, target))
+        case "dflash":
+            return _checked_network(prepare_dflash(folder, target))
         case "eagle":
             return _checked_network(prepare_eagle(folder, target))
         case "medusa":

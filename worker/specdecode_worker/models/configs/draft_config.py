@@ -93,10 +93,10 @@ def eagle3_fields(fields: Fields, target: LlamaConfig, *, norm_before_residual: 
         ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
     """
     nested = fields.part("eagle_config")
-    blocks = _blocks(fields, target)
+    blocks = head_blocks(fields, target)
     hidden = fields.integer("target_hidden_size", blocks["hidden_size"])
-    _expect("hidden_size", hidden, target.hidden_size)
-    vocab = _vocabulary(fields, target)
+    expect_equal("hidden_size", hidden, target.hidden_size)
+    vocab = head_vocabulary(fields, target)
     reads_aux = nested.flag("use_aux_hidden_state", True)
     if not reads_aux and blocks["hidden_size"] != target.hidden_size:
         raise ConfigMismatch(f"use_aux_hidden_state false needs the target's hidden_size {target.hidden_size}")
@@ -127,11 +127,11 @@ def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
     fields = flattened_fields(raw, "eagle")
     for name in ("add_para_norm", "layernorms"):
         fields.refuse(name)
-    blocks = _blocks(fields, target)
-    _expect("hidden_size", blocks["hidden_size"], target.hidden_size)
+    blocks = head_blocks(fields, target)
+    expect_equal("hidden_size", blocks["hidden_size"], target.hidden_size)
     bias = "fusion_bias" if fields.has("fusion_bias") else "bias"
     return EagleConfig(
-        vocab_size=_vocabulary(fields, target),
+        vocab_size=head_vocabulary(fields, target),
         num_hidden_layers=fields.integer("num_hidden_layers", 1, most=_MOST_LAYERS),
         fc_bias=fields.flag(bias) if fields.has(bias) else None,
         **blocks,
@@ -144,8 +144,8 @@ def medusa_config(raw: Mapping[str, Any], target: LlamaConfig) -> MedusaConfig:
     fields.refuse("original_lm_head")
     fields.refuse("logit_scale", 1)
     ours = fields.has("medusa_num_heads")
-    _expect("hidden_size", fields.integer("hidden_size", target.hidden_size), target.hidden_size)
-    vocab = _vocabulary(fields, target)
+    expect_equal("hidden_size", fields.integer("hidden_size", target.hidden_size), target.hidden_size)
+    vocab = head_vocabulary(fields, target)
     return MedusaConfig(
         num_heads=fields.integer("medusa_num_heads" if ours else "num_heads", most=64),
         num_layers=fields.integer("medusa_num_layers" if ours else "num_hidden_layers", 1, most=_MOST_LAYERS),
@@ -170,7 +170,8 @@ def flattened_fields(raw: Mapping[str, Any], kind: str) -> Fields:
     return Fields({**fields.part("transformer_layer_config").raw, **outside})
 
 
-def _blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
+def head_blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
+    """Return the fields of BlockConfig for a head. Positions follow the target's. Raise ConfigMismatch if invalid."""
     refuse_unknown(fields)
     # Heads declare a short limit that only describes their training text. Positions follow the target's.
     known = {**fields.raw, "max_position_embeddings": target.max_position_embeddings}
@@ -183,14 +184,16 @@ def _blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _vocabulary(fields: Fields, target: LlamaConfig) -> int:
+def head_vocabulary(fields: Fields, target: LlamaConfig) -> int:
+    """Return the size of the draft's whole vocabulary, which is the target's. Raise ConfigMismatch if it differs."""
     vocab = fields.integer("vocab_size", target.vocab_size)
     if vocab != target.vocab_size:
         raise ConfigMismatch(f"the draft's vocab_size is {vocab}, the target's {target.vocab_size}")
     return vocab
 
 
-def _expect(name: str, drafts: int, targets: int) -> None:
+def expect_equal(name: str, drafts: int, targets: int) -> None:
+    """Raise ConfigMismatch unless a draft was made for the target's value of ``name``."""
     if drafts != targets:
         raise ConfigMismatch(f"the draft was made for a target of {name} {drafts}, this target has {targets}")
 

@@ -6,6 +6,7 @@ Targets are in `target_config`, draft heads in `draft_config`, rotary scalings i
 from __future__ import annotations
 
 from specdecode_worker.models.configs.config_fields import read_config
+from specdecode_worker.models.configs.dflash_config import DFlashConfig, dflash_config
 from specdecode_worker.models.configs.draft_config import (
     Eagle3Config,
     EagleConfig,
@@ -20,6 +21,7 @@ from specdecode_worker.models.networks.rope import LinearScaling, RopeScaling, Y
 
 __all__ = [
     "BlockConfig",
+    "DFlashConfig",
     "Eagle3Config",
     "EagleConfig",
     "LinearScaling",
@@ -28,6 +30,7 @@ __all__ = [
     "PEagleConfig",
     "RopeScaling",
     "YarnScaling",
+    "dflash_config",
     "eagle3_config",
     "eagle_config",
     "llama_config",

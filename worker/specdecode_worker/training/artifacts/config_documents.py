@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specdecode_worker.models.configs.model_config import (
+    DFlashConfig,
     Eagle3Config,
     EagleConfig,
     LlamaConfig,
@@ -52,6 +53,25 @@ def speculators_config(config: Eagle3Config) -> dict[str, Any]:
             "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": None},
         },
         "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def dflash_config(config: DFlashConfig, target_layers: int) -> dict[str, Any]:
+    """Return config.json of a DFlash head as z-lab writes it and vLLM reads it."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **_blocks(config, config.num_hidden_layers),
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [layer - 1 for layer in config.aux_layers],
+        },
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "num_target_layers": target_layers,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": True,
         "dtype": "bfloat16",
     }
 

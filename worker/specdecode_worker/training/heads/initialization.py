@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.models.configs.model_config import (
+    DFlashConfig,
     Eagle3Config,
     EagleConfig,
     LlamaConfig,
     MedusaConfig,
     PEagleConfig,
 )
+from specdecode_worker.models.networks.dflash import DFlashHead, DFlashLayer
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.layers import Block
@@ -52,6 +54,35 @@ def new_peagle(target: Llama, vocabulary: Tensor, layers: int = 1) -> PEagleHead
     head = PEagleHead(config, target.model.embed_tokens)
     _initialise_head(head, target, vocabulary)
     nn.init.normal_(head.mask_hidden, std=0.02, generator=torch.Generator().manual_seed(0))
+    return head
+
+
+def new_dflash(target: Llama, layers: int, depth: int) -> DFlashHead:
+    """Return a trainable fp32 DFlash head for blocks of ``depth`` mask slots, with layers that start without effect.
+
+    Its mask token is the last one of the target's vocabulary, as in `new_peagle`.
+    """
+    width, size = target.config.hidden_size, target.config.vocab_size
+    config = DFlashConfig(
+        **_blocks(target.config),
+        qk_norm=True,
+        vocab_size=size,
+        aux_layers=target.config.aux_layers,
+        mask_token_id=size - 1,
+        block_size=depth + 1,
+        num_hidden_layers=layers,
+    )
+    head = DFlashHead(config, target).float()
+    with torch.no_grad():
+        head.fc.weight.zero_()
+        head.fc.weight[:, 2 * width :].copy_(torch.eye(width))
+        last = target.model.layers[-1].state_dict()
+        for layer in head.layers:
+            assert isinstance(layer, DFlashLayer)
+            layer.load_state_dict(last, strict=False)
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        head.norm.weight.copy_(target.model.norm.weight)
     return head
 
 

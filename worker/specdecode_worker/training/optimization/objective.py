@@ -20,7 +20,7 @@ from torch import Tensor
 from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.training.data.normalizers import TEMPERATURES
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.heads.parallel_unroll import trained_roots
+from specdecode_worker.training.heads.root_sampling import RootShare, all_roots, root_count
 from specdecode_worker.training.heads.trainable_drafts import logits_of, unrolled, vocabulary_of
 from specdecode_worker.training.heads.unroll import Batch, shifted_back
 from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
@@ -42,16 +42,16 @@ class LossSettings:
     temperature: float = 1.0
     """Temperature of the acceptance term; one of ``normalizers.TEMPERATURES``."""
     sample_seed: int | None = None
-    """Seed of the roots that are trained at deeper depths, see ``parallel_unroll``. None trains all roots."""
+    """Seed of the roots that are trained at deeper depths, see ``root_sampling``. None trains all roots."""
 
 
-def root_counts(conversations: Sequence[Conversation], depth: int, *, sampled: bool = False) -> list[int]:
+def root_counts(conversations: Sequence[Conversation], depth: int, share: RootShare = all_roots) -> list[int]:
     """Return for each depth k the number of roots in ``conversations`` that are trained at that depth.
 
-    A root needs an answer slot k slots after it. ``sampled`` is true if deeper depths drop roots.
+    A root needs an answer slot k slots after it.
     """
     lengths = [len(c.tokens_N) - c.answer_start for c in conversations]
-    return [sum(trained_roots(length, k, sampled=sampled) for length in lengths) for k in range(depth)]
+    return [sum(root_count(length, k, share) for length in lengths) for k in range(depth)]
 
 
 @torch.no_grad()

@@ -118,6 +118,25 @@ def eagle3_tensors(layers: int = 1, *, size: int = 32, states: int = 3) -> Tenso
     return tensors | ({"fc.weight": noise(size, 32 * states)} if states else {})
 
 
+DFLASH: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 6,
+    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [0, 2]},
+}
+"""Fields of config.json that only DFlash heads have, as z-lab writes them."""
+
+
+def dflash_tensors(layers: int = 2) -> Tensors:
+    """Return the tensors of a DFlash head that reads two layers, under z-lab's names."""
+    tensors = {"fc.weight": noise(32, 64), "hidden_norm.weight": noise(32, seed=1), "norm.weight": noise(32, seed=2)}
+    for i in range(layers):
+        prefix = f"layers.{i}."
+        tensors |= block_tensors(prefix, seed=20 * i, norms=("input_layernorm",))
+        tensors |= {f"{prefix}self_attn.{name}.weight": noise(8, seed=5 + i) for name in ("q_norm", "k_norm")}
+    return tensors
+
+
 def medusa_tensors(heads: int, layers: int, *, bias: bool = True, rows: int = 97) -> Tensors:
     tensors: Tensors = {}
     for h in range(heads):
