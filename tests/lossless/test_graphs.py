@@ -158,13 +158,16 @@ def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, lo
     assert engine._graphs.replayed > 0
 
 
+@pytest.mark.parametrize("draft", ["peagle", "dflash"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
-def test_parallel_draft_with_captured_plain_steps(make_engine: Any, lossless: Any, plain: Any, pipelined: bool) -> None:
+def test_parallel_draft_with_captured_plain_steps(
+    make_engine: Any, lossless: Any, plain: Any, pipelined: bool, draft: str
+) -> None:
     """Steps that a parallel draft takes part in run eagerly, plain steps are replayed, and the draft keeps up."""
     plan_of, submit, texts = lossless
     drafting = [submit(i, sampled=i % 2 == 0, tokens=30, shapes=2) for i in (0, 2, 4)]
     alone = submit(1, sampled=True, tokens=150, shapes=2)
-    engine = make_engine("peagle", graphs=BUCKETS, pipelined=pipelined)
+    engine = make_engine(draft, graphs=BUCKETS, pipelined=pipelined)
     engine.set_plan(plan_of([CHAIN, NONE]))
     made, lags = engine._graphs, []
     assert texts(engine, drafting) == plain(drafting)

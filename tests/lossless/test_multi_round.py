@@ -103,7 +103,7 @@ def test_wrong_distribution_is_detected(
     assert p_value(plain, sampled_answers(make_engine, plan_of), submit(0)) < 1e-6
 
 
-@pytest.mark.parametrize("draft", ["copy", "peagle"])
+@pytest.mark.parametrize("draft", ["copy", "peagle", "dflash"])
 def test_greedy_text_in_a_mixed_batch_equals_plain_text(
     make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str
 ) -> None:

@@ -3,7 +3,8 @@
 The draft's cache holds keys and values of committed tokens that are made of the target's states, at the index of each
 token; the root's state is not known yet. The block follows: the root, and a mask slot for each depth of the tree. Its
 slots see the committed tokens and each other. Their keys are overwritten once the tokens are accepted. The block is cut
-to the depth of the tree, because every mask slot costs time; blocks of the trained size are at most that much better.
+to the depth of the tree, since a request owns cache blocks for its tree only. A head that was trained on longer blocks
+then sees fewer mask slots than in training.
 
 In the terms of EAGLE heads, slot i is at index i - 1 of this cache. The first slot behind a prefix from the cache is
 therefore the last index of a shared block, which is written again with the same values.
