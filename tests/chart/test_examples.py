@@ -77,7 +77,7 @@ def test_schema_check_detects_an_invalid_resource(root: Path) -> None:
         "spec.model.uri: does not match the pattern",
         "spec.speculation.depth.max: 99 is above 16",
         "spec.speculation.method: 'magic' is none of "
-        "['eagle3', 'eagle', 'draft-model', 'medusa', 'ngram', 'suffix', 'none']",
+        "['eagle3', 'peagle', 'dflash', 'eagle', 'draft-model', 'medusa', 'ngram', 'suffix', 'none']",
         "spec.workers.nodeSelector.a: 1 is no string",
         "spec.workers.resources.limits.memory: does not match the pattern",
     ]

@@ -23,6 +23,8 @@ from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
+from specdecode_worker.engine.drafts.parallel.dflash import DFlashDrafter
+from specdecode_worker.engine.drafts.parallel.peagle import PEagleDrafter
 from specdecode_worker.engine.drafts.suffix import SuffixDrafter
 from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
@@ -37,13 +39,21 @@ from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.models.configs.draft_config import eagle_config, medusa_config
-from specdecode_worker.models.configs.model_config import LlamaConfig, eagle3_config, llama_config
+from specdecode_worker.models.configs.model_config import (
+    LlamaConfig,
+    dflash_config,
+    eagle3_config,
+    llama_config,
+    peagle_config,
+)
 from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory
@@ -89,6 +99,8 @@ class Pair:
     target: Llama
     copy: NoisedCopy
     eagle: Eagle3Head
+    peagle: PEagleHead
+    dflash: DFlashHead
     eagle1: EagleHead
     medusa: MedusaHeads
 
@@ -111,16 +123,25 @@ def pair() -> Pair:
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.35)
     target.requires_grad_(False)
-    head_config = eagle3_config(
-        dict(shape, num_hidden_layers=1, draft_vocab_size=40, eagle_aux_hidden_state_layer_ids=[0, 1, 2]), config
-    )
+    head_shape = dict(shape, num_hidden_layers=1, draft_vocab_size=40, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    head_config = eagle3_config(head_shape, config)
     # A first layer id of 0 selects the inputs of the layers, so the inputs of all three layers are read.
     eagle = Eagle3Head(head_config, target.model.embed_tokens).double().requires_grad_(False)
     eagle.d2t += torch.arange(40) // 2  # maps to target ids 0, 1, 3, 4, 6, ...
+    parallel_shape = peagle_config(dict(head_shape, num_hidden_layers=2, mask_token_id=60), config)
+    peagle = PEagleHead(parallel_shape, target.model.embed_tokens).double().requires_grad_(False)
+    peagle.d2t += torch.arange(40) // 2
+    nn.init.normal_(peagle.mask_hidden)
+    block_shape = dict(shape, num_hidden_layers=2, block_size=6, num_target_layers=3)
+    block_shape["dflash_config"] = {"mask_token_id": 59, "target_layer_ids": [0, 1]}
+    dflash = DFlashHead(dflash_config(block_shape, config), target).double().requires_grad_(False)
+    for parameter in dflash.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.35)
     eagle1 = EagleHead(eagle_config(dict(shape, num_hidden_layers=1), config), target).double().requires_grad_(False)
     heads = medusa_config({"medusa_num_heads": 4, "medusa_num_layers": 1}, config)
     medusa = MedusaHeads(heads).double().requires_grad_(False)
-    return Pair(config, target, NoisedCopy(target, noise=0.03), eagle, eagle1, medusa)
+    return Pair(config, target, NoisedCopy(target, noise=0.03), eagle, peagle, dflash, eagle1, medusa)
 
 
 def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafter:
@@ -135,6 +156,10 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
             return EagleDrafter(pair.copy, None, cache(layers), state, 512)
         case "eagle3":
             return EagleDrafter(pair.eagle, pair.eagle.target_ids, cache(1), state, 512)
+        case "peagle":
+            return PEagleDrafter(pair.peagle, pair.peagle.target_ids, cache(2), state, 512)
+        case "dflash":
+            return DFlashDrafter(pair.dflash, cache(2), state, 512)
         case "eagle":
             return EagleDrafter(pair.eagle1, None, cache(1), state, 512)
         case "medusa":

@@ -59,7 +59,7 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("draft", ["copy", "eagle3"])
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_batch_of_mixed_shapes_equals_plain_decoding(

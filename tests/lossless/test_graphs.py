@@ -14,6 +14,7 @@ from specdecode_worker.contract import DraftState, Report, SyntheticKnobs, TreeS
 from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.ipc.messages import Submit
+from specdecode_worker.engine.step.device_state import STATE_RING_POSITIONS
 
 BUCKETS = (1, 2, 4, 8)
 CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:2,2,1"), TreeShape(())
@@ -24,16 +25,23 @@ SAMPLED = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seed
 
 
 def serve(
-    engine: Engine, requests: Sequence[Submit], every: int, between: Callable[[Engine, int], None] | None = None
+    engine: Engine,
+    requests: Sequence[Submit],
+    every: int,
+    between: Callable[[Engine, int], None] | None = None,
+    called_steps: int = 60,
 ) -> Text:
-    """Run the requests, one more every ``every`` steps, so that the batch grows and shrinks through the buckets."""
+    """Run the requests, one more every ``every`` steps, so that the batch grows and shrinks through the buckets.
+
+    ``between`` is called before each of the first ``called_steps`` steps.
+    """
     tokens_by_request: Text = {request.request_id: [] for request in requests}
     coming, steps = list(reversed(requests)), 0
     while coming or not engine.idle:
         if coming and steps % every == 0:
             engine.add(coming.pop())
         steps += 1
-        if between is not None and steps < 60:
+        if between is not None and steps < called_steps:
             between(engine, steps)
         for new in engine.step():
             tokens_by_request[new.request_id] += new.tokens
@@ -148,6 +156,31 @@ def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, lo
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(8)]
     assert texts(engine, requests) == plain(requests)
     assert engine._graphs.replayed > 0
+
+
+@pytest.mark.parametrize("draft", ["peagle", "dflash"])
+@pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
+def test_parallel_draft_with_captured_plain_steps(
+    make_engine: Any, lossless: Any, plain: Any, pipelined: bool, draft: str
+) -> None:
+    """Steps that a parallel draft takes part in run eagerly, plain steps are replayed, and the draft keeps up."""
+    plan_of, submit, texts = lossless
+    drafting = [submit(i, sampled=i % 2 == 0, tokens=30, shapes=2) for i in (0, 2, 4)]
+    alone = submit(1, sampled=True, tokens=150, shapes=2)
+    engine = make_engine(draft, graphs=BUCKETS, pipelined=pipelined)
+    engine.set_plan(plan_of([CHAIN, NONE]))
+    made, lags = engine._graphs, []
+    assert texts(engine, drafting) == plain(drafting)
+    assert engine.report().accepted_tokens > 0
+    assert made.eager["draft"] > 0
+
+    def note_lag(engine: Engine, _: int) -> None:
+        lags.extend(request.draft.lag for request in engine._scheduler.running)
+
+    assert serve(engine, [alone], every=1, between=note_lag, called_steps=150) == plain([alone])
+    assert made.replayed > 100
+    assert {key.passes for key in made._graphs} == {0}
+    assert max(lags) <= STATE_RING_POSITIONS, "a draft that lags further loses its keys"
 
 
 def test_draft_swap_discards_the_old_drafts_graphs(make_engine: Any, lossless: Any, plain: Any, drafter: Any) -> None:

@@ -123,7 +123,8 @@ def _until_end(answer: list[int], request: Submit) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "draft", [None, "copy", "eagle3", "eagle", "medusa", "draft-model", "ngram", "ngram-blind", "suffix"]
+    "draft",
+    [None, "copy", "eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model", "ngram", "ngram-blind", "suffix"],
 )
 def test_guided_text_equals_plain_decoding(guided_engine: Any, plain: GuidedDecoding, draft: str | None) -> None:
     submits = [r for r in requests() if r.sampling.grammar]
@@ -161,7 +162,7 @@ def test_prefix_reuse_and_two_drafts(guided_engine: Any, plain: GuidedDecoding, 
 
 
 def test_draft_swaps_between_steps(guided_engine: Any, plain: GuidedDecoding, drafter: Any) -> None:
-    names = ("ngram", "eagle3", "medusa", "suffix", "copy")
+    names = ("ngram", "eagle3", "peagle", "dflash", "medusa", "suffix", "copy")
 
     def swap(engine: Any, steps: int) -> list[Tokens]:
         if steps % 5 != 4:

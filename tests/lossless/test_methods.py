@@ -12,12 +12,23 @@ import pytest
 import torch
 from plain_decoding import dense
 
-from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
+from specdecode_worker.contract import FEATURES, DraftState, TaskMatch, TreeShape, draft_passes
 from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.models.configs.target_states import TargetStates
 
-METHODS = ("eagle3", "eagle", "medusa", "draft-model", "ngram", "ngram-blind", "suffix", "suffix-blind")
+METHODS = (
+    "eagle3",
+    "peagle",
+    "dflash",
+    "eagle",
+    "medusa",
+    "draft-model",
+    "ngram",
+    "ngram-blind",
+    "suffix",
+    "suffix-blind",
+)
 LEAST = {"draft-model": 1.5}
 """Minimum tokens per step for the test of a method to be meaningful. Other methods only need some accepted tokens."""
 SHAPES = {"chain": "chain:4", "tree": "tree:3,2,1,1"}
@@ -68,11 +79,14 @@ def test_mixed_shapes_equal_plain_decoding(
     assert engine.report().accepted_tokens > 0
 
 
+@pytest.mark.parametrize("first", ["eagle3", "peagle", "dflash"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-def test_different_draft_for_each_task(make_engine: Any, lossless: Any, plain: Any, pipelined: bool) -> None:
+def test_different_draft_for_each_task(
+    make_engine: Any, lossless: Any, plain: Any, pipelined: bool, first: str
+) -> None:
     """Three methods draft in one batch, each for its own tasks, and accepted tokens are counted for the right draft."""
     plan_of, submit, texts = lossless
-    engine = make_engine(["eagle3", "draft-model", "ngram-blind"], pipelined=pipelined)
+    engine = make_engine([first, "draft-model", "ngram-blind"], pipelined=pipelined)
     tasks = tuple(TaskMatch(name=f"t{i}", draft=draft) for i, draft in enumerate((None, "d1", "d2", "unknown")))
     engine.set_plan(plan_of([MIX[3], MIX[2], MIX[6], MIX[1]], tasks=tasks))
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=4) for i in range(12)]
@@ -82,7 +96,7 @@ def test_different_draft_for_each_task(make_engine: Any, lossless: Any, plain: A
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-@pytest.mark.parametrize("then", ["draft-model", "ngram-blind", "copy"])
+@pytest.mark.parametrize("then", ["draft-model", "ngram-blind", "copy", "peagle", "dflash"])
 def test_draft_swap_during_requests(
     make_engine: Any, lossless: Any, plain: Any, drafter: Any, then: str, pipelined: bool
 ) -> None:
@@ -111,6 +125,28 @@ def test_draft_swap_during_requests(
     assert {cell.draft for cell in cells} == {"d", "new"}
     hits = sum(sum(cell.ranks[:-1]) for cell in cells if cell.draft == "new" and cell.depth == 1)
     assert hits > 0, "the new draft must have been of use to running requests"
+
+
+@pytest.mark.parametrize(("method", "passes"), [("eagle3", 4), ("peagle", 1), ("dflash", 1)])
+def test_steps_report_the_passes_of_the_method(make_engine: Any, lossless: Any, method: Any, passes: int) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine(method)
+    engine.set_plan(plan_of([TreeShape.chain(4)]))
+    texts(engine, [submit(i, sampled=False, tokens=TOKENS) for i in range(4)])
+    drafted = {cell.draft_passes: cell for cell in engine.report().steps if cell.draft_passes and not cell.prefill}
+    assert set(drafted) == {passes}
+    assert passes == draft_passes(method, 4)
+    assert drafted[passes].x[FEATURES.index("draft_passes")] == passes * drafted[passes].count
+
+
+def test_shadow_nodes_of_a_parallel_draft_need_no_further_pass(make_engine: Any, lossless: Any) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine("peagle")
+    engine.set_plan(plan_of([TreeShape.chain(1)], explore=0.5, max_depth=2))
+    texts(engine, [submit(i, sampled=False, tokens=90) for i in range(8)])
+    report = engine.report()
+    assert {cell.depth for cell in report.acceptance if sum(cell.ranks)} == {1, 2}
+    assert {cell.draft_passes for cell in report.steps} <= {0, 1}
 
 
 def proposals(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:

@@ -60,20 +60,24 @@ def p_value(plain: PlainDecoding, answers: list[list[int]], request: Submit) -> 
     return float(chi2.sf(sum((o - e) ** 2 / e for o, e in cells), len(cells) - 1))
 
 
-def sampled_answers(make_engine: Any, plan_of: Any, *, cuts: bool = False, **sampling: Any) -> list[list[int]]:
-    engine = make_engine("copy", max_num_seqs=48, blocks=200, sampler=MultiRound)
+def sampled_answers(
+    make_engine: Any, plan_of: Any, *, draft: str = "copy", cuts: bool = False, **sampling: Any
+) -> list[list[int]]:
+    engine = make_engine(draft, max_num_seqs=48, blocks=200, sampler=MultiRound)
     engine.set_plan(plan_of(SHAPES))
     if cuts:
         engine.set_synthetic(SyntheticKnobs(acceptance=(0.7, 0.5)))
     return run(engine, [submit(i, **sampling) for i in range(REQUESTS)])
 
 
-@pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut-short"])
+@pytest.mark.parametrize(
+    ("draft", "cuts"), [("copy", False), ("copy", True), ("peagle", False)], ids=["whole", "cut-short", "parallel"]
+)
 def test_sampled_text_follows_the_target_distribution(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, cuts: bool
+    make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str, cuts: bool
 ) -> None:
     plan_of, *_ = lossless
-    answers = sampled_answers(make_engine, plan_of, cuts=cuts)
+    answers = sampled_answers(make_engine, plan_of, draft=draft, cuts=cuts)
     assert p_value(plain, answers, submit(0)) > 1e-3
 
 
@@ -99,9 +103,12 @@ def test_wrong_distribution_is_detected(
     assert p_value(plain, sampled_answers(make_engine, plan_of), submit(0)) < 1e-6
 
 
-def test_greedy_text_in_a_mixed_batch_equals_plain_text(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+@pytest.mark.parametrize("draft", ["copy", "peagle", "dflash"])
+def test_greedy_text_in_a_mixed_batch_equals_plain_text(
+    make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str
+) -> None:
     plan_of, *_ = lossless
-    engine = make_engine("copy", sampler=MultiRound)
+    engine = make_engine(draft, sampler=MultiRound)
     engine.set_plan(plan_of(SHAPES))
     fields: dict[str, Any] = {"max_tokens": 30, "top_k": 0, "frequency_penalty": 0.5}
     requests = [submit(i, temperature=0.0 if i % 2 else 0.9, **fields) for i in range(8)]

@@ -28,21 +28,28 @@ def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
     The noised copy was made from the unquantised target.
     """
     quantised = replace(
-        pair, target=copy.deepcopy(pair.target), copy=copy.deepcopy(pair.copy), eagle=copy.deepcopy(pair.eagle)
+        pair,
+        target=copy.deepcopy(pair.target),
+        copy=copy.deepcopy(pair.copy),
+        eagle=copy.deepcopy(pair.eagle),
+        peagle=copy.deepcopy(pair.peagle),
+        dflash=copy.deepcopy(pair.dflash, {id(pair.target): pair.target}),
     )
     quantise_target(quantised.target, request.param, CPU, stored=True)
     quantise_draft(quantised.copy.llama, "int4", stored=True)
     quantise_draft(quantised.eagle, "int4", stored=True)
-    for network in (quantised.target, quantised.copy.llama, quantised.eagle):
+    quantise_draft(quantised.peagle, "int4", stored=True)
+    quantise_draft(quantised.dflash, "int4", stored=True)
+    for network in (quantised.target, quantised.copy.llama, quantised.eagle, quantised.peagle, quantised.dflash):
         fuse(network)
-    for drafts in (quantised.copy, quantised.eagle):
+    for drafts in (quantised.copy, quantised.eagle, quantised.peagle, quantised.dflash):
         assert any(isinstance(module, QuantisedLinear) for module in drafts.modules())
     return quantised
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("draft", ["copy", "eagle3"])
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash"])
 def test_text_equals_plain_decoding(make_engine: Any, lossless: Any, draft: str, shape: str, sampled: bool) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine(draft, max_num_seqs=5)

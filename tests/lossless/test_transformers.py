@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.embedded, pytest.mark.timeout(1800)]
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "heldout.jsonl"
 COUNT, TOKENS = 8, 24
 NEAR = 1e-4
-METHODS = ("eagle3", "eagle", "medusa", "draft-model", "ngram", "none")
-ACCEPTS = {"eagle3", "draft-model", "ngram"}
+METHODS = ("eagle3", "peagle", "eagle", "medusa", "draft-model", "ngram", "none")
+ACCEPTS = {"eagle3", "peagle", "draft-model", "ngram"}
 """Methods with drafts that must be accepted. The drafts of the others only must not change the text."""
 
 
@@ -77,8 +77,18 @@ def _medusa(target: Path, folder: Path) -> str:
     return _write(folder, config, own)
 
 
+def _peagle(_: Path, folder: Path) -> str:
+    """Write a P-EAGLE head made of the embedded EAGLE-3 head. Only its first position is trained."""
+    head = resolve(EMBEDDED_DRAFT, default_cache_dir())
+    weights = load_file(head / "model.safetensors")
+    config = json.loads((head / "config.json").read_text())
+    mask = torch.zeros(1, 1, weights["fc.weight"].shape[1], dtype=weights["fc.weight"].dtype)
+    return _write(folder, config | {"mask_token_id": 0}, weights | {"mask_hidden": mask})
+
+
 DRAFTS: dict[str, Callable[[Path, Path], str | None]] = {
     "eagle3": lambda *_: EMBEDDED_DRAFT,
+    "peagle": _peagle,
     "eagle": _eagle,
     "medusa": _medusa,
     "draft-model": lambda *_: EMBEDDED_TARGET,

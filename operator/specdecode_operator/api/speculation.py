@@ -32,7 +32,7 @@ class DraftSpec(Api):
 
 DRAFT_RULE = "(self.method in ['ngram', 'suffix', 'none']) != has(self.{field})"
 DRAFT_MESSAGE = "{field} is needed by every method but ngram, suffix and none, and only by those"
-_MLP = "self.method in ['eagle3', 'eagle', 'draft-model']"
+_MLP = "self.method in ['eagle3', 'peagle', 'dflash', 'eagle', 'draft-model']"
 _MLP_MESSAGE = f"quantization is for drafts of methods {', '.join(WITH_MLP)}; the others have no MLP"
 
 
@@ -47,7 +47,7 @@ class NamedDraftSpec(Api):
     )
 
     name: TaskName = Field(description="Name by which tasks choose the draft.", examples=["sql-head"])
-    method: Literal["eagle3", "eagle", "draft-model", "medusa", "ngram", "suffix"] = Field(
+    method: Literal["eagle3", "peagle", "dflash", "eagle", "draft-model", "medusa", "ngram", "suffix"] = Field(
         default="eagle3", description="Kind of the draft, as in speculation.method."
     )
     uri: ModelUri | None = Field(
@@ -218,9 +218,9 @@ class SpeculationSpec(Api):
 
     method: Method = Field(
         default="eagle3",
-        description="Kind of the draft. eagle3, eagle: a head; medusa: several heads; draft-model: a smaller model "
-        "with the same tokenizer; ngram: lookup in the prompt, without a draft; suffix: lookup in the prompt and in "
-        "earlier answers; none: plain decoding.",
+        description="Kind of the draft. eagle3, eagle: a head; peagle, dflash: a head that drafts all depths in one "
+        "pass; medusa: several heads; draft-model: a smaller model with the same tokenizer; ngram: lookup in the "
+        "prompt, without a draft; suffix: lookup in the prompt and in earlier answers; none: plain decoding.",
     )
     draft: DraftSpec | None = Field(
         default=None,

@@ -16,7 +16,7 @@ from specdecode_operator.planning.loads import bucket_of, present_row
 from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Moments
 from specdecode_operator.telemetry.deltas import Delta
-from specdecode_worker.contract import FEATURES, Buckets, Plan, TreeShape
+from specdecode_worker.contract import FEATURES, Buckets, Method, Plan, TreeShape, draft_passes
 
 HISTORY = 10
 """Number of decisions in the history; status shows all of them."""
@@ -110,16 +110,16 @@ def recorded(learned: LearnedState, decisions: Iterable[Decision], before: Plan 
     )
 
 
-def realised(learned: LearnedState, delta: Delta, buckets: Buckets) -> LearnedState:
+def realised(learned: LearnedState, delta: Delta, buckets: Buckets, method: Method) -> LearnedState:
     """Add the steps of one poll to the gain measurements, and write finished gains into the history.
 
-    Measurements whose decision is not in the history any more are dropped.
+    Measurements whose decision is not in the history any more are dropped. ``method`` is that of the draft.
     """
     if not learned.following or learned.plan is None:
         return learned
     known = {(decision.time, decision.before, decision.after) for decision in learned.history}
     remaining = [follow for follow in learned.following if (follow.time, follow.before, follow.after) in known]
-    moved = [_with_steps(follow, learned, delta, buckets) for follow in remaining]
+    moved = [_with_steps(follow, learned, delta, buckets, method) for follow in remaining]
     done = {
         (follow.time, follow.before, follow.after): round(100 * (follow.before_seconds / follow.seconds - 1), 1)
         for follow in moved
@@ -160,16 +160,18 @@ def _new_measurements(
             yield GainMeasurement(time=decision.time, before=shapes[0], after=shapes[1], rows=tuple(near[:ROWS]))
 
 
-def _with_steps(follow: GainMeasurement, learned: LearnedState, delta: Delta, buckets: Buckets) -> GainMeasurement:
+def _with_steps(
+    follow: GainMeasurement, learned: LearnedState, delta: Delta, buckets: Buckets, method: Method
+) -> GainMeasurement:
     """Add the steps of one poll that ran the new shape, at loads whose rows still have it."""
     assert learned.plan is not None, "only a change of a plan is measured"
     before, after = TreeShape.parse(follow.before), TreeShape.parse(follow.after)
     loads = {(concurrency, context) for concurrency, context, task in _unchanged_rows(follow, learned.plan, after)}
     for key, moments in delta.steps.items():
-        if not _runs(key, moments, after):
+        if not _runs(key, moments, after, method):
             continue
         sequences = moments.mean_of(_SEQUENCES)
-        old = _per_token(learned.costs, before, key.context_bucket, sequences)
+        old = _per_token(learned.costs, before, method, key.context_bucket, sequences)
         if old is None or (bucket_of(buckets.concurrency, sequences), key.context_bucket) not in loads:
             continue
         follow = follow.model_copy(
@@ -190,20 +192,23 @@ def _unchanged_rows(follow: GainMeasurement, plan: Plan, after: TreeShape) -> It
             yield concurrency, context, task
 
 
-def _runs(key: CellKey, moments: Moments, shape: TreeShape) -> bool:
+def _runs(key: CellKey, moments: Moments, shape: TreeShape, method: Method) -> bool:
     """Return whether the steps of a cell are decoding steps in which every sequence had this shape."""
-    if key.prefill or moments.count < 1 or moments.emitted < 1 or key.draft_passes != shape.depth:
+    if key.prefill or moments.count < 1 or moments.emitted < 1 or key.draft_passes != draft_passes(method, shape.depth):
         return False
     verified = moments.x[_SEQUENCES] * (shape.nodes + 1)
     return abs(moments.x[_VERIFY_TOKENS] - verified) <= SAME_SHAPE * verified
 
 
-def _per_token(costs: Iterable[StepTimeCell], shape: TreeShape, context: int, sequences: float) -> float | None:
+def _per_token(
+    costs: Iterable[StepTimeCell], shape: TreeShape, method: Method, context: int, sequences: float
+) -> float | None:
     """Return the seconds per token of one sequence, interpolated between the timed numbers of sequences.
 
     Args:
         costs: Stored step times.
         shape: Shape of all sequences of the batch.
+        method: Method of the draft.
         context: Context bucket.
         sequences: Number of sequences of the batch.
 
@@ -214,7 +219,7 @@ def _per_token(costs: Iterable[StepTimeCell], shape: TreeShape, context: int, se
     for cell in costs:
         moments = Moments(cell.values)
         key = CellKey.of(cell)
-        if cell.context_bucket == context and _runs(key, moments, shape):
+        if cell.context_bucket == context and _runs(key, moments, shape, method):
             mean = moments.mean_of(_SEQUENCES)
             answering = moments.mean_seconds * (moments.count - cell.made_up)
             points.append(Point(mean, answering * mean / moments.emitted))

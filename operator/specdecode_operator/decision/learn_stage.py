@@ -16,7 +16,7 @@ from specdecode_operator.state.session import WINDOW_SECONDS, Baseline, Silence
 from specdecode_operator.telemetry import staleness
 from specdecode_operator.telemetry.deltas import Delta, difference, fleet
 from specdecode_operator.types import Deployment, Observation, Worker
-from specdecode_worker.contract import Buckets, Report
+from specdecode_worker.contract import Buckets, Method, Report
 
 MIN_INTERVAL_SECONDS = 2.0
 """Least time between two readings that are subtracted; a shorter interval is merged into the next one."""
@@ -56,7 +56,7 @@ def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, no
     delta, others = _fleet_deltas(judged, observed, deltas, now)
     window = (*observed.session.window, *([delta] if delta else []))
     return Learnt(
-        learned=_moved(judged, observed, delta, others, buckets, now),
+        learned=_moved(judged, observed, delta, others, buckets, deployment.spec.speculation.method, now),
         delta=delta,
         baselines=baselines,
         window=tuple(item for item in window if item.at > now - WINDOW_SECONDS),
@@ -139,6 +139,7 @@ def _moved(
     delta: Delta | None,
     others: Sequence[Delta],
     buckets: Buckets,
+    method: Method,
     now: float,
 ) -> LearnedState:
     # A draft is known as soon as a worker names it, long before its first token.
@@ -150,7 +151,7 @@ def _moved(
     if delta is None:
         return seeded
     saved = seeded.saved_device_seconds + saved_seconds(delta, seeded.costs)
-    return history.realised(seeded.model_copy(update={"saved_device_seconds": saved}), delta, buckets)
+    return history.realised(seeded.model_copy(update={"saved_device_seconds": saved}), delta, buckets, method)
 
 
 def _first_reports(observed: Observation) -> tuple[Report, ...]:

@@ -29,7 +29,7 @@ from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, 
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
 
 _DEFAULTS = TrainSettings()
-_METHODS: tuple[WeightMethod, ...] = ("eagle3", "eagle", "medusa", "draft-model")
+_METHODS: tuple[WeightMethod, ...] = ("eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

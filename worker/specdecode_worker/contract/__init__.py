@@ -19,6 +19,7 @@ from specdecode_worker.contract.assignment import (
 from specdecode_worker.contract.capture import CaptureConfig, CaptureReport, CaptureRules
 from specdecode_worker.contract.config import (
     DRAFT_FREE,
+    ONE_PASS,
     WITH_MLP,
     DraftConfig,
     EngineConfig,
@@ -26,6 +27,7 @@ from specdecode_worker.contract.config import (
     NamedDraft,
     ServerConfig,
     WorkerConfig,
+    draft_passes,
 )
 from specdecode_worker.contract.names import Env, Header, Metric, Port, Route
 from specdecode_worker.contract.plan import Buckets, Plan, PlanRow, TaskMatch
@@ -79,6 +81,7 @@ __all__ = [
     "MAX_REPORT_BYTES",
     "MAX_TASKS",
     "MAX_VERDICT_BYTES",
+    "ONE_PASS",
     "OTHER_TASK",
     "SUPPORTED_CONTRACT_VERSIONS",
     "WITH_MLP",
@@ -136,4 +139,5 @@ __all__ = [
     "WorkerConfig",
     "Written",
     "candidate_first",
+    "draft_passes",
 ]

@@ -64,8 +64,15 @@ class DraftConfig(Written):
 
 DRAFT_FREE: frozenset[Method] = frozenset(("ngram", "suffix", "none"))
 """Methods without draft weights."""
-WITH_MLP: tuple[Method, ...] = ("eagle3", "eagle", "draft-model")
+ONE_PASS: frozenset[Method] = frozenset(("peagle", "dflash"))
+"""Methods whose draft proposes all depths of a tree in one pass."""
+WITH_MLP: tuple[Method, ...] = ("eagle3", "peagle", "dflash", "eagle", "draft-model")
 """Methods with decoder blocks in the draft, which can be quantized."""
+
+
+def draft_passes(method: Method, depth: int) -> int:
+    """Return the draft passes of a tree of this depth, as step times count them (``StepCell.draft_passes``)."""
+    return min(depth, 1) if method in ONE_PASS else depth
 
 
 class NamedDraft(DraftConfig):

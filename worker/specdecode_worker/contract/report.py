@@ -67,6 +67,7 @@ class StepCell(Received):
     tokens_bucket: int
     """Upper edge of the bucket of packed tokens, a power of two."""
     draft_passes: int
+    """Draft passes of a step: the depth of its deepest tree, or 1 if the draft's method is in ``ONE_PASS``."""
     prefill: bool
     context_bucket: int
     count: int

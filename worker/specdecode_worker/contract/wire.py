@@ -25,7 +25,7 @@ MAX_TASKS = 8
 OTHER_TASK = "other"
 MAX_REPORT_BYTES = 64 * 1024
 
-Method = Literal["eagle3", "eagle", "draft-model", "medusa", "ngram", "suffix", "none"]
+Method = Literal["eagle3", "peagle", "dflash", "eagle", "draft-model", "medusa", "ngram", "suffix", "none"]
 Sampler = Literal["coupled", "mss"]
 """Acceptance of draft tokens.
 

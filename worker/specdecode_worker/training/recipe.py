@@ -25,6 +25,7 @@ from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMeth
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.training.artifacts import lineage
 from specdecode_worker.training.artifacts.atomic_files import write_json
 from specdecode_worker.training.artifacts.export import Names, write_draft
@@ -40,7 +41,14 @@ from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.evaluation.draft_calibration import write_calibration
 from specdecode_worker.training.heads.continued_head import prepare_draft
 from specdecode_worker.training.heads.copy_attention import add_copy_heads
-from specdecode_worker.training.heads.initialization import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.heads.initialization import (
+    new_dflash,
+    new_draft_model,
+    new_eagle,
+    new_head,
+    new_medusa,
+    new_peagle,
+)
 from specdecode_worker.training.heads.trainable_drafts import vocabulary_of
 from specdecode_worker.training.optimization.data_parallel import ProcessGroup
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
@@ -142,6 +150,10 @@ def _draft(target: Llama, draft_settings: DraftSettings, out: Path, settings: Tr
     match draft_settings.method:
         case "eagle3":
             return new_head(target, known, draft_settings.layers)
+        case "peagle":
+            return new_peagle(target, known, draft_settings.layers)
+        case "dflash":
+            return new_dflash(target, draft_settings.layers, settings.depth)
         case "eagle":
             return new_eagle(target, draft_settings.layers)
         case "medusa":
@@ -155,7 +167,7 @@ def _add_copy_heads(draft: Draft, target: Llama, recorded: Path, draft_settings:
 
     They are fitted on the first shard alone, so that a resumed run gets the same heads.
     """
-    if not isinstance(draft, Eagle3Head):
+    if not isinstance(draft, Eagle3Head) or isinstance(draft, PEagleHead):
         raise DraftNotTrainable(f"copiers are heads of an EAGLE-3 layer; --method {draft_settings.method} has none")
     return add_copy_heads(draft, target, list(read_shard(shard_paths(recorded)[0])), draft_settings.copiers)
 
@@ -213,7 +225,7 @@ def _choose_vocabulary(out: Path, output_VE: Tensor, draft_settings: DraftSettin
     if not path.exists():
         size = (
             min(draft_settings.draft_vocab, len(output_VE))
-            if draft_settings.method in ("eagle3", "medusa")
+            if draft_settings.method in ("eagle3", "peagle", "medusa")
             else len(output_VE)
         )
         origin = draft_settings.origin

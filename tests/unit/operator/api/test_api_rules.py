@@ -43,6 +43,9 @@ GOOD: list[dict[str, Any]] = [
     {"workers": {"recycle": "OnCollapse"}},
     {"speculation": {"method": "ngram", "draft": None}},
     {"speculation": {"method": "suffix", "draft": None}},
+    {"speculation": {"method": "peagle", "draft": {"uri": "hf://a/b@main", "quantization": "int4"}}},
+    {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "quantization": "int8"}}},
+    {"speculation": {"drafts": [{"name": "a", "method": "peagle", "uri": "file:///m", "quantization": "fp8"}]}},
     {
         "speculation": {
             "drafts": [{"name": "lookup", "method": "suffix"}, {"name": "sql", "method": "medusa", "uri": "file:///m"}],
@@ -138,6 +141,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"workers": {"recycle": "Always"}}, "recycle"),
     ({"speculation": {"method": "suffix"}}, "draft.uri is needed by every method but ngram, suffix and none"),
     ({"speculation": {"method": "ngram"}}, "draft.uri is needed by every method but ngram, suffix and none"),
+    (
+        {"speculation": {"method": "peagle", "draft": None}},
+        "draft.uri is needed by every method but ngram, suffix and none",
+    ),
     ({"speculation": {"drafts": [{"name": "a", "method": "medusa"}]}}, "uri is needed by every method but ngram"),
     (
         {"speculation": {"drafts": [{"name": "a", "method": "ngram"}, {"name": "a", "method": "ngram"}]}},

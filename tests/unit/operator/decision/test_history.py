@@ -7,10 +7,11 @@ from fleet import Loop, Truth, linear_time, loop_over
 
 from specdecode_operator.api.v1alpha1 import Decision, SpeculationStatus, Status
 from specdecode_operator.decision.history import FOLLOWED, HISTORY, ROWS, realised, recorded, steered
-from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState
+from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, StepTimeCell
 from specdecode_operator.state.session import Session
+from specdecode_operator.telemetry.counters import CellKey, Moments
 from specdecode_operator.telemetry.deltas import Delta
-from specdecode_worker.contract import Plan, PlanRow, TreeShape
+from specdecode_worker.contract import Method, Plan, PlanRow, TreeShape
 
 
 def per_token(truth: Truth, depth: int) -> float:
@@ -98,7 +99,31 @@ def test_gain_measurements_are_few_and_near_the_present_load() -> None:
 def test_the_measurement_ends_when_its_decision_leaves_the_history() -> None:
     follow = GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((0, 0, "other"),))
     learned = LearnedState(plan=plan_of(5), following=(follow,), history=(decision(time="later"),))
-    assert not realised(learned, Delta(), Plan().buckets).following
+    assert not realised(learned, Delta(), Plan().buckets, "eagle3").following
+
+
+@pytest.mark.parametrize(("method", "passes", "is_measured"), [("peagle", (1, 1), True), ("eagle3", (3, 5), True),
+                                                               ("eagle3", (1, 1), False)])  # fmt: skip
+def test_a_draft_of_one_pass_is_measured_at_every_depth(
+    method: Method, passes: tuple[int, int], is_measured: bool
+) -> None:
+    """Steps of chains of 3 took 0.2 s for 2 tokens, those of chains of 5 take 0.24 s for 3: 25 % more tokens."""
+    old_key, old = steps_of(passes[0], nodes=3, seconds=0.2, emitted=2)
+    key, new = steps_of(passes[1], nodes=5, seconds=0.24, emitted=3)
+    follow = GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((0, 0, "other"),))
+    costs = (StepTimeCell(**old_key._asdict(), values=old.values, at=0),)
+    learned = LearnedState(plan=plan_of(5), following=(follow,), history=(decision(),), costs=costs)
+    after = realised(learned, Delta(steps={key: new}), Plan().buckets, method)
+    assert after.history[0].realised_gain_percent == (25.0 if is_measured else None)
+
+
+def steps_of(passes: int, *, nodes: int, seconds: float, emitted: int) -> tuple[CellKey, Moments]:
+    """Return 1000 equal steps of one sequence."""
+    count, x = 1000, (1.0, 1.0, nodes + 1.0, 100.0, float(passes), 0.0)
+    products = [count * a * b for i, a in enumerate(x) for b in x[i:]]
+    sums = [count * value for value in x], [count * value * seconds for value in x]
+    values = (count, count * seconds, count * seconds**2, count * emitted, *sums[0], *sums[1], *products)
+    return CellKey(8, passes, False, 0), Moments(values)
 
 
 def test_only_changes_of_rows_start_a_gain_measurement() -> None:

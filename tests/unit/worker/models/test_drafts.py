@@ -8,28 +8,34 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, eagle3_tensors, eagle_tensors, medusa_tensors, write
+from checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from safetensors.torch import load_file, save_file
 from tokens import saved, tokenizer
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMethod, check_draft, load_draft
 from specdecode_worker.models.checkpoints.safetensors_headers import describe, infer_method, read_tensor_headers
 from specdecode_worker.models.configs.model_config import (
+    DFlashConfig,
     Eagle3Config,
     EagleConfig,
     LlamaConfig,
     MedusaConfig,
+    PEagleConfig,
     llama_config,
 )
 from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.models.transforms.fusion import fuse
 
 METHODS: dict[WeightMethod, tuple[type, type]] = {
     "eagle3": (Eagle3Head, Eagle3Config),
+    "peagle": (PEagleHead, PEagleConfig),
+    "dflash": (DFlashHead, DFlashConfig),
     "eagle": (EagleHead, EagleConfig),
     "medusa": (MedusaHeads, MedusaConfig),
     "draft-model": (Llama, LlamaConfig),
@@ -55,6 +61,12 @@ def folders(shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Folders:
     small = shape | {"num_hidden_layers": 2, "vocab_size": 90, "max_position_embeddings": 64}
     return {
         "eagle3": write(tmp_path / "eagle3", one | {"draft_vocab_size": 40}, eagle3_tensors()),
+        "peagle": write(
+            tmp_path / "peagle",
+            one | {"draft_vocab_size": 40, "mask_token_id": 9},
+            eagle3_tensors() | {"mask_hidden": torch.ones(1, 1, 96)},
+        ),
+        "dflash": write(tmp_path / "dflash", one | DFLASH, dflash_tensors(1)),
         "eagle": write(tmp_path / "eagle", one, eagle_tensors()),
         "medusa": write(tmp_path / "medusa", {"medusa_num_heads": 2}, medusa_tensors(2, 1)),
         "draft-model": saved(write(tmp_path / "small", small, of_a_model(small, randomise, 3)), tokenizer()),
@@ -87,7 +99,14 @@ def test_draft_of_another_method_is_refused(
 ) -> None:
     if asked == method:
         return
-    word = {"eagle3": "an EAGLE-3 head", "eagle": "an EAGLE-1", "medusa": "a Medusa", "draft-model": "a whole model"}
+    word = {
+        "eagle3": "an EAGLE-3 head",
+        "peagle": "a P-EAGLE head",
+        "dflash": "a DFlash head",
+        "eagle": "an EAGLE-1",
+        "medusa": "a Medusa",
+        "draft-model": "a whole model",
+    }
     with pytest.raises(ConfigMismatch, match=rf"this is {word[method]}.*, set method: {method} \(it is {asked}\)"):
         load(asked, folders[method])
     with pytest.raises(ConfigMismatch, match=f"set method: {method}"):

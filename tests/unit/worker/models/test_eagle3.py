@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, SLOTS, TOKENS, eagle3_tensors, noise, norm, reference, write
-from torch import Tensor
-from torch.nn import functional as F
+from checkpoints import CPU, SLOTS, TOKENS, eagle3_tensors, first_layer, noise, norm, reference, write
 
 from specdecode_worker.models.checkpoints.weights import load_eagle3
 from specdecode_worker.models.configs.model_config import eagle3_config
@@ -23,25 +21,6 @@ from specdecode_worker.models.transforms.fusion import fuse
 
 def load3(folder: Path, target: Llama) -> Eagle3Head:
     return load_eagle3(folder, target, dtype=torch.float32, device=CPU)
-
-
-def first_layer(
-    tensors: dict[str, Tensor], embedding: Tensor, hidden: Tensor, residual: Tensor, tables: Any, dense: Any
-) -> Tensor:
-    """Compute SafeAILab's midlayer directly from its definition."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    def weight(name: str) -> Tensor:
-        return tensors[f"midlayer.{name}.weight"]
-
-    pair = torch.cat((norm(embedding, weight("input_layernorm")), norm(hidden, weight("hidden_norm"))), -1)
-    q, k, v = ((pair @ weight(f"self_attn.{n}_proj").T).unflatten(-1, (-1, embedding.shape[1] // 4)) for n in "qkv")
-    q, k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *tables)
-    out = dense(0, q[0].transpose(0, 1), k[0].transpose(0, 1), v)
-    x = residual + out.flatten(1) @ weight("self_attn.o_proj").T
-    y = norm(x, weight("post_attention_layernorm"))
-    gated = F.silu(y @ weight("mlp.gate_proj").T) * (y @ weight("mlp.up_proj").T)
-    return x + gated @ weight("mlp.down_proj").T
 
 
 EAGLE3: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, eagle3_tensors, eagle_tensors, medusa_tensors, write
+from checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -23,21 +23,30 @@ from torch import Tensor, nn
 from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, check_draft, load_draft
 from specdecode_worker.models.checkpoints.safetensors_headers import INDEX, describe
 from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.configs.model_config import eagle3_config, eagle_config, llama_config, medusa_config
+from specdecode_worker.models.configs.model_config import (
+    dflash_config,
+    eagle3_config,
+    eagle_config,
+    llama_config,
+    medusa_config,
+    peagle_config,
+)
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 
 few = settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "15")), deadline=None)
-KINDS = ("eagle3", "eagle", "medusa", "draft-model", "target")
+KINDS = ("eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model", "target")
 FIELDS = (
     """
-architectures attention_bias bias bos_token_id draft_vocab_size eagle_aux_hidden_state_layer_ids eagle_config
-eos_token_id fc_norm head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
-medusa_num_heads medusa_num_layers mlp_bias model_type norm_before_fc norm_before_residual norm_output
-num_attention_heads num_aux_hidden_states num_hidden_layers num_key_value_heads partial_rotary_factor qkv_bias
-quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window speculators_model_type
-target_hidden_size tie_word_embeddings transformer_layer_config truncated_vocab_size vocab_size
+architectures attention_bias bias block_size dflash_config bos_token_id draft_vocab_size
+eagle_aux_hidden_state_layer_ids eagle_config eos_token_id fc_norm head_dim hidden_act hidden_size intermediate_size
+layer_types mask_token_id max_position_embeddings medusa_num_heads medusa_num_layers mlp_bias model_type
+norm_before_fc norm_before_residual norm_output num_attention_heads num_aux_hidden_states num_hidden_layers
+num_key_value_heads pard_token parallel_drafting partial_rotary_factor qkv_bias quantization_config rms_norm_eps
+rope_parameters rope_scaling rope_theta sliding_window speculators_model_type target_hidden_size tie_word_embeddings
+transformer_layer_config truncated_vocab_size vocab_size
 """.strip()
     .replace("\n", " ")
     .split(" ")
@@ -50,6 +59,7 @@ original_max_position_embeddings rope_theta
     .replace("\n", " ")
     .split(" ")
 )
+FEW_LAYERS = {"dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 1]}}
 NUMBERS = st.one_of(
     st.integers(-3, 300), st.sampled_from([2**24, 2**24 + 1, 2**31, 2**63, -(2**70), 10**400]), st.floats(width=32)
 )
@@ -86,6 +96,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("target", "draft-model"):
         saved(write(base / name, SHAPE, model.state_dict()), tokenizer())
     write(base / "eagle3", one | {"draft_vocab_size": 40}, eagle3_tensors())
+    peagle = eagle3_tensors() | {"mask_hidden": torch.ones(1, 1, 96)}
+    write(base / "peagle", one | {"draft_vocab_size": 40, "mask_token_id": 9}, peagle)
+    write(base / "dflash", one | DFLASH | FEW_LAYERS, dflash_tensors(1))
     write(base / "eagle", one, eagle_tensors())
     write(base / "medusa", {"medusa_num_heads": 2}, medusa_tensors(2, 1))
     return base
@@ -139,7 +152,10 @@ def run(network: Any, target: Llama) -> None:
         )
         return
     aux = target(tokens, positions, attend, network.reads).aux_TA
-    if isinstance(network, MedusaHeads):
+    if isinstance(network, DFlashHead):
+        assert len(network.context(aux, positions)) == len(network.layers)
+        assert network.logits(network(tokens, positions, attend)).shape[0] == 3
+    elif isinstance(network, MedusaHeads):
         assert network.logits(aux).shape[1] == 3
     else:
         assert network.logits(network(network.fuse(aux), tokens, positions, attend)).shape[0] == 3
@@ -195,7 +211,7 @@ def test_wrong_values_are_accepted_or_raise_model_errors(field: str) -> None:
                 raw = SHAPE | {"rope_scaling": scaling | {field.split(".")[1]: value}}
             else:
                 raw = SHAPE | {"medusa_num_heads": 2, "rope_scaling": scaling, field: value}
-            for read in (llama_config, eagle3_config, eagle_config, medusa_config):
+            for read in (llama_config, eagle3_config, peagle_config, dflash_config, eagle_config, medusa_config):
                 with suppress(ModelError):
                     read(raw, *([] if read is llama_config else [target]))  # type: ignore[operator]
 
@@ -254,7 +270,9 @@ def test_corrupt_tensors_are_refused(
         harm(tensors, name, data)
         save_file(tensors, path)
         loaded = loads(kind, folder, whole)
-        if harm in (deleted, reshaped) and before.numel() and not (kind == "eagle" and name == "fc.bias"):
+        # An absent bias and a flat mask state are valid.
+        valid = (kind, name) in (("eagle", "fc.bias"), ("peagle", "mask_hidden"))
+        if harm in (deleted, reshaped) and before.numel() and not valid:
             assert not loaded
 
 

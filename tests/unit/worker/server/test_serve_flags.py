@@ -54,6 +54,14 @@ def test_vllm_draft_model_and_ngram_configs_are_accepted() -> None:
     assert (lookup.draft.prompt_lookup_min, lookup.draft.prompt_lookup_max) == (2, 6)
 
 
+@pytest.mark.parametrize("form", ['"method": "eagle3", "parallel_drafting": true', '"method": "peagle"'])
+def test_parallel_drafting_of_vllm_is_the_method_peagle(form: str) -> None:
+    config, plan = read("--speculative-config", f'{{{form}, "model": "file:///d", "num_speculative_tokens": 5}}')
+    assert (config.draft.method, config.draft.uri, plan.initial.depth) == ("peagle", "file:///d", 5)
+    named, _ = read("--method", "peagle", "--draft", "file:///d", "--draft-quantization", "int4")
+    assert (named.draft.method, named.draft.quantization) == ("peagle", "int4")
+
+
 def test_quantization_flags_of_target_and_draft_are_read() -> None:
     form = '{"method": "eagle3", "model": "file:///d", "quantization": "int4"}'
     config, _ = read("--model", "file:///m", "--speculative-config", form, "--quantization", "fp8")
@@ -75,12 +83,18 @@ def test_quantization_flags_of_target_and_draft_are_read() -> None:
             ("--speculative-config", '{"method": "medusa", "model": "file:///d", "quantization": "fp8"}'),
             "medusa has no",
         ),
+        (("--method", "peagle"), "--method peagle needs --draft URI"),
+        (
+            ("--speculative-config", '{"method": "ngram", "parallel_drafting": true}'),
+            "for the method eagle3, not ngram",
+        ),
+        (("--speculative-config", '{"method": "eagle3", "parallel_drafting": 1}'), "parallel_drafting must be true"),
         (("--model", "file:///m", "--draft-quantization", "int4"), "none has no MLP"),
         (("--speculative-config", '{"quantization": "int3"}'), "quantization"),
         (("--quantization", "int8", "--tensor-parallel-size", "2"), "tensor_parallel_size 1"),
     ],
 )
-def test_unsupported_quantization_is_reported(words: tuple[str, ...], named: str) -> None:
+def test_unsupported_draft_options_are_reported(words: tuple[str, ...], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         read(*words)
 

@@ -100,7 +100,7 @@ def test_repeated_run_resumes_without_recording_again(model: Path, prompts: Path
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("method", ["eagle", "medusa", "draft-model"])
+@pytest.mark.parametrize("method", ["peagle", "dflash", "eagle", "medusa", "draft-model"])
 def test_other_methods_train_and_continue_training(method: str, model: Path, tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("All happy families are alike. " * 60)
@@ -182,6 +182,30 @@ def test_eval_of_a_draft_model_counts_the_steps_of_the_engine(
         assert run["overall"]["drafted_steps"] == 1.0
         assert run["overall"]["identical_texts"] == 1.0
     assert len(engine_evaluation.table(document).splitlines()) > 3
+
+
+def test_trained_parallel_head_drafts_in_the_engine(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After 40 steps the first two of four depths are accepted now and then, and the text is that of plain decoding."""
+    out = tmp_path / "out"
+    flags = ("--method", "peagle", "--prompts", str(prompts), "--depth", "4", "--steps", "40")
+    assert train(model, out, *flags, "--learning-rate", "0.01", "--copiers", "0") == 0
+    capsys.readouterr()
+    served = ["--model", f"file://{model}", "--method", "peagle", "--draft", f"file://{out / 'head'}", "--depth", "4"]
+    served += ["--dtype", "float32", "--max-tokens", "30", "--prompts", str(prompts), "--cache-dir", str(tmp_path)]
+    assert main(["eval", *served, "--temperature", "0,0.8", "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["overall"]["identical_texts"] for run in runs] == [1.0, 1.0]
+    assert all(share > 0 for share in runs[0]["overall"]["acceptance"][:2])
+
+
+def test_copy_heads_are_refused_for_a_parallel_head(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--method", "peagle", "--prompts", str(prompts), "--copiers", "1")
+    assert train(model, tmp_path / "out", *flags) == 1
+    assert "copiers are heads of an EAGLE-3 layer; --method peagle has none" in capsys.readouterr().err
 
 
 def test_eval_of_prompt_lookup_needs_no_draft(

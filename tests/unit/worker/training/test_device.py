@@ -16,7 +16,14 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.heads.initialization import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.heads.initialization import (
+    new_dflash,
+    new_draft_model,
+    new_eagle,
+    new_head,
+    new_medusa,
+    new_peagle,
+)
 from specdecode_worker.training.heads.trainable_drafts import device_of_draft, logits_of, unrolled, vocabulary_of
 from specdecode_worker.training.heads.unroll import Batch, make_batch
 from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
@@ -31,6 +38,8 @@ def _vocabulary() -> Tensor:
 
 MAKERS: dict[str, Callable[[Llama], Draft]] = {
     "eagle3": lambda target: new_head(target, _vocabulary(), 2),
+    "peagle": lambda target: new_peagle(target, _vocabulary(), 2),
+    "dflash": lambda target: new_dflash(target, 2, DEPTH),
     "eagle": new_eagle,
     "medusa": lambda target: new_medusa(target, _vocabulary(), DEPTH),
     "draft-model": lambda target: new_draft_model(target, 2),

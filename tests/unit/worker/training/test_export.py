@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdecode_worker.models.checkpoints.dflash_weights import load_dflash
 from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.checkpoints.peagle_weights import load_peagle
 from specdecode_worker.models.checkpoints.weights import load_eagle, load_eagle3, load_llama, load_medusa
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
@@ -22,10 +24,12 @@ from specdecode_worker.training.evaluation.acceptance_replay import target_token
 from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
 from specdecode_worker.training.heads.initialization import (
     head_config,
+    new_dflash,
     new_draft_model,
     new_eagle,
     new_head,
     new_medusa,
+    new_peagle,
 )
 
 CPU = torch.device("cpu")
@@ -68,6 +72,21 @@ def test_a_head_has_the_tensors_and_fields_of_its_family(head: Eagle3Head, names
     assert ("speculators_model_type" in config) == (names == "speculators")
 
 
+@pytest.mark.parametrize("names", FAMILIES)
+def test_parallel_heads_of_all_families_draft_identically(names: Names, target: Llama, tmp_path: Path) -> None:
+    head = new_peagle(target, torch.arange(0, 64, 2), 2)
+    shaken(head)
+    write_draft(head, tmp_path, tmp_path, names)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["mask_token_id"] == 63
+    assert config.get("speculators_model_type") == ("peagle" if names == "speculators" else None)
+    loaded = load_peagle(tmp_path, target, dtype=torch.float32, device=CPU)
+    assert loaded.config == head.config
+    for name, tensor in head.state_dict().items():
+        rounded = tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(loaded.state_dict()[name], rounded), name
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_heads_of_all_families_draft_identically(
     target: Llama, conversations: list[Conversation], layers: int, tmp_path: Path
@@ -95,6 +114,10 @@ def test_head_with_the_whole_vocabulary_has_no_token_maps(target: Llama, tmp_pat
 def test_other_methods_load_as_they_were_written(target: Llama, tmp_path: Path) -> None:
     drafts = {
         "eagle": (new_eagle(target, layers=2), lambda at: load_eagle(at, target, dtype=torch.float32, device=CPU)),
+        "dflash": (
+            new_dflash(target, 2, 4),
+            lambda at: load_dflash(at, target, dtype=torch.float32, device=CPU),
+        ),
         "medusa": (
             new_medusa(target, torch.arange(0, 64, 2), 2),
             lambda at: load_medusa(at, target, dtype=torch.float32, device=CPU),

@@ -8,16 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.training.data.batches import DataSet
 from specdecode_worker.training.data.shards import Conversation, write_shard
 from specdecode_worker.training.data.state_recording import read_states
-from specdecode_worker.training.heads.initialization import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.heads.initialization import (
+    new_dflash,
+    new_draft_model,
+    new_eagle,
+    new_head,
+    new_medusa,
+    new_peagle,
+)
 from specdecode_worker.training.heads.trainable_drafts import (
     batch_for,
     logits_of,
@@ -29,7 +39,7 @@ from specdecode_worker.training.optimization.objective import LossSettings, loss
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
 
 DEPTH = 3
-METHODS = ("eagle3", "two layers", "eagle", "medusa", "draft-model")
+METHODS = ("eagle3", "two layers", "peagle", "dflash", "eagle", "medusa", "draft-model")
 
 
 class Growing:
@@ -59,6 +69,10 @@ def made(method: str, target: Llama) -> Draft:
             draft = new_head(target, known)
         case "two layers":
             draft = new_head(target, known, layers=2)
+        case "peagle":
+            draft = new_peagle(target, known, layers=2)
+        case "dflash":
+            draft = new_dflash(target, 2, DEPTH)
         case "eagle":
             draft = new_eagle(target, layers=2)
         case "medusa":
@@ -81,16 +95,39 @@ def stepped(draft: Draft, conversation: Conversation, root: int) -> list[Tensor]
     tokens, end = conversation.tokens_N.long(), min(root + DEPTH, len(conversation.tokens_N))
     if isinstance(draft, MedusaHeads):
         return list(draft.logits(conversation.hidden_NE[root - 1 : root]).flatten(0, 1)[: end - root])
+    if isinstance(draft, DFlashHead):
+        return block_logits(draft, conversation, root)[: end - root]
     if isinstance(draft, Llama):
         return [draft.logits(read_states(draft, tokens[: slot + 1])[1][-1]) for slot in range(root, end)]
     attend, slots = Growing(), torch.arange(1, root + 1)
     read = conversation.hidden_NE if draft.reads.final else conversation.aux_NA
     state = draft(draft.fuse(read[slots - 1]), tokens[slots], slots, attend)[-1:]
     logits = [draft.logits(state)[0]]
+    if isinstance(draft, PEagleHead):
+        tokens, state = torch.full_like(tokens, draft.config.mask_token_id), draft.mask_state
     for slot in range(root + 1, end):
-        state = draft(state, tokens[slot : slot + 1], torch.tensor([slot]), attend)
+        state = draft(
+            draft.mask_state if isinstance(draft, PEagleHead) else state,
+            tokens[slot : slot + 1],
+            torch.tensor([slot]),
+            attend,
+        )
         logits.append(draft.logits(state)[0])
     return logits
+
+
+def block_logits(head: DFlashHead, conversation: Conversation, root: int) -> list[Tensor]:
+    """Return the logits by depth of one block behind the token ``root``."""
+    context = head.context(conversation.aux_NA[:root], torch.arange(root))
+    mask = torch.full((DEPTH,), head.config.mask_token_id)
+    tokens = torch.cat((conversation.tokens_N[root : root + 1].long(), mask))
+
+    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        k, v = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context[layer], (k_TKD, v_TKD), strict=True))
+        return F.scaled_dot_product_attention(q_THD.transpose(0, 1)[None], k, v, enable_gqa=True)[0].transpose(0, 1)
+
+    states = head(tokens, root + torch.arange(DEPTH + 1), attend)
+    return list(head.logits(states[1:]))
 
 
 @pytest.mark.parametrize("method", METHODS)

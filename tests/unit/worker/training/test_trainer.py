@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from specdecode_worker.training.errors import ResumeMismatch, TrainingError
 from specdecode_worker.training.evaluation import draft_calibration
 from specdecode_worker.training.evaluation.draft_calibration import FACTORS, TEMPERATURES, agreement
 from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
-from specdecode_worker.training.heads.initialization import new_head
+from specdecode_worker.training.heads.initialization import new_head, new_peagle
 from specdecode_worker.training.optimization.objective import target_distribution
 from specdecode_worker.training.optimization.overlap import soft_cross_entropy
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings, learning_rate_factor
@@ -65,13 +66,22 @@ def test_head_with_another_vocabulary_can_be_trained_further(target: Llama, reco
     assert sum(losses[0]) < sum(losses[1])
 
 
-def test_restored_run_reaches_identical_weights(target: Llama, recorded: Path, tmp_path: Path) -> None:
-    whole = trainer(target, recorded)
+@pytest.mark.parametrize("new", [new_head, new_peagle], ids=["eagle3", "peagle"])
+def test_restored_run_reaches_identical_weights(
+    target: Llama, recorded: Path, tmp_path: Path, new: Callable[[Llama, torch.Tensor], Eagle3Head]
+) -> None:
+    """A P-EAGLE head is trained on the same sampled roots again."""
+
+    def run() -> Trainer:
+        head = new(target, torch.arange(0, 64, 2))
+        return Trainer(head, target.lm_head.weight, DataSet(recorded, validation=2), SETTINGS)
+
+    whole = run()
     steps(whole, 12)
-    killed = trainer(target, recorded)
+    killed = run()
     steps(killed, 7)
     killed.save(tmp_path)
-    resumed = trainer(target, recorded)
+    resumed = run()
     assert resumed.restore(tmp_path)
     assert resumed.progress.step == 7
     steps(resumed, 5)

@@ -13,7 +13,7 @@ _METHODS = {"draft_model": "draft-model"}
 _LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
 _SAID = _LOOKUP | {"quantization"}
 """Fields that have the same name in DraftConfig."""
-_FIELDS = frozenset({"method", "model", "num_speculative_tokens"}) | _SAID
+_FIELDS = frozenset({"method", "model", "num_speculative_tokens", "parallel_drafting"}) | _SAID
 
 
 def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -30,10 +30,24 @@ def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
     method, args.draft = fields.get("method"), fields.get("model")
     if method == "ngram" and args.draft == "ngram":
         args.draft = None  # vLLM also accepts "ngram" as the model.
-    args.method = _METHODS.get(method, method) if isinstance(method, str) else method
+    args.method = _method(method, fields.get("parallel_drafting", False))
     if "num_speculative_tokens" in fields:
         args.shape = _chain(fields["num_speculative_tokens"])
     return {name: fields[name] for name in sorted(_SAID & fields.keys())}
+
+
+def _method(method: Any, parallel: Any) -> Any:
+    """Return the method by our name. Raise ValueError if ``parallel_drafting`` does not suit it.
+
+    vLLM has no name of its own for P-EAGLE: it is the method eagle3 with ``parallel_drafting``.
+    """
+    if not isinstance(parallel, bool):
+        raise ValueError(f"--speculative-config: parallel_drafting must be true or false, got {parallel!r}")
+    if parallel and method not in (None, "eagle3", "peagle"):
+        raise ValueError(f"--speculative-config: parallel_drafting is for the method eagle3, not {method}")
+    if parallel:
+        return "peagle"
+    return _METHODS.get(method, method) if isinstance(method, str) else method
 
 
 def _read(text: str) -> dict[str, Any]:

@@ -17,16 +17,21 @@ from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
+from specdecode_worker.engine.drafts.parallel.dflash import DFlashDrafter
+from specdecode_worker.engine.drafts.parallel.peagle import PEagleDrafter
 from specdecode_worker.engine.drafts.suffix import SuffixDrafter
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.models.checkpoints.draft_weights import Draft, load_draft
+from specdecode_worker.models.configs.dflash_config import DFlashConfig
 from specdecode_worker.models.configs.draft_config import Eagle3Config, EagleConfig
 from specdecode_worker.models.configs.target_config import LlamaConfig
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.models.transforms.fusion import fuse
 from specdecode_worker.models.transforms.quantization import quantise_draft
 from specdecode_worker.speculation.suffix_store import SuffixStore
@@ -82,6 +87,11 @@ class DraftLoader:
 
     def _drafter(self, draft: Draft, sharpness: tuple[float, ...]) -> Drafter:
         match draft:
+            case DFlashHead():
+                return DFlashDrafter(draft, self._cache(draft.config), self.state, self._positions, sharpness)
+            case PEagleHead():
+                ids = draft.target_ids if self._has_own_vocabulary(draft) else None
+                return PEagleDrafter(draft, ids, self._cache(draft.config), self.state, self._positions, sharpness)
             case Eagle3Head() | EagleHead():
                 ids = draft.target_ids if self._has_own_vocabulary(draft) else None
                 cache = self._cache(draft.config)
@@ -122,7 +132,7 @@ class DraftLoader:
         return self.target.config.max_position_embeddings
 
 
-CachedConfig = LlamaConfig | Eagle3Config | EagleConfig
+CachedConfig = LlamaConfig | Eagle3Config | EagleConfig | DFlashConfig
 """Configuration of a network that has a KV cache."""
 
 

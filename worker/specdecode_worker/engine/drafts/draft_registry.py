@@ -74,9 +74,19 @@ class DraftRegistry:
         return len(self._drafts)
 
     def paged(self) -> PagedDrafter | None:
-        """Return the only loaded draft if its passes can be captured in a graph, else None."""
+        """Return the only loaded draft if it has a paged cache, else None."""
         drafters = [loaded.drafter for loaded in self._drafts.values()]
         return drafters[0] if len(drafters) == 1 and isinstance(drafters[0], PagedDrafter) else None
+
+    def passes(self, rows: Sequence[Row], depths: Sequence[int]) -> int:
+        """Return the number of draft passes of a step in which the trees of ``rows`` are drafted to ``depths``.
+
+        A parallel draft needs one pass for any depth.
+        """
+        return max(
+            (min(depth, 1) if self._is_parallel(row.request) else depth)
+            for row, depth in zip(rows, depths, strict=True)
+        )
 
     def loaded(self, name: str = DEFAULT_DRAFT) -> LoadedDraft | None:
         """Return the draft of this name, or None if it is not loaded."""
@@ -198,6 +208,10 @@ class DraftRegistry:
     def _name(self, request: Request) -> str:
         name = self._by_task.get(request.submit.task, DEFAULT_DRAFT)
         return name if name in self._drafts else DEFAULT_DRAFT
+
+    def _is_parallel(self, request: Request) -> bool:
+        loaded = self._of(request)
+        return loaded is not None and isinstance(loaded.drafter, PagedDrafter) and loaded.drafter.parallel
 
     def _of(self, request: Request) -> LoadedDraft | None:
         return self._drafts.get(self._name(request))

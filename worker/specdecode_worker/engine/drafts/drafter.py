@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -64,8 +64,10 @@ class AnswerReader(Protocol):
 
 
 class PagedDrafter(ABC):
-    """Drafter with a paged KV cache of its own, whose passes can be captured in a graph."""
+    """Drafter with a paged KV cache of its own. Its passes can be captured in a graph unless it is ``parallel``."""
 
+    parallel: ClassVar[bool] = False
+    """True if one pass proposes all depths of a tree, so that a deeper tree needs no further passes."""
     first_slot: int
     """First slot of its cache that holds keys: 0, or 1 for EAGLE heads."""
     last_position: int

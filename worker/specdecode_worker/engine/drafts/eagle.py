@@ -8,6 +8,7 @@ from the head's own states.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -56,33 +57,11 @@ class Head(Protocol):
         ...
 
 
-class EagleDrafter(PagedDrafter):
-    """Drafter of the methods eagle3 and eagle."""
+class StateDrafter(PagedDrafter):
+    """Paged drafter whose slot i reads the target's state h[i-1]; it catches up from the ring of DeviceState."""
 
-    def __init__(
-        self,
-        head: Head,
-        target_ids: Tensor | None,
-        cache: PagedCache,
-        state: DeviceState,
-        positions: int,
-        sharpness: Sequence[float] = (),
-    ) -> None:
-        """Create a drafter.
-
-        Args:
-            head: Draft head.
-            target_ids: As for Ranking.
-            cache: KV cache of the head.
-            state: Device state of the running requests.
-            positions: Number of positions that the head supports.
-            sharpness: As for Ranking.
-        """
-        self.reads = head.reads
-        self.columns = StateColumns()
-        self.first_slot, self.last_position = 1, positions - 1
-        self._head, self._cache, self._state = head, cache, state
-        self._ranking = Ranking(target_ids, sharpness)
+    columns: StateColumns
+    _state: DeviceState
 
     def ready(self, request: Request) -> bool:
         """Return whether the ring holds the target state that the head needs at the root."""
@@ -118,6 +97,65 @@ class EagleDrafter(PagedDrafter):
                 row.request.draft.start = max(row.start, 1)
             row.request.draft.lag = 1
 
+    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        """Return the indices of the rows that draft or must catch up in this step."""
+        return [b for b, row in enumerate(rows) if not row.is_chunk and self._runs_now(row, trees[b])]
+
+    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
+        """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
+        return [self._reachable(request) for request in requests]
+
+    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Record that the head runs the last ``counts`` slots up to the root of each request."""
+        for request, count in zip(requests, counts, strict=True):
+            if request.draft_backlog(1) > count:  # the ring lost older states: restart the draft
+                request.draft.start = max(request.cached_min + 1 - count, 1)
+            request.draft.reached_root(len(request.in_flight))
+
+    @abstractmethod
+    def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Run the draft over committed slots, from the target's states before them."""
+
+    def _reachable(self, request: Request) -> int:
+        """Return the number of slots up to the root that can run from the states in the ring."""
+        return min(
+            request.draft_backlog(1), STATE_RING_POSITIONS, max(request.cached_min - request.draft.features_from, 1)
+        )
+
+    def _runs_now(self, row: Row, tree: Tree) -> bool:
+        return tree.drafted_depth > 0 or (
+            row.request.draft.lag >= STATE_RING_POSITIONS - MAX_RANKS and self.ready(row.request)
+        )
+
+
+class EagleDrafter(StateDrafter):
+    """Drafter of the methods eagle3 and eagle."""
+
+    def __init__(
+        self,
+        head: Head,
+        target_ids: Tensor | None,
+        cache: PagedCache,
+        state: DeviceState,
+        positions: int,
+        sharpness: Sequence[float] = (),
+    ) -> None:
+        """Create a drafter.
+
+        Args:
+            head: Draft head.
+            target_ids: As for Ranking.
+            cache: KV cache of the head.
+            state: Device state of the running requests.
+            positions: Number of positions that the head supports.
+            sharpness: As for Ranking.
+        """
+        self.reads = head.reads
+        self.columns = StateColumns()
+        self.first_slot, self.last_position = 1, positions - 1
+        self._head, self._cache, self._state = head, cache, state
+        self._ranking = Ranking(target_ids, sharpness)
+
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         """Draft the trees of the forest.
 
@@ -137,21 +175,6 @@ class EagleDrafter(PagedDrafter):
             return self.rank(hidden_RE, level.nodes, depth, sampler)
 
         return draft_trees(rows, forest, self._state, expand)
-
-    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
-        """Return the indices of the rows that draft or must catch up in this step."""
-        return [b for b, row in enumerate(rows) if not row.is_chunk and self._runs_now(row, trees[b])]
-
-    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
-        """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
-        return [self._reachable(request) for request in requests]
-
-    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Record that the head runs the last ``counts`` slots up to the root of each request."""
-        for request, count in zip(requests, counts, strict=True):
-            if request.draft_backlog(1) > count:  # the ring lost older states: restart the draft
-                request.draft.start = max(request.cached_min + 1 - count, 1)
-            request.draft.reached_root(len(request.in_flight))
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
@@ -173,17 +196,6 @@ class EagleDrafter(PagedDrafter):
         first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
         packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_slot=1)
         return roots_of(self.root_states(slots_T, index_T, packed), counts, drafting, len(rows))
-
-    def _reachable(self, request: Request) -> int:
-        """Return the number of slots up to the root that can run from the states in the ring."""
-        return min(
-            request.draft_backlog(1), STATE_RING_POSITIONS, max(request.cached_min - request.draft.features_from, 1)
-        )
-
-    def _runs_now(self, row: Row, tree: Tree) -> bool:
-        return tree.drafted_depth > 0 or (
-            row.request.draft.lag >= STATE_RING_POSITIONS - MAX_RANKS and self.ready(row.request)
-        )
 
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)

@@ -118,7 +118,8 @@ class StepGraphs:
         MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
         """
         drafter = self._drafts.paged()
-        trees = {PLAIN, *(tree_of(shape) for shape in wanted if drafter is not None)}
+        captures = drafter is not None and not drafter.parallel
+        trees = {PLAIN, *(tree_of(shape) for shape in wanted if captures)}
         candidates = {
             key_of(rows, [tree], tree.verified, cuts=cuts)
             for rows in self._rows
@@ -176,6 +177,8 @@ class StepGraphs:
         if self._drafts and drafter is None and (drafts or len(self._drafts) > 1):
             return "draft"
         behind = drafter.drafting(rows, trees) if drafter is not None else []
+        if drafter is not None and drafter.parallel and drafts:
+            return "draft"
         if behind and not drafts:
             return "catch-up"
         counts = [0] * len(rows)

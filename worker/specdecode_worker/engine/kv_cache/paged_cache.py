@@ -61,6 +61,12 @@ class PagedCache:
         )
         return self._attending(packed.slots_T, prepared)
 
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Write keys and values of one layer to these slots, outside of a pass."""
+        rows = self.data[layer].flatten(1, 2)
+        rows[0].index_copy_(0, slots_T, k_TKD)
+        rows[1].index_copy_(0, slots_T, v_TKD)
+
     def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
         """Copy keys and values from source to target slots in all layers.
 

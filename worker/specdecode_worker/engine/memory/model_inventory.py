@@ -109,11 +109,11 @@ def _drafts(
 
 
 def expect_own_logits(draft: DraftConfig, ranks: int) -> None:
-    """Raise ModelError for an EAGLE head that computes logits with the target's matrix while it is split over ranks."""
-    if draft.method == "eagle" and ranks > 1:
+    """Raise ModelError for a head that computes logits with the target's matrix while it is split over ranks."""
+    if draft.method in ("eagle", "dflash") and ranks > 1:
         raise ModelError(
-            f"{draft.uri}: a head of method eagle makes logits with the target's matrix, which is split over {ranks}"
-            " devices; take an eagle3 head, or one device"
+            f"{draft.uri}: a head of method {draft.method} makes logits with the target's matrix, which is split over"
+            f" {ranks} devices; take an eagle3 head, or one device"
         )
 
 

@@ -26,6 +26,8 @@ class LaunchedStep:
     """Number of preemptions of each row's request at launch."""
     choice: Choice
     size: StepSize
+    shadow_passes: int = 0
+    """Number of draft passes that verified nodes did not need."""
     outcome: Outcome | None
     """Result of verification, on the host after ``host_copy``; None if no row chose a token."""
     ranked_BNK: Tensor | None
@@ -46,7 +48,7 @@ class LaunchedStep:
     def shadow_seconds(self) -> float:
         """Part of ``draft_seconds`` attributed to shadow passes, in proportion to their share of the draft passes."""
         passes = self.size.draft_passes
-        return self.draft_seconds * min(self.choice.shadow_passes / passes, 1.0) if passes else 0.0
+        return self.draft_seconds * self.shadow_passes / passes if passes else 0.0
 
     def read(self) -> list[RowResult]:
         """Wait for the device and return the results of the rows that chose a token."""

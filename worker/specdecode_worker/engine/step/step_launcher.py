@@ -78,11 +78,14 @@ class StepLauncher:
         queued = self._replay(rows, choice, depth_limits) or self._run(
             rows, choice, depth_limits, draft_prefill=draft_prefill
         )
+        passes = self._drafts.passes(rows, [row.tree.drafted_depth for row in rows])
+        needed = self._drafts.passes(rows, [min(row.tree.depth, row.tree.drafted_depth) for row in rows])
         return LaunchedStep(
             rows=rows,
             epochs=tuple(row.request.epoch for row in rows),
             choice=choice,
-            size=step_size_of(rows, max(row.tree.drafted_depth for row in rows)),
+            size=step_size_of(rows, passes),
+            shadow_passes=passes - needed if choice.shadow_passes else 0,
             outcome=queued.outcome,
             ranked_BNK=queued.ranked_BNK,
             host_copy=queued.host_copy,

@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 
 from specdecode_worker.contract import Method
+from specdecode_worker.models.checkpoints.dflash_weights import load_dflash, prepare_dflash
+from specdecode_worker.models.checkpoints.peagle_weights import load_peagle, prepare_peagle
 from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
 from specdecode_worker.models.checkpoints.tensor_placement import Network, UnloadedNetwork
 from specdecode_worker.models.checkpoints.vocabulary_check import check_vocabulary, fit_vocabulary
@@ -25,16 +27,20 @@ from specdecode_worker.models.checkpoints.weights import (
     prepare_medusa,
 )
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 
-WeightMethod = Literal["eagle3", "eagle", "medusa", "draft-model"]
+WeightMethod = Literal["eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model"]
 """Methods with draft weights."""
-Draft = Eagle3Head | EagleHead | MedusaHeads | Llama
+Draft = Eagle3Head | PEagleHead | DFlashHead | EagleHead | MedusaHeads | Llama
 _CALLED: dict[Method, str] = {
     "eagle3": "an EAGLE-3 head",
+    "peagle": "a P-EAGLE head",
+    "dflash": "a DFlash head",
     "eagle": "an EAGLE-1 or EAGLE-2 head",
     "medusa": "a Medusa checkpoint",
     "draft-model": "a whole model",
@@ -65,6 +71,10 @@ def load_draft(
     match method:
         case "eagle3":
             return load_eagle3(folder, target, dtype=dtype, device=device)
+        case "peagle":
+            return load_peagle(folder, target, dtype=dtype, device=device)
+        case "dflash":
+            return load_dflash(folder, target, dtype=dtype, device=device)
         case "eagle":
             return load_eagle(folder, target, dtype=dtype, device=device)
         case "medusa":
@@ -93,6 +103,10 @@ def build_meta_draft(
     match method:
         case "eagle3":
             return _checked_network(prepare_eagle3(folder, target))
+        case "peagle":
+            return _checked_network(prepare_peagle(folder, target))
+        case "dflash":
+            return _checked_network(prepare_dflash(folder, target))
         case "eagle":
             return _checked_network(prepare_eagle(folder, target))
         case "medusa":
@@ -120,4 +134,5 @@ def expect_method(method: WeightMethod, folder: Path) -> None:
     if inferred is None:
         raise WeightMismatch(f"{folder} holds no draft that is known: neither a head's nor a model's tensors are there")
     if inferred != method:
-        raise ConfigMismatch(f"{folder}: this is {_CALLED[inferred]}, set method: {inferred} (it is {method})")
+        missing = "mask_hidden is missing, " if (method, inferred) == ("peagle", "eagle3") else ""
+        raise ConfigMismatch(f"{folder}: {missing}this is {_CALLED[inferred]}, set method: {inferred} (it is {method})")

@@ -17,19 +17,23 @@ from safetensors import SafetensorError, safe_open
 
 from specdecode_worker.contract import Method
 from specdecode_worker.models.configs.model_config import (
+    DFlashConfig,
     Eagle3Config,
     EagleConfig,
     LlamaConfig,
     MedusaConfig,
+    PEagleConfig,
+    dflash_config,
     eagle3_config,
     eagle_config,
     llama_config,
     medusa_config,
+    peagle_config,
     read_config,
 )
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 
-Described = LlamaConfig | Eagle3Config | EagleConfig | MedusaConfig
+Described = LlamaConfig | Eagle3Config | PEagleConfig | DFlashConfig | EagleConfig | MedusaConfig
 _MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+|blocks\.\d+|lm_heads\.\d+)\.")
 
 INDEX = "model.safetensors.index.json"
@@ -151,6 +155,10 @@ def _header(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> Tensor
 def infer_method(headers: Headers) -> Method | None:
     """Return the draft method that the tensor names of a folder belong to, or None if they belong to no known one."""
     names = [name.removeprefix("model.") for name in headers.tensors]
+    if "mask_hidden" in names:
+        return "peagle"
+    if "hidden_norm.weight" in names:
+        return "dflash"
     if any(name in ("d2t", "t2d") or name.endswith("hidden_norm.weight") for name in names):
         return "eagle3"
     if any(_MEDUSA.match(name) for name in names):
@@ -177,4 +185,8 @@ def describe(folder: Path, target: LlamaConfig | None = None) -> Described:
         raise ConfigMismatch(f"{folder} holds a draft of method {method}, no model of its own; name its target too")
     if method == "medusa":
         return medusa_config(raw, target)
+    if method == "dflash":
+        return dflash_config(raw, target)
+    if method == "peagle":
+        return peagle_config(raw, target)
     return eagle_config(raw, target) if method == "eagle" else eagle3_config(raw, target)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from specdecode_worker.models.checkpoints.tensor_placement import (
     open_checkpoint,
 )
 from specdecode_worker.models.configs.model_config import (
+    Eagle3Config,
     eagle3_config,
     eagle_config,
     llama_config,
@@ -34,6 +36,7 @@ from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 
+Head = TypeVar("Head", bound=Eagle3Head)
 _EMBEDDING = "embed_tokens.weight"
 
 
@@ -66,7 +69,11 @@ def load_llama(
 
 def prepare_eagle3(folder: Path, target: Llama) -> UnloadedNetwork[Eagle3Head]:
     """Return the unloaded EAGLE-3 head of ``folder`` for ``target``."""
-    config = eagle3_config(read_config(folder), target.config)
+    return prepare_head(Eagle3Head, eagle3_config(read_config(folder), target.config), folder, target)
+
+
+def prepare_head(kind: type[Head], config: Eagle3Config, folder: Path, target: Llama) -> UnloadedNetwork[Head]:
+    """Return the unloaded head of ``folder``, an EAGLE-3 head or one that extends it by further tensors."""
     checkpoint = open_checkpoint(folder, _eagle3_name)
     own = _EMBEDDING in checkpoint
     if not own and config.hidden_size != target.config.hidden_size:
@@ -76,14 +83,18 @@ def prepare_eagle3(folder: Path, target: Llama) -> UnloadedNetwork[Eagle3Head]:
         )
     with meta_init():
         embedding = nn.Embedding(config.vocab_size, config.hidden_size) if own else target.model.embed_tokens
-        head = Eagle3Head(config, embedding, own_embedding=own)
+        head = kind(config, embedding, own_embedding=own)
     whole = config.draft_vocab_size == config.vocab_size and "d2t" not in checkpoint
     return UnloadedNetwork(head, checkpoint, frozenset(("d2t",) if whole else ()), spare=frozenset(("t2d",)))
 
 
 def load_eagle3(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
     """Load the EAGLE-3 head in ``folder`` for ``target``."""
-    prepared = prepare_eagle3(folder, target)
+    return fill_head(prepare_eagle3(folder, target), dtype=dtype, device=device)
+
+
+def fill_head(prepared: UnloadedNetwork[Head], *, dtype: torch.dtype, device: torch.device) -> Head:
+    """Load the weights of a head from `prepare_head` and check its vocabulary map."""
     head = prepared.fill(dtype=dtype, device=device, finite=True)
     if "d2t" in prepared.given:
         head.d2t = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)

@@ -75,32 +75,47 @@ def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
     Raises:
         ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
     """
-    fields = _flattened(raw, "eagle3")
-    nested = fields.part("eagle_config")
+    fields = flattened_fields(raw, "eagle3")
     fields.refuse("parallel_drafting")
-    blocks = _blocks(fields, target)
+    # speculators omits this field if it is true (vLLM's update_eagle3); all others omit it if it is false.
+    return Eagle3Config(**eagle3_fields(fields, target, norm_before_residual=fields.has("speculators_model_type")))
+
+
+def eagle3_fields(fields: Fields, target: LlamaConfig, *, norm_before_residual: bool) -> dict[str, Any]:
+    """Return the values of `Eagle3Config` for a head of that architecture.
+
+    Args:
+        fields: Fields of config.json, flattened.
+        target: Config of the target.
+        norm_before_residual: Value of the field of this name if it is absent.
+
+    Raises:
+        ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
+    """
+    nested = fields.part("eagle_config")
+    blocks = head_blocks(fields, target)
     hidden = fields.integer("target_hidden_size", blocks["hidden_size"])
-    _expect("hidden_size", hidden, target.hidden_size)
-    vocab = _vocabulary(fields, target)
+    expect_equal("hidden_size", hidden, target.hidden_size)
+    vocab = head_vocabulary(fields, target)
     reads_aux = nested.flag("use_aux_hidden_state", True)
     if not reads_aux and blocks["hidden_size"] != target.hidden_size:
         raise ConfigMismatch(f"use_aux_hidden_state false needs the target's hidden_size {target.hidden_size}")
-    config = Eagle3Config(
-        target_hidden_size=hidden,
-        vocab_size=vocab,
-        draft_vocab_size=fields.integer("draft_vocab_size", vocab, most=vocab),
-        aux_layers=_aux_layers(fields, nested, target) if reads_aux else (),
-        num_hidden_layers=fields.integer("num_hidden_layers", 1, most=_MOST_LAYERS),
-        # speculators omits this field if it is true (vLLM's update_eagle3); all others omit it if it is false.
-        norm_before_residual=fields.flag("norm_before_residual", fields.has("speculators_model_type")),
-        norm_before_fc=reads_aux and nested.flag("norm_before_fc", fields.flag("norm_before_fc")),
-        fc_norm=reads_aux and fields.flag("fc_norm"),
-        norm_output=fields.flag("norm_output"),
-        **blocks,
-    )
-    if config.fc_norm and config.norm_before_fc:
+    norm_before_fc = reads_aux and nested.flag("norm_before_fc", fields.flag("norm_before_fc"))
+    fc_norm = reads_aux and fields.flag("fc_norm")
+    if fc_norm and norm_before_fc:
         raise ConfigMismatch("config.json: fc_norm and norm_before_fc exclude each other; which one was trained?")
-    return config
+    return {
+        "target_hidden_size": hidden,
+        "vocab_size": vocab,
+        "draft_vocab_size": fields.integer("draft_vocab_size", vocab, most=vocab),
+        "aux_layers": _aux_layers(fields, nested, target) if reads_aux else (),
+        "num_hidden_layers": fields.integer("num_hidden_layers", 1, most=_MOST_LAYERS),
+        "norm_before_residual": fields.flag("norm_before_residual", norm_before_residual),
+        "norm_before_fc": norm_before_fc,
+        "fc_norm": fc_norm,
+        "norm_output": fields.flag("norm_output"),
+        **blocks,
+    }
 
 
 def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
@@ -109,14 +124,14 @@ def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
     Raises:
         ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
     """
-    fields = _flattened(raw, "eagle")
+    fields = flattened_fields(raw, "eagle")
     for name in ("add_para_norm", "layernorms"):
         fields.refuse(name)
-    blocks = _blocks(fields, target)
-    _expect("hidden_size", blocks["hidden_size"], target.hidden_size)
+    blocks = head_blocks(fields, target)
+    expect_equal("hidden_size", blocks["hidden_size"], target.hidden_size)
     bias = "fusion_bias" if fields.has("fusion_bias") else "bias"
     return EagleConfig(
-        vocab_size=_vocabulary(fields, target),
+        vocab_size=head_vocabulary(fields, target),
         num_hidden_layers=fields.integer("num_hidden_layers", 1, most=_MOST_LAYERS),
         fc_bias=fields.flag(bias) if fields.has(bias) else None,
         **blocks,
@@ -129,8 +144,8 @@ def medusa_config(raw: Mapping[str, Any], target: LlamaConfig) -> MedusaConfig:
     fields.refuse("original_lm_head")
     fields.refuse("logit_scale", 1)
     ours = fields.has("medusa_num_heads")
-    _expect("hidden_size", fields.integer("hidden_size", target.hidden_size), target.hidden_size)
-    vocab = _vocabulary(fields, target)
+    expect_equal("hidden_size", fields.integer("hidden_size", target.hidden_size), target.hidden_size)
+    vocab = head_vocabulary(fields, target)
     return MedusaConfig(
         num_heads=fields.integer("medusa_num_heads" if ours else "num_heads", most=64),
         num_layers=fields.integer("medusa_num_layers" if ours else "num_hidden_layers", 1, most=_MOST_LAYERS),
@@ -140,7 +155,7 @@ def medusa_config(raw: Mapping[str, Any], target: LlamaConfig) -> MedusaConfig:
     )
 
 
-def _flattened(raw: Mapping[str, Any], kind: str) -> Fields:
+def flattened_fields(raw: Mapping[str, Any], kind: str) -> Fields:
     """Return the fields of a possibly nested config, and check its kind.
 
     speculators nests the layer's shape in ``transformer_layer_config``; the fields outside it take precedence.
@@ -155,7 +170,8 @@ def _flattened(raw: Mapping[str, Any], kind: str) -> Fields:
     return Fields({**fields.part("transformer_layer_config").raw, **outside})
 
 
-def _blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
+def head_blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
+    """Return the fields of BlockConfig for a head. Positions follow the target's. Raise ConfigMismatch if invalid."""
     refuse_unknown(fields)
     # Heads declare a short limit that only describes their training text. Positions follow the target's.
     known = {**fields.raw, "max_position_embeddings": target.max_position_embeddings}
@@ -168,14 +184,16 @@ def _blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _vocabulary(fields: Fields, target: LlamaConfig) -> int:
+def head_vocabulary(fields: Fields, target: LlamaConfig) -> int:
+    """Return the size of the draft's whole vocabulary, which is the target's. Raise ConfigMismatch if it differs."""
     vocab = fields.integer("vocab_size", target.vocab_size)
     if vocab != target.vocab_size:
         raise ConfigMismatch(f"the draft's vocab_size is {vocab}, the target's {target.vocab_size}")
     return vocab
 
 
-def _expect(name: str, drafts: int, targets: int) -> None:
+def expect_equal(name: str, drafts: int, targets: int) -> None:
+    """Raise ConfigMismatch unless a draft was made for the target's value of ``name``."""
     if drafts != targets:
         raise ConfigMismatch(f"the draft was made for a target of {name} {drafts}, this target has {targets}")
 

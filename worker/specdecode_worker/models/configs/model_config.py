@@ -6,6 +6,7 @@ Targets are in `target_config`, draft heads in `draft_config`, rotary scalings i
 from __future__ import annotations
 
 from specdecode_worker.models.configs.config_fields import read_config
+from specdecode_worker.models.configs.dflash_config import DFlashConfig, dflash_config
 from specdecode_worker.models.configs.draft_config import (
     Eagle3Config,
     EagleConfig,
@@ -14,21 +15,26 @@ from specdecode_worker.models.configs.draft_config import (
     eagle_config,
     medusa_config,
 )
+from specdecode_worker.models.configs.peagle_config import PEagleConfig, peagle_config
 from specdecode_worker.models.configs.target_config import BlockConfig, LlamaConfig, llama_config
 from specdecode_worker.models.networks.rope import LinearScaling, RopeScaling, YarnScaling
 
 __all__ = [
     "BlockConfig",
+    "DFlashConfig",
     "Eagle3Config",
     "EagleConfig",
     "LinearScaling",
     "LlamaConfig",
     "MedusaConfig",
+    "PEagleConfig",
     "RopeScaling",
     "YarnScaling",
+    "dflash_config",
     "eagle3_config",
     "eagle_config",
     "llama_config",
     "medusa_config",
+    "peagle_config",
     "read_config",
 ]

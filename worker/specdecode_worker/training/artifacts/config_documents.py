@@ -6,13 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from specdecode_worker.models.configs.model_config import Eagle3Config, EagleConfig, LlamaConfig, MedusaConfig
+from specdecode_worker.models.configs.model_config import (
+    DFlashConfig,
+    Eagle3Config,
+    EagleConfig,
+    LlamaConfig,
+    MedusaConfig,
+    PEagleConfig,
+)
 from specdecode_worker.models.configs.target_config import BlockConfig
 from specdecode_worker.models.networks.rope import Scaling
 
 
 def eagle3_config(config: Eagle3Config) -> dict[str, Any]:
-    """Return config.json of an EAGLE-3 head as SafeAILab, vLLM and SGLang read it."""
+    """Return config.json of an EAGLE-3 or P-EAGLE head as SafeAILab, vLLM and SGLang read it."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -25,13 +32,14 @@ def eagle3_config(config: Eagle3Config) -> dict[str, Any]:
 
 
 def speculators_config(config: Eagle3Config) -> dict[str, Any]:
-    """Return config.json of an EAGLE-3 head as speculators writes it.
+    """Return config.json of an EAGLE-3 or P-EAGLE head as speculators writes it.
 
     The fields of the layers are nested, the others are at the top level.
     """
+    kind, name = ("peagle", "PEagleSpeculator") if isinstance(config, PEagleConfig) else ("eagle3", "Eagle3Speculator")
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": [name],
+        "speculators_model_type": kind,
         **_eagle3_fields(config),
         "transformer_layer_config": {
             "model_type": "llama",
@@ -39,12 +47,31 @@ def speculators_config(config: Eagle3Config) -> dict[str, Any]:
             "vocab_size": config.vocab_size,
         },
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
             "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": None},
         },
         "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def dflash_config(config: DFlashConfig, target_layers: int) -> dict[str, Any]:
+    """Return config.json of a DFlash head as z-lab writes it and vLLM reads it."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **_blocks(config, config.num_hidden_layers),
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [layer - 1 for layer in config.aux_layers],
+        },
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "num_target_layers": target_layers,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": True,
         "dtype": "bfloat16",
     }
 
@@ -83,12 +110,14 @@ def draft_model_config(target: Mapping[str, Any], config: LlamaConfig) -> dict[s
 
 
 def _eagle3_fields(config: Eagle3Config) -> dict[str, Any]:
-    """Return the fields that only EAGLE-3 heads have."""
+    """Return the fields that only EAGLE-3 and P-EAGLE heads have."""
     fields: dict[str, Any] = {
         "target_hidden_size": config.target_hidden_size,
         "draft_vocab_size": config.draft_vocab_size,
         "norm_before_residual": config.norm_before_residual,
     }
+    if isinstance(config, PEagleConfig):
+        fields["mask_token_id"] = config.mask_token_id
     for name in ("norm_before_fc", "fc_norm", "norm_output"):
         if getattr(config, name):
             fields[name] = True

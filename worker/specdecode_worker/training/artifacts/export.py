@@ -1,7 +1,7 @@
 """Export of a trained draft as a folder that inference engines load: config.json and bf16 weights.
 
-EAGLE-3 heads can be written with the tensor names of SafeAILab, speculators or NeMo. EAGLE-1 heads get SafeAILab's
-names, Medusa heads vLLM's, and a draft model its target's.
+EAGLE-3 and P-EAGLE heads can be written with the tensor names of SafeAILab, speculators or NeMo. EAGLE-1 heads get
+SafeAILab's names, DFlash heads z-lab's, Medusa heads vLLM's, and a draft model its target's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
@@ -44,18 +45,19 @@ def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = 
         for name in _TOKENIZER:
             if (target_folder / name).exists():
                 shutil.copy(target_folder / name, folder / name)
+    elif isinstance(draft, DFlashHead):
+        target_layers = json.loads((target_folder / "config.json").read_text())["num_hidden_layers"]
+        document = config_documents.dflash_config(draft.config, target_layers)
+    elif isinstance(draft, EagleHead):
+        document = config_documents.eagle_config(draft.config)
     else:
-        document = (
-            config_documents.eagle_config(draft.config)
-            if isinstance(draft, EagleHead)
-            else config_documents.medusa_config(draft.config)
-        )
+        document = config_documents.medusa_config(draft.config)
     _save(tensors, folder)
     write_json(folder / "config.json", document)
 
 
 def write_head(head: Eagle3Head, folder: Path, names: Names = "safeailab") -> None:
-    """Write an EAGLE-3 head. ``d2t`` and ``t2d`` are omitted if the draft vocabulary is the target's."""
+    """Write an EAGLE-3 or P-EAGLE head. ``d2t`` and ``t2d`` are omitted if the draft vocabulary is the target's."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _rounded(head)
     if head.config.draft_vocab_size < head.config.vocab_size:

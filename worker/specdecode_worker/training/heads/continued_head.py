@@ -49,7 +49,7 @@ def prepare_eagle3_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, l
         )
     config = replace(origin.config, draft_vocab_size=len(vocabulary), num_hidden_layers=layers)
     embedding = origin.embed_tokens or target.model.embed_tokens
-    head = Eagle3Head(config, embedding, own_embedding=origin.embed_tokens is not None).float()
+    head = type(origin)(config, embedding, own_embedding=origin.embed_tokens is not None).float()
     for block in list(head.layers.values())[origin.config.num_hidden_layers - 1 :]:
         assert isinstance(block, Block)
         zero_block_output(block, target)

@@ -14,36 +14,75 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.configs.model_config import Eagle3Config, EagleConfig, LlamaConfig, MedusaConfig
+from specdecode_worker.models.configs.model_config import (
+    DFlashConfig,
+    Eagle3Config,
+    EagleConfig,
+    LlamaConfig,
+    MedusaConfig,
+    PEagleConfig,
+)
+from specdecode_worker.models.networks.dflash import DFlashHead, DFlashLayer
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.layers import Block
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 
 
 def head_config(target: LlamaConfig, draft_vocab_size: int, layers: int = 1) -> Eagle3Config:
     """Return the configuration of an EAGLE-3 head with layers of the target's shape."""
-    return Eagle3Config(
-        **_blocks(target),
-        target_hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        aux_layers=target.aux_layers,
-        num_hidden_layers=layers,
-    )
+    return Eagle3Config(**_head_fields(target, draft_vocab_size, layers))
 
 
 def new_head(target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
     """Return a trainable fp32 EAGLE-3 head with the draft vocabulary ``vocabulary`` (target ids, ascending)."""
     head = Eagle3Head(head_config(target.config, len(vocabulary), layers), target.model.embed_tokens)
-    head.float()
-    head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
+    _initialise_head(head, target, vocabulary)
+    return head
+
+
+def new_peagle(target: Llama, vocabulary: Tensor, layers: int = 1) -> PEagleHead:
+    """Return a trainable fp32 P-EAGLE head that starts as `new_head` does, with a small random mask state.
+
+    Its mask token is the last one of the target's vocabulary, a reserved token in that of Llama 3. The embedding of the
+    mask token is the target's and is not trained; ``mask_hidden`` is.
+    """
+    fields = _head_fields(target.config, len(vocabulary), layers)
+    config = PEagleConfig(mask_token_id=target.config.vocab_size - 1, **fields)
+    head = PEagleHead(config, target.model.embed_tokens)
+    _initialise_head(head, target, vocabulary)
+    nn.init.normal_(head.mask_hidden, std=0.02, generator=torch.Generator().manual_seed(0))
+    return head
+
+
+def new_dflash(target: Llama, layers: int, depth: int) -> DFlashHead:
+    """Return a trainable fp32 DFlash head for blocks of ``depth`` mask slots, with layers that start without effect.
+
+    Its mask token is the last one of the target's vocabulary, as in `new_peagle`.
+    """
+    width, size = target.config.hidden_size, target.config.vocab_size
+    config = DFlashConfig(
+        **_blocks(target.config),
+        qk_norm=True,
+        vocab_size=size,
+        aux_layers=target.config.aux_layers,
+        mask_token_id=size - 1,
+        block_size=depth + 1,
+        num_hidden_layers=layers,
+    )
+    head = DFlashHead(config, target).float()
     with torch.no_grad():
-        _copy_weights(head, target, vocabulary)
-        for block in head.layers.values():
-            assert isinstance(block, Block)
-            zero_block_output(block, target)
+        head.fc.weight.zero_()
+        head.fc.weight[:, 2 * width :].copy_(torch.eye(width))
+        last = target.model.layers[-1].state_dict()
+        for layer in head.layers:
+            assert isinstance(layer, DFlashLayer)
+            layer.load_state_dict(last, strict=False)
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        head.norm.weight.copy_(target.model.norm.weight)
     return head
 
 
@@ -96,6 +135,18 @@ def new_draft_model(target: Llama, layers: int) -> Llama:
     return model
 
 
+def _head_fields(target: LlamaConfig, draft_vocab_size: int, layers: int) -> dict[str, Any]:
+    """Return the fields of an EAGLE-3 head with layers of the target's shape."""
+    return {
+        **_blocks(target),
+        "target_hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "aux_layers": target.aux_layers,
+        "num_hidden_layers": layers,
+    }
+
+
 def _blocks(target: LlamaConfig) -> dict[str, Any]:
     """Return the fields of a layer like the target's. New heads have no biases and no norms of queries and keys."""
     names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
@@ -110,6 +161,17 @@ def zero_block_output(block: Block, target: Llama) -> None:
     block.load_state_dict(known)
     block.self_attn.o_proj.weight.zero_()
     block.mlp.down_proj.weight.zero_()
+
+
+@torch.no_grad()
+def _initialise_head(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:
+    """Initialize an EAGLE-3 head in fp32: its first layer from the target, further ones without effect."""
+    head.float()
+    head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
+    _copy_weights(head, target, vocabulary)
+    for block in head.layers.values():
+        assert isinstance(block, Block)
+        zero_block_output(block, target)
 
 
 def _copy_weights(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:

@@ -14,12 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.heads.block_unroll import anchor_share, unroll_blocks
+from specdecode_worker.training.heads.parallel_unroll import cod_share, unroll_parallel
+from specdecode_worker.training.heads.root_sampling import RootShare
 from specdecode_worker.training.heads.unroll import Batch, gather_rows, make_batch, shifted, unroll
 
 
@@ -34,9 +39,16 @@ def device_of_draft(draft: Draft) -> torch.device:
     return next(draft.parameters()).device
 
 
-def unrolled(draft: Draft, batch: Batch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each depth k the states [B, A, E] and the mask [B, A] of slots with a root in the answer."""
+def unrolled(draft: Draft, batch: Batch, depth: int, sample_seed: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each depth k the states [B, A, E] and the mask [B, A] of slots with a root in the answer.
+
+    With ``sample_seed``, parallel drafts are unrolled from some of the roots only, see `root_share`.
+    """
     match draft:
+        case PEagleHead():
+            yield from unroll_parallel(draft, batch, depth, sample_seed)
+        case DFlashHead():
+            yield from unroll_blocks(draft, batch, depth, sample_seed)
         case Eagle3Head() | EagleHead():
             yield from unroll(draft, batch, depth)
         case MedusaHeads():
@@ -45,6 +57,17 @@ def unrolled(draft: Draft, batch: Batch, depth: int) -> Iterator[tuple[Tensor, T
         case Llama():
             states_BAE = _teacher_forced(draft, batch)
             yield from ((states_BAE, _rooted(batch, k)) for k in range(depth))
+
+
+def root_share(draft: Draft) -> RootShare | None:
+    """Return the share of the roots that a training step takes, by depth; None if it takes all."""
+    match draft:
+        case PEagleHead():
+            return cod_share
+        case DFlashHead():
+            return anchor_share
+        case _:
+            return None
 
 
 def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
@@ -71,7 +94,7 @@ def working_copy(draft: Draft, dtype: torch.dtype) -> Draft:
     shared: tuple[nn.Module, ...] = ()
     if isinstance(draft, Eagle3Head):
         shared = draft._shared_embedding
-    elif isinstance(draft, EagleHead):
+    elif isinstance(draft, EagleHead | DFlashHead):
         shared = draft._target
     copied = copy.deepcopy(draft, {id(module): module for module in shared})
     return copied.to(dtype).requires_grad_(True)

@@ -77,12 +77,8 @@ def make_batch(
 def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each depth k the states [B, A, E] before the head's norm and the mask [B, A] of slots with a root."""
     answers_BA = batch.answers_BA
-    shape_BL = batch.tokens_BL.shape
     attend = UnrolledAttention(answers_BA, layers=head.config.num_hidden_layers)
-    positions_BL = (torch.arange(shape_BL[1], device=answers_BA.device) + 1).expand(shape_BL)
-    fused = head.fuse(batch.aux_BLA).flatten(0, 1)
-    state = head(fused, batch.tokens_BL.flatten(), positions_BL.flatten(), attend).unflatten(0, shape_BL)
-    state_BAE = gather_rows(state, answers_BA)
+    state_BAE = gather_rows(true_states(head, batch, attend), answers_BA)
     yield state_BAE, batch.valid_BA
     tokens_T = batch.tokens_BL.gather(1, answers_BA).flatten()
     positions_T = (answers_BA + 1).flatten()
@@ -92,6 +88,15 @@ def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[t
         state_BAE = head(before, tokens_T, positions_T, attend).unflatten(0, answers_BA.shape)
         order_A = torch.arange(answers_BA.shape[1], device=answers_BA.device)
         yield state_BAE, batch.valid_BA & (order_A >= k)
+
+
+def true_states(head: Eagle3Head | EagleHead, batch: Batch, attend: UnrolledAttention) -> Tensor:
+    """Return the head's states [B, L, E] at all slots, from the states of the target."""
+    shape_BL = batch.tokens_BL.shape
+    positions_BL = (torch.arange(shape_BL[1], device=batch.tokens_BL.device) + 1).expand(shape_BL)
+    fused = head.fuse(batch.aux_BLA).flatten(0, 1)
+    states: Tensor = head(fused, batch.tokens_BL.flatten(), positions_BL.flatten(), attend).unflatten(0, shape_BL)
+    return states
 
 
 def gather_rows(x_BLE: Tensor, index_BA: Tensor) -> Tensor:
@@ -139,12 +144,18 @@ class UnrolledAttention:
 
     def deepen(self) -> None:
         """Advance to the next depth."""
+        self._depth += 1
+        self._hide_after(self._answers_BA - self._depth)
+
+    def _hide_after(self, roots_BA: Tensor) -> None:
+        """Hide the true slots after the root of each query."""
         true = self._caches[0].true
         assert true is not None, "depth 0 comes first"
-        self._depth += 1
-        roots_BA1 = self._answers_BA[:, :, None] - self._depth
-        slots = true[0].shape[2]
-        self._hidden_BAL = torch.arange(slots, device=roots_BA1.device) > roots_BA1
+        self._hidden_BAL = torch.arange(true[0].shape[2], device=roots_BA.device) > roots_BA[:, :, None]
+
+    def _aligned(self, x: Tensor, depth: int) -> Tensor:
+        """Return keys or values [B, A, K, D] of ``depth``, in the order of the present queries."""
+        return shifted(x, self._depth - depth)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """Store the new keys and values and return the attended values, see ``layers.Attend``."""
@@ -169,7 +180,7 @@ class UnrolledAttention:
         true = (q_BKXD @ keys_BKLD.transpose(2, 3)).view(*grouped, -1)
         true = true.masked_fill(self._hidden_BAL[:, None, None], float("-inf"))
         q_BKGAD = q_BKXD.view(*grouped, -1)
-        mine = [(shifted(k, self._depth - j), shifted(v, self._depth - j)) for j, (k, v) in enumerate(cache.branch, 1)]
+        mine = [(self._aligned(k, j), self._aligned(v, j)) for j, (k, v) in enumerate(cache.branch, 1)]
         own = [(q_BKGAD * k.transpose(1, 2)[:, :, None]).sum(dim=-1, keepdim=True) for k, _ in mine]
         weights = torch.softmax(torch.cat((true, *own), dim=-1), dim=-1)
         split = true.shape[-1]

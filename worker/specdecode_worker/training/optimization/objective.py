@@ -20,6 +20,7 @@ from torch import Tensor
 from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.training.data.normalizers import TEMPERATURES
 from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.heads.root_sampling import RootShare, all_roots, root_count
 from specdecode_worker.training.heads.trainable_drafts import logits_of, unrolled, vocabulary_of
 from specdecode_worker.training.heads.unroll import Batch, shifted_back
 from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
@@ -40,12 +41,17 @@ class LossSettings:
     divergence: float = 1.0
     temperature: float = 1.0
     """Temperature of the acceptance term; one of ``normalizers.TEMPERATURES``."""
+    sample_seed: int | None = None
+    """Seed of the roots that are trained at deeper depths, see ``root_sampling``. None trains all roots."""
 
 
-def root_counts(conversations: Sequence[Conversation], depth: int) -> list[int]:
-    """Return for each depth k the number of answer slots in ``conversations`` that have a root k slots before them."""
+def root_counts(conversations: Sequence[Conversation], depth: int, share: RootShare = all_roots) -> list[int]:
+    """Return for each depth k the number of roots in ``conversations`` that are trained at that depth.
+
+    A root needs an answer slot k slots after it.
+    """
     lengths = [len(c.tokens_N) - c.answer_start for c in conversations]
-    return [sum(max(0, length - k) for length in lengths) for k in range(depth)]
+    return [sum(root_count(length, k, share) for length in lengths) for k in range(depth)]
 
 
 @torch.no_grad()
@@ -93,8 +99,8 @@ def loss_of(
     """
     valid_R = batch.valid_BA.flatten()
     unrolls = [
-        (logits_of(draft, state_BAE.flatten(0, 1)[valid_R], k), rooted_BA)
-        for k, (state_BAE, rooted_BA) in enumerate(unrolled(draft, batch, aim.depth))
+        (logits_of(draft, state_BAE[rooted_BA], k), rooted_BA)
+        for k, (state_BAE, rooted_BA) in enumerate(unrolled(draft, batch, aim.depth, aim.sample_seed))
     ]
     counts = counts or [max(1, int(rooted_BA.sum())) for _, rooted_BA in unrolls]
     vocabulary = vocabulary_of(draft, len(output_VE))
@@ -129,8 +135,8 @@ def _divergence(
     weights = [aim.decay**k for k in range(aim.depth)]
     total = torch.zeros((), device=target_RV.device)
     for k, (logits_RV, rooted_BA) in enumerate(unrolls):
-        weight_R = rooted_BA.flatten()[valid_R].float() / max(1, counts[k]) * (weights[k] / sum(weights))
-        total = total + soft_cross_entropy(logits_RV, target_RV, weight_R)
+        weight_R = torch.full((len(logits_RV),), weights[k] / sum(weights) / max(1, counts[k]), device=total.device)
+        total = total + soft_cross_entropy(logits_RV, target_RV[rooted_BA.flatten()[valid_R]], weight_R)
     return total
 
 
@@ -144,9 +150,11 @@ def _acceptance(
     """Return -log of the expected tokens per step, averaged over the roots."""
     path_BA = torch.ones(valid_BA.shape, device=valid_BA.device)
     expected_BA = torch.ones_like(path_BA)
-    for k, (logits_RV, _) in enumerate(unrolls):
-        overlap_BA = torch.zeros_like(path_BA).masked_scatter(valid_BA, overlap(logits_RV, target_RV, aim.temperature))
-        # Depth k of root i was computed at slot i + k; beyond the end of the text every draft counts as rejected.
+    for k, (logits_RV, rooted_BA) in enumerate(unrolls):
+        own_RV = target_RV[rooted_BA[valid_BA]]
+        overlap_BA = torch.zeros_like(path_BA).masked_scatter(rooted_BA, overlap(logits_RV, own_RV, aim.temperature))
+        # Depth k of root i was computed at slot i + k. Beyond the end of the text, and where the root was dropped,
+        # every draft counts as rejected.
         path_BA = path_BA * shifted_back(overlap_BA, k)
         expected_BA = expected_BA + path_BA
     return -expected_BA.log()[valid_BA].sum() / max(1, counts[0])

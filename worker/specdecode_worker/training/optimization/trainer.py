@@ -21,7 +21,8 @@ from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.training.data.batches import DataSet, batches
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
-from specdecode_worker.training.heads.trainable_drafts import batch_for, max_depth, working_copy
+from specdecode_worker.training.heads.root_sampling import all_roots
+from specdecode_worker.training.heads.trainable_drafts import batch_for, max_depth, root_share, working_copy
 from specdecode_worker.training.optimization import checkpoint
 from specdecode_worker.training.optimization.checkpoint import Progress
 from specdecode_worker.training.optimization.data_parallel import ProcessGroup
@@ -150,13 +151,16 @@ class Trainer:
         started = time.monotonic()
         share = self.share_done
         loss_settings = loss_settings_at(share, self.progress.step, self.settings)
+        share_of_roots = root_share(self.head)
         loss_settings = LossSettings(
             depth=self.depth,
             decay=loss_settings.decay,
             divergence=loss_settings.divergence,
             temperature=loss_settings.temperature,
+            sample_seed=_sample_seed(self.settings.seed, self.progress.step) if share_of_roots else None,
         )
-        counts = root_counts([conversation for batch in group for conversation in batch], loss_settings.depth)
+        conversations = [conversation for batch in group for conversation in batch]
+        counts = root_counts(conversations, loss_settings.depth, share_of_roots or all_roots)
         loss = self._add_gradients(group, loss_settings, counts)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = (
@@ -264,6 +268,11 @@ class Trainer:
             raise ResumeMismatch(f"{folder} has seen {self.progress.shards} shards, {self.data.folder} holds fewer")
         self.head.load_state_dict(self.master.state_dict())
         return True
+
+
+def _sample_seed(seed: int, step: int) -> int:
+    """Return the seed of the roots that one step trains: a resumed run trains the same ones."""
+    return seed * 1_000_003 + step
 
 
 def _groups(draft: Draft, settings: TrainSettings) -> list[dict[str, Any]]:

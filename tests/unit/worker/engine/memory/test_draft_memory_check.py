@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_folders import config_of, write_head, write_target
 
-from specdecode_worker.contract import DraftConfig
+from specdecode_worker.contract import DraftConfig, Method
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.memory import device_memory
 from specdecode_worker.engine.memory.device_memory import free_bytes
@@ -45,9 +45,12 @@ def test_weights_and_cache_must_fit_into_free_memory(checked_loader: CheckedDraf
     dataclasses.replace(checked_loader, free_bytes=lambda: 2 * weights + cache)(draft)
 
 
-def test_a_head_without_own_logits_is_refused_on_several_devices(checked_loader: CheckedDraftLoader) -> None:
+@pytest.mark.parametrize("method", ["eagle", "dflash"])
+def test_a_head_without_own_logits_is_refused_on_several_devices(
+    checked_loader: CheckedDraftLoader, method: Method
+) -> None:
     with pytest.raises(ModelError, match="split over 2"):
-        dataclasses.replace(checked_loader, ranks=2)(DraftConfig(method="eagle", uri="file:///nowhere"))
+        dataclasses.replace(checked_loader, ranks=2)(DraftConfig(method=method, uri="file:///nowhere"))
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -68,6 +69,12 @@ def test_rankings_are_read_only_for_shadow_drafts() -> None:
     assert [read.ranked_NK for read in launched().read()] == [None, None]
     assert [read.ranked_NK for read in launched(shadow_passes=1).read()] == [RANKED[0].tolist(), None]
     assert [read.ranked_NK for read in launched(shadow_passes=1, ranked_BNK=None).read()] == [None, None]
+
+
+@pytest.mark.parametrize(("passes", "shadow", "seconds"), [(5, 2, 0.4), (1, 0, 0.0), (1, 1, 1.0), (0, 0, 0.0)])
+def test_shadow_passes_take_their_share_of_drafting(passes: int, shadow: int, seconds: float) -> None:
+    step = launched(size=step_size_of(ROWS, passes), shadow_passes=3, draft_seconds=1.0)
+    assert replace(step, shadow_passes=shadow).shadow_seconds == pytest.approx(seconds)
 
 
 def test_a_step_without_emitting_rows_has_no_results() -> None:

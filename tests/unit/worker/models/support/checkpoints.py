@@ -83,6 +83,25 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-6)
 
 
+def first_layer(
+    tensors: dict[str, Tensor], embedding: Tensor, hidden: Tensor, residual: Tensor, tables: Any, dense: Any
+) -> Tensor:
+    """Compute SafeAILab's midlayer directly from its definition."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    def weight(name: str) -> Tensor:
+        return tensors[f"midlayer.{name}.weight"]
+
+    pair = torch.cat((norm(embedding, weight("input_layernorm")), norm(hidden, weight("hidden_norm"))), -1)
+    q, k, v = ((pair @ weight(f"self_attn.{n}_proj").T).unflatten(-1, (-1, embedding.shape[1] // 4)) for n in "qkv")
+    q, k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *tables)
+    out = dense(0, q[0].transpose(0, 1), k[0].transpose(0, 1), v)
+    x = residual + out.flatten(1) @ weight("self_attn.o_proj").T
+    y = norm(x, weight("post_attention_layernorm"))
+    gated = F.silu(y @ weight("mlp.gate_proj").T) * (y @ weight("mlp.up_proj").T)
+    return x + gated @ weight("mlp.down_proj").T
+
+
 def eagle_tensors(layers: int = 1, *, bias: bool = True) -> Tensors:
     tensors = block_tensors("layers.0.")
     for i in range(1, layers):
@@ -97,6 +116,25 @@ def eagle3_tensors(layers: int = 1, *, size: int = 32, states: int = 3) -> Tenso
         tensors |= block_tensors(f"layers.{i}.", size=size, seed=20 * i, norms=("input_layernorm",))
     tensors |= {"norm.weight": noise(size, seed=3), "lm_head.weight": noise(40, size), "d2t": torch.arange(40)}
     return tensors | ({"fc.weight": noise(size, 32 * states)} if states else {})
+
+
+DFLASH: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 6,
+    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [0, 2]},
+}
+"""Fields of config.json that only DFlash heads have, as z-lab writes them."""
+
+
+def dflash_tensors(layers: int = 2) -> Tensors:
+    """Return the tensors of a DFlash head that reads two layers, under z-lab's names."""
+    tensors = {"fc.weight": noise(32, 64), "hidden_norm.weight": noise(32, seed=1), "norm.weight": noise(32, seed=2)}
+    for i in range(layers):
+        prefix = f"layers.{i}."
+        tensors |= block_tensors(prefix, seed=20 * i, norms=("input_layernorm",))
+        tensors |= {f"{prefix}self_attn.{name}.weight": noise(8, seed=5 + i) for name in ("q_norm", "k_norm")}
+    return tensors
 
 
 def medusa_tensors(heads: int, layers: int, *, bias: bool = True, rows: int = 97) -> Tensors:

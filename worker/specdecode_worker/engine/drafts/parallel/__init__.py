@@ -1,0 +1,1 @@
+"""Drafters that propose all depths of a tree in one pass."""

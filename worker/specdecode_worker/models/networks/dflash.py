@@ -1,0 +1,111 @@
+"""The DFlash draft head (block diffusion, arXiv 2602.06036): decoder layers over a block of mask slots.
+
+The target's states are fused once and injected into every layer as keys and values of the committed tokens. The block
+holds the root's embedding and one mask token for each drafted token; all of its slots see each other. The mask slot k
+positions behind the root proposes the token of its own position. Embeddings and lm_head are the target's. Names and
+arithmetic follow z-lab/dflash (dflash/model.py) and vLLM (vllm-project/vllm,
+vllm/model_executor/models/qwen3_dflash.py).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from specdecode_worker.models.configs.dflash_config import DFlashConfig
+from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.networks.layers import MLP, Attend, RMSNorm
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.rope import PassRotations, Rope
+
+
+class InjectedAttention(nn.Module):
+    """Attention whose keys and values come from the block, and from the target's states for committed tokens."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
+        """Return the attention output [T, E] of ``layer`` for its normed input."""
+        q_THD = rope.rotate(self._normed(self.q_norm, self.q_proj(x_TE)))
+        result: Tensor = self.o_proj(attend(layer, q_THD, *self.keys_and_values(x_TE, rope)).flatten(-2))
+        return result
+
+    def keys_and_values(self, x_TE: Tensor, rope: PassRotations) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and the values, each [T, K, D], of slots of the block or of fused states."""
+        keys_TKD = rope.rotate(self._normed(self.k_norm, self.k_proj(x_TE)))
+        return keys_TKD, self.v_proj(x_TE).unflatten(-1, (-1, self.head_dim))
+
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        heads: Tensor = norm(x.reshape(-1, self.head_dim))
+        return heads.view(len(x), -1, self.head_dim)
+
+
+class DFlashLayer(nn.Module):
+    """Pre-norm decoder layer with `InjectedAttention`."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = InjectedAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
+        """Return the layer's output [T, E]."""
+        x_TE = x_TE + self.self_attn(layer, self.input_layernorm(x_TE), rope, attend)
+        output: Tensor = x_TE + self.mlp(self.post_attention_layernorm(x_TE))
+        return output
+
+
+class DFlashHead(nn.Module):
+    """DFlash draft head over the target's whole vocabulary."""
+
+    target_ids: None = None
+    """Always None: logits are over the target's vocabulary already."""
+
+    def __init__(self, config: DFlashConfig, target: Llama) -> None:
+        super().__init__()
+        self.config = config
+        width = len(config.aux_layers) * config.hidden_size
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+        # A tuple keeps the target from being registered as a submodule. Its parts are read at call time, since the
+        # target may be fused later.
+        self._target = (target,)
+
+    @property
+    def reads(self) -> TargetStates:
+        """States of the target that ``context`` expects."""
+        return TargetStates(self.config.aux_layers)
+
+    def context(self, aux_TA: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values [T, K, D] of every layer for committed tokens at these positions.
+
+        ``aux_TA`` are the target's states of the same tokens.
+        """
+        fused_TE = self.hidden_norm(self.fc(aux_TA))
+        rope = self.rope.at(positions_T, fused_TE.dtype)
+        return [layer.self_attn.keys_and_values(fused_TE, rope) for layer in self.layers]  # type: ignore[operator, union-attr]
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Return the states [T, E] of the slots of blocks, before the final norm."""
+        x_TE = self._target[0].model.embed_tokens(tokens_T)
+        rope = self.rope.at(positions_T, x_TE.dtype)
+        for index, layer in enumerate(self.layers):
+            x_TE = layer(index, x_TE, rope, attend)
+        return x_TE  # type: ignore[no-any-return]
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """Return the logits [T, V] of mask slots, from the target's lm_head."""
+        return self._target[0].logits(self.norm(hidden_TE))
