@@ -73,10 +73,14 @@ class DraftRegistry:
     def __len__(self) -> int:
         return len(self._drafts)
 
-    def paged(self) -> PagedDrafter | None:
-        """Return the only loaded draft if its passes can be captured in a graph, else None."""
-        drafters = [loaded.drafter for loaded in self._drafts.values()]
-        return drafters[0] if len(drafters) == 1 and isinstance(drafters[0], PagedDrafter) else None
+    def paged(self) -> dict[str, PagedDrafter]:
+        """Return the loaded drafts whose passes can be captured in a graph, by name."""
+        drafters = {name: loaded.drafter for name, loaded in self._drafts.items()}
+        return {name: drafter for name, drafter in drafters.items() if isinstance(drafter, PagedDrafter)}
+
+    def name_of(self, request: Request) -> str:
+        """Return the name of the request's draft, loaded or not."""
+        return self._name(request)
 
     def loaded(self, name: str = DEFAULT_DRAFT) -> LoadedDraft | None:
         """Return the draft of this name, or None if it is not loaded."""
