@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_kernels.quantised_linear import kernel
-from specdecode_kernels.quantised_linear.reference import KINDS, Kind, Quantised, quantise
+from specdecode_kernels.quantised_linear.reference import KINDS, Kind, Quantised, dequantise, quantise
 
 MATRICES = {"gate and up": (2 * 14336, 4096), "down": (4096, 14336), "head": (32_000, 4096)}
 """(outputs, inputs) of an EAGLE-3 head of Llama-3.1-8B."""
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 4, 16, 64, 128, 512)
+
+
+LARGE = 64
+"""Rows from which dequantising the whole matrix is measured, too."""
 
 
 def measure(
@@ -37,14 +41,19 @@ def measure(
         yield sizes | {"weights": "bf16", "microseconds": 1e6 * base} | _over(base, plain.nbytes, rate)
         for kind, copies in weights.items():
             took = seconds(*(partial(kernel.linear, x, weight) for weight in copies))
-            yield (
-                sizes
-                | {"weights": kind, "microseconds": 1e6 * took, "times_bf16": base / took}
-                | _over(took, copies[0].nbytes, rate)
-            )
+            row = {"weights": kind, "microseconds": 1e6 * took, "times_bf16": base / took}
+            if rows >= LARGE:
+                whole = seconds(*(partial(_dequantised, x, weight) for weight in copies))
+                row["dequantised_microseconds"] = 1e6 * whole
+            yield sizes | row | _over(took, copies[0].nbytes, rate)
         if torchao is not None:
             took = seconds(partial(torchao, x))
             yield sizes | {"weights": "int4 (torchao)", "microseconds": 1e6 * took, "times_bf16": base / took}
+
+
+def _dequantised(x: Tensor, weight: Quantised) -> Tensor:
+    """Return the product by way of the whole matrix in x's type, as prompts compute it."""
+    return F.linear(x, dequantise(weight, x.dtype))
 
 
 def _quantised(plain: Tensor, kind: Kind) -> list[Quantised]:

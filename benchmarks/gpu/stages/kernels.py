@@ -47,7 +47,7 @@ def quantised(run: Run) -> Iterator[Row]:
     import quantised as bench
 
     matrices = {"tiny": (40, 96)} if run.dry else bench.MATRICES
-    rows, dtype = ((1, 3), torch.float32) if run.dry else (bench.ROWS, torch.bfloat16)
+    rows, dtype = ((1, 3, 65), torch.float32) if run.dry else (bench.ROWS, torch.bfloat16)
     for name, (outputs, inputs) in matrices.items():
         for row in bench.measure(name, outputs, inputs, run.rate, dtype, rows):
             yield {"kind": "quantised", **row}

@@ -105,8 +105,8 @@ def test_figure_without_a_goal_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(GPU)
     import targets
 
-    found = [verdict for verdict in targets.judge([row]) if verdict.measured is not None]
-    assert [(verdict.case, verdict.measured, verdict.met) for verdict in found] == [
+    measured = [verdict for verdict in targets.judge([row]) if verdict.measured is not None]
+    assert [(verdict.case, verdict.measured, verdict.met) for verdict in measured] == [
         ("chain:3, temperature 0", 0.25, None)
     ]
 

@@ -32,8 +32,8 @@ def run_stages(which: str) -> dict[str, Any]:
     }
     ran = subprocess.run([sys.executable, ALL_STAGES, which], capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    results: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def stages() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rows(stages: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for found in stages.values() for row in found["rows"]]
+    return [row for results in stages.values() for row in results["rows"]]
 
 
 @pytest.mark.timeout(900)
@@ -65,8 +65,9 @@ def test_every_figure_is_measured(rows: list[dict[str, Any]], monkeypatch: pytes
     import targets
 
     verdicts = targets.judge(rows)
-    assert {found.target for found in verdicts if found.measured is None} == NOT_MEASURED
-    assert all(found.met is not None for found in verdicts if found.measured is not None and found.bound is not None)
+    assert {verdict.target for verdict in verdicts if verdict.measured is None} == NOT_MEASURED
+    judged = [verdict.met for verdict in verdicts if verdict.measured is not None and verdict.bound is not None]
+    assert None not in judged
 
 
 @pytest.mark.timeout(900)
@@ -83,28 +84,28 @@ def test_steps_of_the_engine_stages_run_through_graphs(rows: list[dict[str, Any]
 
 @pytest.mark.timeout(900)
 def test_texts_of_exact_arithmetic_do_not_differ(rows: list[dict[str, Any]]) -> None:
-    found = [row for row in rows if row["kind"] == "texts"]
-    assert {row["case"] for row in found} == {"plain again", "plain, fewer at a time", "chain:3", "tree:4,2,1"}
-    assert {row["share_differing"] for row in found} == {0.0}
+    results = [row for row in rows if row["kind"] == "texts"]
+    assert {row["case"] for row in results} == {"plain again", "plain, fewer at a time", "chain:3", "tree:4,2,1"}
+    assert {row["share_differing"] for row in results} == {0.0}
 
 
 @pytest.mark.timeout(900)
 def test_two_drafts_share_the_texts(rows: list[dict[str, Any]]) -> None:
     """All texts are drafted for, whichever draft is theirs."""
-    found = {
+    results = {
         (row["drafts"], row["batch"]): row["measured_tokens_per_step"]
         for row in rows
         if row["kind"] == "drafts" and row["shape"] == "chain:3"
     }
-    assert found == {(1, 1): 4.0, (1, 2): 4.0, (2, 1): 4.0, (2, 2): 4.0}
+    assert results == {(1, 1): 4.0, (1, 2): 4.0, (2, 1): 4.0, (2, 2): 4.0}
 
 
 def test_differences_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(GPU)
     from stages.comparisons import differences
 
-    found = differences([(1, 2, 3, 4), (5, 6, 7, 8)], [(1, 2, 9, 4), (5, 6, 7, 8)])
-    assert found == {"texts": 2, "share_differing": 0.5, "share_of_tokens_before": 6 / 8}
+    results = differences([(1, 2, 3, 4), (5, 6, 7, 8)], [(1, 2, 9, 4), (5, 6, 7, 8)])
+    assert results == {"texts": 2, "share_differing": 0.5, "share_of_tokens_before": 6 / 8}
 
 
 @pytest.mark.timeout(300)

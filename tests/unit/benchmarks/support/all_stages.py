@@ -23,7 +23,7 @@ from stages import STAGES
 def main() -> None:
     stand_in.install()
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for one in STAGES:
         if one.interpreted == (sys.argv[1] == "interpreted"):
             rows: list[dict[str, Any]] = []
@@ -32,8 +32,8 @@ def main() -> None:
                 rows += ({"stage": one.name, **row} for row in stage.load(one)(Run(torch.device("cpu"), True, 1e9)))
             except Exception:
                 error = traceback.format_exc()
-            found[one.name] = {"rows": rows, "error": error}
-    print(json.dumps(found))
+            results[one.name] = {"rows": rows, "error": error}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
