@@ -86,7 +86,7 @@ bench: venv ## speculation against plain decoding on the embedded model, in one 
 	$(BIN)/specdecode-worker bench --against plain --model embedded://smollm2-135m-instruct \
 	    --draft embedded://smollm2-135m-instruct-eagle3 --concurrency 1,2,4
 
-gpu: ## the gpu tests and benchmarks on this machine's GPU, in nine minutes, into one JSON (out/); STAGE=... for one
+gpu: ## the gpu tests and benchmarks on this machine's GPU, in ten minutes, into a JSON and a page (out/); STAGE=... for one
 	@hack/gpu $(addprefix --stage ,$(STAGE))
 
 gpu-carry: venv ## what a machine with a GPU and no network lacks, as wheels, into .gpu/

@@ -1,4 +1,4 @@
-"""`hack/gpu`: the gpu tests, then every stage within its budget; one JSON, written anew after each.
+"""`hack/gpu`: the gpu tests, then every stage within its budget; one JSON and one page, written anew after each.
 
 Cut off at any moment, what is there by then is a valid document that says which stages it lacks.
 """
@@ -17,11 +17,14 @@ from typing import Any
 
 from device import described
 from gpu_tests import run_tests
-from stages import STAGES, TESTS_SECONDS, Stage
+from page import page
+from stages import STAGES, TESTS_PROCESSES, TESTS_SECONDS, Stage
 from targets import judge
 
 HERE = Path(__file__).parent
 FORMAT = 1
+DRY_PATIENCE = 5
+"""Factor of all times of a dry run, for slow processors; it measures nothing."""
 
 
 @dataclass(slots=True)
@@ -44,9 +47,10 @@ class Document:
             "targets": [asdict(verdict) for verdict in judge(self.rows)],
             "rows": self.rows,
         }
-        part = self.out.with_suffix(".part")
-        part.write_text(json.dumps(body, indent=1) + "\n")
-        part.replace(self.out)
+        for path, text in ((self.out, json.dumps(body, indent=1) + "\n"), (self.out.with_suffix(".md"), page(body))):
+            part = path.with_suffix(".part")
+            part.write_text(text)
+            part.replace(path)
 
     @property
     def rate(self) -> float:
@@ -57,21 +61,32 @@ class Document:
 def main() -> int:
     args = _arguments()
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.dry_run:
+        import stand_in
+
+        stand_in.install()
     machine = described(args.dry_run)
     stem = "dry-run" if args.dry_run else f"gpu-{machine['short_name']}-{machine['date']}"
     document = Document(args.out / f"{stem}.json", machine, args.dry_run)
     document.write()
-    until = time.monotonic() + args.seconds
+    patience = DRY_PATIENCE if args.dry_run else 1
+    until = time.monotonic() + patience * args.seconds
     if _wanted("tests", args):
-        found = run_tests(args.out / f"{stem}-tests.log", min(TESTS_SECONDS, args.seconds), dry=args.dry_run)
+        found = run_tests(
+            args.out / f"{stem}-tests.log",
+            patience * min(TESTS_SECONDS, args.seconds),
+            processes=1 if args.dry_run else TESTS_PROCESSES,
+            dry=args.dry_run,
+        )
         document.stages.append(found)
         document.write()
     for stage in STAGES:
         if not _wanted(stage.name, args):
             continue
-        _run(stage, document, min(stage.budget_seconds, until - time.monotonic()))
+        _run(stage, document, min(patience * stage.budget_seconds, until - time.monotonic()))
         document.write()
     print(document.out)
+    print(document.out.with_suffix(".md"))
     return 0 if all(stage["status"] == "done" for stage in document.stages) else 1
 
 
@@ -117,11 +132,11 @@ def _read(part: Path) -> list[dict[str, Any]]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hack/gpu", description=__doc__)
+    names = ["tests", *(stage.name for stage in STAGES)]
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU: no figure of it means anything")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=520, help="for all of it (default: %(default)s)")
-    parser.add_argument("--skip", action="append", default=[], metavar="STAGE", help="tests, or a stage's name")
-    names = ["tests", *(stage.name for stage in STAGES)]
+    parser.add_argument("--seconds", type=float, default=560, help="for all of it (default: %(default)s)")
+    parser.add_argument("--skip", action="append", default=[], choices=names, help="leave out tests, or a stage")
     parser.add_argument(
         "--stage", action="append", default=[], choices=names, help="only this stage, and the copy rate"
     )

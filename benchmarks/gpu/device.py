@@ -13,15 +13,15 @@ import torch
 
 
 def described(dry: bool) -> dict[str, Any]:
-    """Raises SystemExit where a GPU is needed and none is there."""
+    """Raises SystemExit where a GPU is needed and none is there. A dry run has a stand-in (stand_in.py)."""
     if not dry and not torch.cuda.is_available():
         raise SystemExit("error: torch sees no GPU here. Run this on a machine with one, or hack/gpu --dry-run.")
-    name = "none (dry run)" if dry else torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name()
     return {
         "gpu": name,
         "short_name": (re.findall(r"[A-Z]+\d+\w*", name) or ["gpu"])[0].lower(),
-        "memory_gigabytes": 0 if dry else round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
-        "driver": "" if dry else _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "memory_gigabytes": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": _triton(),

@@ -18,7 +18,16 @@ from networks import random_target, write_config, write_head
 from shapes import Shapes
 from torch import nn
 
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, Plan, SyntheticKnobs, TreeShape
+from specdecode_worker.contract import (
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    NamedDraft,
+    Plan,
+    SyntheticKnobs,
+    TaskMatch,
+    TreeShape,
+)
 from specdecode_worker.contract import WorkerConfig as Config
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import assemble
@@ -30,10 +39,13 @@ from specdecode_worker.engine.request import Request
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.transforms.fusion import fuse
 
+SECOND_TASK = "second"
+"""Task, and name of its draft, where two drafts are loaded."""
+_TASKS = (TaskMatch(name=SECOND_TASK, draft=SECOND_TASK),)
 ROOM = 288
 """Tokens that a text may grow by while it is measured."""
 WARM_STEPS = 4
-_LARGEST_TREE = 24
+_LARGEST_TREE = 65
 """Nodes; a tree for which a step has no tokens left would run plainly."""
 
 
@@ -45,18 +57,35 @@ class Bench:
     shapes: Shapes
     engine: Engine
     device: torch.device
+    batches: tuple[int, ...]
     context: int
     target_bytes: int
     draft_bytes: int
     fuse_bytes: int
     kv_bytes: int
     draft_kv_bytes: int
+    two_drafts: bool
+    """Half of the texts are drafted for by a second head."""
     plans: int = field(default=0)
 
     def run_shape(self, shape: TreeShape) -> None:
         self.plans += 1
         name = self.engine.draft.hash
-        self.engine.set_plan(Plan(draft=name, version=self.plans, initial=shape, explore=0, guard=False))
+        tasks = _TASKS if self.two_drafts else ()
+        self.engine.set_plan(Plan(draft=name, version=self.plans, initial=shape, explore=0, guard=False, tasks=tasks))
+
+    def launch_ahead(self, on: bool) -> None:
+        """Whether a step is queued before the one before it is read. A GPU's engine does so from the start."""
+        self.engine._ahead = 1 if on else 0
+
+    def take_eager_steps(self) -> dict[str, int]:
+        """Steps that no graph ran since the last call, by reason."""
+        graphs = self.engine._graphs
+        if graphs is None:
+            return {}
+        found = dict(graphs.eager)
+        graphs.eager.clear()
+        return found
 
     def accept_as(self, chance: float | None) -> None:
         self.engine.set_synthetic(None if chance is None else SyntheticKnobs(acceptance=(chance,)))
@@ -70,6 +99,20 @@ class Bench:
     def measure(self, batch: int, steps: int) -> dict[str, float]:
         """Median milliseconds from step to step with ``batch`` texts, host and device overlapping as they do when
         serving, and tokens per text and step."""
+        self.begin(batch)
+        times, tokens = [], 0
+        torch.cuda.synchronize()
+        last = time.perf_counter()
+        for _ in range(steps):
+            tokens += sum(len(new.tokens) for new in self.engine.step())
+            now = time.perf_counter()
+            times.append(now - last)
+            last = now
+        self.end(batch)
+        return {"step_milliseconds": 1e3 * median(times), "measured_tokens_per_step": tokens / (steps * batch)}
+
+    def begin(self, batch: int) -> None:
+        """Admits ``batch`` texts and runs until all of them decode and their graph is captured."""
         for submit in self._submits(batch):
             self.engine.add(submit)
         started: set[str] = set()
@@ -77,19 +120,16 @@ class Bench:
             started |= {new.request_id for new in self.engine.step()}
         for _ in range(WARM_STEPS):
             self.engine.step()
-        times, tokens = [], 0
-        self._synchronize()
-        last = time.perf_counter()
-        for _ in range(steps):
-            tokens += sum(len(new.tokens) for new in self.engine.step())
-            now = time.perf_counter()
-            times.append(now - last)
-            last = now
+
+    def end(self, batch: int) -> None:
+        """Cancels the texts of `begin`."""
         for submit in self._submits(batch):
             self.engine.abort(submit.request_id)
+        self.drain()
+
+    def drain(self) -> None:
         while not self.engine.idle:
             self.engine.step()
-        return {"step_milliseconds": 1e3 * median(times), "measured_tokens_per_step": tokens / (steps * batch)}
 
     def fill(self, batch: int) -> None:
         """Makes the beginnings of ``batch`` texts known."""
@@ -104,15 +144,12 @@ class Bench:
             scheduler.publish(request, request.cached)
             scheduler._pool.release(taken)
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def _submits(self, batch: int) -> Iterable[Submit]:
         for index in range(batch):
             prompt = (index + 8, *[11] * (self.context - 1))
             sampling = Sampling(max_tokens=ROOM, seed=index, temperature=1.0, ignore_eos=True)
-            yield Submit(request_id=str(index), prompt=prompt, sampling=sampling)
+            task = SECOND_TASK if self.two_drafts and index % 2 else "other"
+            yield Submit(request_id=str(index), prompt=prompt, sampling=sampling, task=task)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +164,14 @@ class Asked:
     folder: Path
     eager: bool = False
     draft_quantization: str | None = None
+    sampler: str = "coupled"
+    two_drafts: bool = False
+    batched_tokens: int = 1024
+    """At least this many tokens in a step; more where the largest trees of the largest batch need them."""
+    always_right: bool = True
+    """Whether target and draft agree on one token. Without it a text of random weights wanders."""
+    filled: bool = True
+    """Whether texts of ``context`` tokens stand in the caches; without it every prompt is computed."""
 
     @property
     def most(self) -> int:
@@ -137,7 +182,7 @@ def build(asked: Asked) -> Bench:
     """The engine, and as many texts as were asked for in its caches."""
     where = asked.folder / "target", asked.folder / "head"
     write_config(asked.shapes, where[0])
-    target = random_target(asked.shapes, asked.dtype, asked.device)
+    target = random_target(asked.shapes, asked.dtype, asked.device, loud=asked.always_right)
     write_head(asked.shapes, target, where[1], asked.dtype, asked.device)
     config = _config(asked, *where)
     budget = _budget(asked, config, target)
@@ -147,17 +192,12 @@ def build(asked: Asked) -> Bench:
     for cache in caches:
         cache.normal_()
     bench = _bench(asked, engine, target, *caches)
-    bench.fill(asked.most)
+    bench.launch_ahead(True)
+    if asked.two_drafts:
+        engine._drafts.set_tasks(_TASKS)
+    if asked.filled:
+        bench.fill(asked.most)
     return bench
-
-
-def captures_graphs() -> bool:
-    """Whether this engine knows CUDA graphs, and so can do without."""
-    return "enforce_eager" in EngineConfig.model_fields
-
-
-def quantises_drafts() -> bool:
-    return "quantization" in DraftConfig.model_fields
 
 
 def kv_bytes_per_token(shapes: Shapes, dtype: torch.dtype) -> int:
@@ -169,20 +209,27 @@ def kv_bytes_per_token(shapes: Shapes, dtype: torch.dtype) -> int:
 
 
 def _config(asked: Asked, target: Path, head: Path) -> Config:
-    graphs = {"enforce_eager": asked.eager, "cuda_graph_sizes": tuple(sorted(asked.batches))}
-    known = {name: value for name, value in graphs.items() if name in EngineConfig.model_fields}
     quantization = {"quantization": asked.draft_quantization} if asked.draft_quantization else {}
     length = asked.context + ROOM
-    dtype = str(asked.dtype).removeprefix("torch.")
+    draft = DraftConfig(method="eagle3", uri=f"file://{head}", required=True, **quantization)
+    second = NamedDraft(name=SECOND_TASK, **draft.model_dump())
     return Config(
-        model=ModelConfig(uri=f"file://{target}", served_name="bench", dtype=dtype, max_model_len=length),
-        draft=DraftConfig(method="eagle3", uri=f"file://{head}", required=True, **quantization),
+        model=ModelConfig(
+            uri=f"file://{target}",
+            served_name="bench",
+            dtype=str(asked.dtype).removeprefix("torch."),
+            max_model_len=length,
+        ),
+        draft=draft,
+        drafts=(second,) if asked.two_drafts else (),
         engine=EngineConfig(
             max_num_seqs=asked.most,
-            max_num_batched_tokens=max(1024, asked.most * _LARGEST_TREE),
+            max_num_batched_tokens=max(asked.batched_tokens, asked.most * _LARGEST_TREE),
             kv_cache_tokens=asked.most * (length + 4 * BLOCK_SIZE),
             device=asked.device.type,
-            **known,
+            sampler=asked.sampler,
+            enforce_eager=asked.eager,
+            cuda_graph_sizes=tuple(sorted(asked.batches)),
         ),
     )
 
@@ -212,11 +259,13 @@ def _bench(asked: Asked, engine: Engine, target: Llama, cache: torch.Tensor, dra
         asked.shapes,
         engine,
         asked.device,
+        asked.batches,
         asked.context,
         _bytes(target) - target.model.embed_tokens.weight.nbytes,
         _bytes(head) - fuse_bytes,
         fuse_bytes,
         *per_token,
+        asked.two_drafts,
     )
 
 

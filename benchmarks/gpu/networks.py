@@ -24,13 +24,14 @@ _LOUD = 1000.0
 _STD = 0.02
 
 
-def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Llama:
-    """Made on the device itself: nothing of it is ever in a file."""
+def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device, *, loud: bool = True) -> Llama:
+    """Made on the device itself: nothing of it is ever in a file. Without ``loud``, no token is preferred."""
     with meta_init():
         model = Llama(llama_config(shapes.target))
     weights = _random(model, dtype, device)
-    weights["model.embed_tokens.weight"][:, 0] = _LOUD
-    weights["lm_head.weight"][ANSWER, 0] = 10
+    if loud:
+        weights["model.embed_tokens.weight"][:, 0] = _LOUD
+        weights["lm_head.weight"][ANSWER, 0] = 10
     model.load_state_dict(weights, assign=True)
     model.requires_grad_(False)
     model.rope.to(device)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from given import Run
-from stages import STAGES
+from stages import STAGES, Stage
 
 
 def main() -> None:
@@ -18,12 +21,23 @@ def main() -> None:
     parser.add_argument("rate", type=float)
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
+    if args.dry_run:
+        import stand_in
+
+        stand_in.install()
     stage = next(stage for stage in STAGES if stage.name == args.name)
     device = torch.device("cpu" if args.dry_run else "cuda")
     with args.part.open("a") as out:
-        for row in stage.run(Run(device, args.dry_run, args.rate)):
+        for row in load(stage)(Run(device, args.dry_run, args.rate)):
             out.write(json.dumps({"stage": stage.name, **row}) + "\n")
             out.flush()
+
+
+def load(stage: Stage) -> Callable[[Run], Iterator[dict[str, Any]]]:
+    """The function of a stage."""
+    module, _, function = stage.function.partition(".")
+    found: Callable[[Run], Iterator[dict[str, Any]]] = getattr(importlib.import_module(f"stages.{module}"), function)
+    return found
 
 
 if __name__ == "__main__":

@@ -9,26 +9,35 @@ from typing import Any
 Row = dict[str, Any]
 Found = Iterator[tuple[str, float | None, bool]]
 """(case, measured, synthetic)"""
+SHORT = "engine-8b-short"
+
+
+SGLANG = "SGLang, one H200"
+PAPER = "arXiv 2508.08192"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``bound`` is the most that ``of`` may find, or the least where ``at_least``."""
+    """``bound`` is the most that ``of`` may find, or the least where ``at_least``; None is a figure without a goal.
+
+    ``anchor`` is what others published, in the figure's unit, with its source."""
 
     name: str
-    bound: float
+    bound: float | None
     of: Callable[[Sequence[Row]], Found]
     at_least: bool = False
+    anchor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``met`` None: nothing was measured."""
+    """``met`` None: nothing was measured, or there is no goal."""
 
     target: str
     case: str
-    bound: float
+    bound: float | None
     at_least: bool
+    anchor: str
     measured: float | None
     met: bool | None
     synthetic: bool
@@ -41,25 +50,93 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
         cases = list(target.of(rows)) or [("not measured", None, False)]
         for case, measured, synthetic in cases:
             met = None
-            if measured is not None:
+            if measured is not None and target.bound is not None:
                 met = measured >= target.bound if target.at_least else measured <= target.bound
-            found.append(Verdict(target.name, case, target.bound, target.at_least, measured, met, synthetic))
+            found.append(
+                Verdict(target.name, case, target.bound, target.at_least, target.anchor, measured, met, synthetic)
+            )
     return found
 
 
-def _steps(rows: Sequence[Row], kind: str = "step") -> list[Row]:
-    """Of Llama-3.1-8B, as it is served: with graphs where the engine has them, the draft in bf16."""
-    mine = [row for row in rows if row["kind"] == kind and row["stage"] == "engine-8b"]
+def _of_kind(kind: str, case: Callable[[Row], str], figure: str) -> Callable[[Sequence[Row]], Found]:
+    """A figure of every row of a kind."""
+
+    def of(rows: Sequence[Row]) -> Found:
+        for row in rows:
+            if row["kind"] == kind and row.get(figure) is not None:
+                yield case(row), row[figure], row.get("synthetic", False)
+
+    return of
+
+
+def _steps(rows: Sequence[Row], kind: str = "step", stage: str = "engine-8b") -> list[Row]:
+    """Of Llama-3.1-8B, as it is served: with graphs, the draft in bf16."""
+    mine = [row for row in rows if row["kind"] == kind and row["stage"] == stage]
     return sorted(mine, key=lambda row: (row["batch"], row["shape"]))
 
 
-def _roofline(shape: str, batches: Callable[[int], bool] = lambda batch: True) -> Callable[[Sequence[Row]], Found]:
+def _roofline(shape: str, stage: str = "engine-8b") -> Callable[[Sequence[Row]], Found]:
     def of(rows: Sequence[Row]) -> Found:
-        for row in _steps(rows):
-            if row["shape"] == shape and batches(row["batch"]) and "over_roofline" in row:
-                yield f"batch {row['batch']}", row["over_roofline"], row["synthetic"]
+        for row in _steps(rows, stage=stage):
+            if row["shape"] == shape and "over_roofline" in row:
+                yield _step_case(row), row["over_roofline"], row["synthetic"]
 
     return of
+
+
+def _per_second(shape: str) -> Callable[[Sequence[Row]], Found]:
+    """Tokens per second of one text of little context: of plain decoding, or at the published tokens per step."""
+
+    def of(rows: Sequence[Row]) -> Found:
+        for row in _steps(rows, stage=SHORT):
+            if row["shape"] == shape:
+                plain = 1e3 / row["step_milliseconds"]
+                yield _step_case(row), row.get("tokens_per_second_at_3_52", plain), row["synthetic"]
+
+    return of
+
+
+def _step_case(row: Row) -> str:
+    return f"batch {row['batch']}, {row['context']} tokens"
+
+
+def _tree(nodes: int) -> Callable[[Sequence[Row]], Found]:
+    """Attention of a tree over that of the prefix pass, one token of each text."""
+
+    def of(rows: Sequence[Row]) -> Found:
+        for row in rows:
+            if row["kind"] == "attention" and row["nodes"] == nodes:
+                yield _attention_case(row), row["over_prefix_pass"], False
+
+    return of
+
+
+def _ahead(rows: Sequence[Row]) -> Found:
+    """A step without launching ahead over one with it."""
+    found = {(row["shape"], row["ahead"]): row["step_milliseconds"] for row in rows if row["kind"] == "launch-ahead"}
+    for shape, ahead in found:
+        if ahead and (shape, False) in found:
+            yield shape, found[shape, False] / found[shape, True], shape != "plain"
+
+
+def _two_drafts(rows: Sequence[Row]) -> Found:
+    """A step of a worker with two drafts over one with one."""
+    mine = [row for row in rows if row["kind"] == "drafts"]
+    one = {(row["batch"], row["shape"]): row["step_milliseconds"] for row in mine if row["drafts"] == 1}
+    for row in mine:
+        at = row["batch"], row["shape"]
+        if row["drafts"] == 2 and at in one:
+            yield f"batch {at[0]}, {at[1]}", row["step_milliseconds"] / one[at], row["synthetic"]
+
+
+def _memory_case(row: Row) -> str:
+    return f"{row['sampler']}, batch {row['batch']}, {row['shape']}"
+
+
+def _peak_gigabytes(rows: Sequence[Row]) -> Found:
+    for row in rows:
+        if row["kind"] == "memory":
+            yield _memory_case(row), row["peak_bytes"] / 1e9, True
 
 
 def _flash_decode(rows: Sequence[Row]) -> Found:
@@ -87,19 +164,16 @@ def _attention_case(row: Row) -> str:
     return f"batch {row['batch']}, {row['context']} tokens, {row['nodes']} nodes"
 
 
-def _sampling(rows: Sequence[Row]) -> Found:
-    """The choice of as many tokens as the largest batch has texts, over its plain step."""
-    choices = {row["rows"]: row["choice_microseconds"] for row in rows if row["kind"] == "sampling"}
-    plain = [row for row in _steps(rows) if row["shape"] == "plain" and row["batch"] in choices]
-    if plain:
-        row = plain[-1]
-        yield f"batch {row['batch']}", choices[row["batch"]] / 1e3 / row["step_milliseconds"], False
+def _sampling(figure: str) -> Callable[[Sequence[Row]], Found]:
+    """The choice of as many tokens as a batch has texts, over its plain step: one text, and the largest batch."""
 
+    def of(rows: Sequence[Row]) -> Found:
+        choices = {row["rows"]: row[figure] for row in rows if row["kind"] == "sampling"}
+        plain = [row for row in _steps(rows) if row["shape"] == "plain" and row["batch"] in choices]
+        for row in {row["batch"]: row for row in (*plain[:1], *plain[-1:])}.values():
+            yield f"batch {row['batch']}", choices[row["batch"]] / 1e3 / row["step_milliseconds"], False
 
-def _products(rows: Sequence[Row]) -> Found:
-    for row in rows:
-        if row["kind"] == "product":
-            yield f"{row['matrix']}, {row['rows']} rows", row["over_library"], False
+    return of
 
 
 def _speedup(rows: Sequence[Row]) -> Found:
@@ -107,14 +181,58 @@ def _speedup(rows: Sequence[Row]) -> Found:
         yield f"batch {row['batch']}", row["speedup"], row["synthetic"]
 
 
+def _product(row: Row) -> str:
+    return f"{row['matrix']}, {row['rows']} rows"
+
+
+def _arrivals(row: Row) -> str:
+    return f"{row['shape']}, {row['requests_per_second']:.0f} requests/s of {row['prompt']} + {row['answer']} tokens"
+
+
 TARGETS = (
-    Target("plain step over its roofline, batch 1", 1.10, _roofline("plain", lambda batch: batch == 1)),
-    Target("plain step over its roofline", 1.25, _roofline("plain", lambda batch: batch > 1)),
-    Target("step of chain:5 over target once + draft five times", 1.15, _roofline("chain:5")),
+    Target("P1 plain step over its floor, batch 1, short", 1.10, _roofline("plain", SHORT)),
+    Target("P1 plain decoding, tokens/s", None, _per_second("plain"), anchor=f"about 190 ({SGLANG})"),
+    Target("P2 chain:5 over target once + draft five times, short", 1.15, _roofline("chain:5", SHORT)),
+    Target(
+        "P2 chain:5 at 3.52 tokens a step, tokens/s",
+        700,
+        _per_second("chain:5"),
+        at_least=True,
+        anchor=f"447 ({SGLANG})",
+    ),
+    Target(
+        "P3 chain:3 over own plain decoding, 8k, published acceptance",
+        1.4,
+        _speedup,
+        at_least=True,
+        anchor=f"1.4 to 2.0 ({PAPER})",
+    ),
+    *(Target(f"P4 tree of {nodes} nodes over the prefix pass", 1.1, _tree(nodes)) for nodes in (6, 21, 60)),
+    Target("P5 sampling, share of a plain step", 0.03, _sampling("choice_microseconds")),
+    Target("P5 sampling with top-k and top-p, share of a plain step", 0.03, _sampling("cut_choice_microseconds")),
+    Target("plain step over its roofline, 8k", 1.25, _roofline("plain")),
+    Target("chain:5 over its roofline, 8k", 1.15, _roofline("chain:5")),
     Target("tree attention over FlashInfer's unmasked decode", 1.1, _flash_decode),
     Target("tree attention, share of the copy rate (no FlashInfer)", 0.85, _copy_share, at_least=True),
     Target("tree attention over FlexAttention", 1.0, _flex),
-    Target("fused product over the library's and its surroundings", 1.0, _products),
-    Target("sampling, share of a plain step", 0.03, _sampling),
-    Target("chain:3 over own plain decoding, 8k context, published acceptance", 1.4, _speedup, at_least=True),
+    Target("fused product over the library's and its surroundings", 1.0, _of_kind("product", _product, "over_library")),
+    Target("bare product of the library over its roofline", None, _of_kind("product", _product, "bare_over_roofline")),
+    Target(
+        "prefill, tokens/s",
+        None,
+        _of_kind(
+            "prefill", lambda row: f"{row['tokens']} in steps of {row['max_num_batched_tokens']}", "tokens_per_second"
+        ),
+    ),
+    Target("TTFT p95 under mixed arrivals, ms", None, _of_kind("arrivals", _arrivals, "ttft_p95_milliseconds")),
+    Target("ITL p95 under mixed arrivals, ms", None, _of_kind("arrivals", _arrivals, "itl_p95_milliseconds")),
+    Target("step without launching ahead over with it", None, _ahead),
+    Target("step with two drafts over one", None, _two_drafts),
+    Target("step by shape and sampler, ms", None, _of_kind("memory", _memory_case, "step_milliseconds")),
+    Target("memory of a step, GB", None, _peak_gigabytes),
+    Target(
+        "share of bf16 texts that differ from plain",
+        None,
+        _of_kind("texts", lambda row: f"{row['case']}, temperature {row['temperature']:g}", "share_differing"),
+    ),
 )

@@ -6,10 +6,11 @@ FlexAttention gets the same mask. FlashInfer, if installed, runs unmasked decode
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from timing import DEVICE, seconds
+from timing import DEVICE, buffers, seconds
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -17,8 +18,25 @@ from specdecode_kernels.tree_attention import kernel
 from specdecode_kernels.tree_attention.plan import Plan, plan
 
 PAGE = 16
-CHAIN = [(2 << node) - 1 for node in range(6)]
-ONE = [1]
+
+
+def tree_masks(*children: int) -> list[int]:
+    """Return the ancestor mask of every node of a tree with ``children`` per node of each level, root included."""
+    masks, level = [1], [1]
+    for count in children:
+        grown = []
+        for parent in level:
+            for _ in range(count):
+                grown.append(parent | 1 << len(masks))
+                masks.append(grown[-1])
+        level = grown
+    return [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
+
+
+ONE = tree_masks()
+CHAIN = tree_masks(1, 1, 1, 1, 1)
+TREES = {6: CHAIN, 21: tree_masks(4, 2, 1), 60: tree_masks(4, 2, 2, 2)[:60]}
+"""Masks by number of nodes, root included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +85,8 @@ def case(batch: int, context: int, masks: list[int], layer: Layer) -> Case:
 
 def measure(given: Case, rate: float) -> dict[str, Any]:
     """Measure our kernel. ``rate`` is the copy rate in bytes per second, 0 if unknown."""
-    made = _plan(given)
-    took = seconds(lambda: kernel.attend(given.q_THD, given.cache_2NPKD, made))
+    made, caches = _plan(given), _copies(given.cache_2NPKD)
+    took = seconds(*(partial(kernel.attend, given.q_THD, cache, made) for cache in caches))
     sizes = {"batch": given.batch, "context": given.context, "nodes": len(given.masks)}
     share = {"share_of_copy_rate": given.bytes_moved / took / rate} if rate else {}
     return {**sizes, "microseconds": 1e6 * took, **share}
@@ -80,14 +98,14 @@ def measure_flex(given: Case) -> float:
     ancestors = torch.tensor(given.masks, device=DEVICE)
     q = torch.randn(given.batch, layer.heads, nodes, layer.size, device=DEVICE, dtype=layer.dtype)
     shape = (2, given.batch, layer.kv, context + nodes, layer.size)
-    k, v = torch.randn(*shape, device=DEVICE, dtype=layer.dtype).unbind(0)
+    caches = _copies(torch.randn(*shape, device=DEVICE, dtype=layer.dtype))
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key < context) | ((ancestors[query] >> (key - context).clamp(0, 63)) & 1 == 1)
 
     mask = create_block_mask(seen, None, None, nodes, context + nodes, device=DEVICE)
     run = torch.compile(flex_attention, dynamic=False) if DEVICE == "cuda" else flex_attention
-    return 1e6 * seconds(lambda: run(q, k, v, block_mask=mask, enable_gqa=True))
+    return 1e6 * seconds(*(partial(run, q, *cache, block_mask=mask, enable_gqa=True) for cache in caches))
 
 
 def measure_flash_decode(given: Case) -> float | None:
@@ -104,8 +122,13 @@ def measure_flash_decode(given: Case) -> float | None:
     last = torch.full((given.batch,), (given.context - 1) % PAGE + 1, dtype=torch.int32, device=DEVICE)
     kinds = {"q_data_type": layer.dtype, "kv_data_type": layer.dtype}
     wrapper.plan(starts, pages, last, layer.heads, layer.kv, layer.size, PAGE, **kinds)
-    q, cache = given.q_THD[: given.batch], (given.cache_2NPKD[0], given.cache_2NPKD[1])
-    return 1e6 * seconds(lambda: wrapper.run(q, cache))
+    q = given.q_THD[: given.batch]
+    return 1e6 * seconds(*(partial(wrapper.run, q, (cache[0], cache[1])) for cache in _copies(given.cache_2NPKD)))
+
+
+def _copies(tensor: Tensor) -> list[Tensor]:
+    """Return the tensor and as many copies as keep each out of the L2 cache."""
+    return [tensor, *(tensor.clone() for _ in range(buffers(tensor.nbytes) - 1))]
 
 
 def _plan(given: Case) -> Plan:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from timing import DEVICE, seconds
+from timing import DEVICE, buffers, seconds
 from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_kernels.rms_norm import kernel as rms_norm
 from specdecode_kernels.silu_mul import kernel as silu_mul
 from specdecode_kernels.small_linear import kernel as small_linear
+from specdecode_kernels.small_linear.op import MOST_ROWS
 from specdecode_kernels.small_linear.reference import InputNorm
 
 MATRICES = {
@@ -25,21 +27,30 @@ MATRICES = {
     "draft head": (32_000, 4096),
 }
 """(outputs, inputs) of Llama-3.1-8B and an EAGLE-3 head."""
-ROWS = (1, 2, 4, 6, 8, 16)
+ROWS = (1, 2, 4, 6, 8, 16, 64)
 
 
 def measure(name: str, outputs: int, inputs: int, rate: float, dtype: torch.dtype, rows: int) -> dict[str, Any]:
-    """Return the times of a product and what surrounds it in a layer, fused and by the library.
+    """Return the times of a product and what surrounds it in a layer: fused, by the library, and the bare product.
 
-    ``over_roofline`` is the fused time over that of reading the matrix at ``rate`` (bytes per second, 0 if unknown).
+    ``over_roofline`` is the fused time, ``bare_over_roofline`` that of the library's product alone, over that of
+    reading the matrix at ``rate`` (bytes per second, 0 if unknown). More than ``MOST_ROWS`` rows are not fused.
     """
-    weight = torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
+    count = buffers(outputs * inputs * dtype.itemsize)
+    weights = [torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5 for _ in range(count)]
     x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
-    fused, by_library = _ways(name, x, weight)
-    took, base = seconds(fused), seconds(by_library)
-    over = {"over_roofline": took * rate / weight.nbytes} if rate else {}
-    times = {"microseconds": 1e6 * took, "library_microseconds": 1e6 * base, "over_library": took / base}
-    return {"matrix": name, "outputs": outputs, "inputs": inputs, "rows": rows, **times, **over}
+    ways = [_ways(name, x, weight) for weight in weights]
+    bare, base = seconds(*(partial(F.linear, x, weight) for weight in weights)), seconds(*(way[1] for way in ways))
+    row: dict[str, Any] = {"matrix": name, "outputs": outputs, "inputs": inputs, "rows": rows}
+    row |= {"bare_microseconds": 1e6 * bare, "library_microseconds": 1e6 * base}
+    read = rate / weights[0].nbytes
+    if rate:
+        row["bare_over_roofline"] = bare * read
+    if rows <= MOST_ROWS:
+        took = seconds(*(way[0] for way in ways))
+        row |= {"microseconds": 1e6 * took, "over_library": took / base}
+        row |= {"over_roofline": took * read} if rate else {}
+    return row
 
 
 def measure_all(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from timing import DEVICE, seconds
+from timing import DEVICE, buffers, seconds
 from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_kernels.quantised_linear import kernel
-from specdecode_kernels.quantised_linear.reference import KINDS, quantise
+from specdecode_kernels.quantised_linear.reference import KINDS, Kind, Quantised, dequantise, quantise
 
 MATRICES = {"gate and up": (2 * 14336, 4096), "down": (4096, 14336), "head": (32_000, 4096)}
 """(outputs, inputs) of an EAGLE-3 head of Llama-3.1-8B."""
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 4, 16, 64, 128, 512)
+
+
+LARGE = 64
+"""Rows from which dequantising the whole matrix is measured, too."""
 
 
 def measure(
@@ -26,23 +31,35 @@ def measure(
     ``over_roofline`` is the time over that of reading the stored bytes at ``rate`` (bytes per second, 0 if unknown).
     """
     plain = torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
-    weights = {kind: quantise(plain, kind) for kind in KINDS}
+    plains = [plain, *(plain.clone() for _ in range(buffers(plain.nbytes) - 1))]
+    weights = {kind: _quantised(plain, kind) for kind in KINDS}
     torchao = _torchao(plain)
     for rows in rows_of:
         x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
         sizes = {"matrix": name, "rows": rows}
-        base = seconds(lambda: F.linear(x, plain))  # noqa: B023 - called at once
+        base = seconds(*(partial(F.linear, x, weight) for weight in plains))
         yield sizes | {"weights": "bf16", "microseconds": 1e6 * base} | _over(base, plain.nbytes, rate)
-        for kind, weight in weights.items():
-            took = seconds(lambda: kernel.linear(x, weight))  # noqa: B023
-            yield (
-                sizes
-                | {"weights": kind, "microseconds": 1e6 * took, "times_bf16": base / took}
-                | _over(took, weight.nbytes, rate)
-            )
+        for kind, copies in weights.items():
+            took = seconds(*(partial(kernel.linear, x, weight) for weight in copies))
+            row = {"weights": kind, "microseconds": 1e6 * took, "times_bf16": base / took}
+            if rows >= LARGE:
+                whole = seconds(*(partial(_dequantised, x, weight) for weight in copies))
+                row["dequantised_microseconds"] = 1e6 * whole
+            yield sizes | row | _over(took, copies[0].nbytes, rate)
         if torchao is not None:
-            took = seconds(lambda: torchao(x))  # noqa: B023
+            took = seconds(partial(torchao, x))
             yield sizes | {"weights": "int4 (torchao)", "microseconds": 1e6 * took, "times_bf16": base / took}
+
+
+def _dequantised(x: Tensor, weight: Quantised) -> Tensor:
+    """Return the product by way of the whole matrix in x's type, as prompts compute it."""
+    return F.linear(x, dequantise(weight, x.dtype))
+
+
+def _quantised(plain: Tensor, kind: Kind) -> list[Quantised]:
+    """Return as many copies of the quantised weight as keep each out of the L2 cache."""
+    first = quantise(plain, kind)
+    return [first, *(quantise(plain, kind) for _ in range(buffers(first.nbytes) - 1))]
 
 
 def _over(took: float, stored: int, rate: float) -> dict[str, float]:

@@ -1,46 +1,61 @@
-"""Launch times on a GPU and its copy rate. Without a GPU (a dry run) the wall clock is used."""
+"""Launch times on a GPU and its copy rate.
+
+A dry run of `hack/gpu` replaces the calls of torch.cuda, so these functions then run on a CPU.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-_BYTES = 2**31 if DEVICE == "cuda" else 2**24
+CALLS_PER_GRAPH = 40
+"""Calls captured in one graph, so that the start of its replay is a small part of what is timed."""
+MOST_BUFFERS = 16
+_COPIED_BYTES = 2**31 if DEVICE == "cuda" else 2**20
+
+Call = Callable[[], object]
 
 
-def seconds(run: Callable[[], object], *, repeats: int = 30) -> float:
-    """Return the median seconds of a run inside a CUDA graph, without host launches. The L2 cache is flushed first."""
-    if DEVICE == "cpu":
-        return _by_the_clock(run)
-    sweep = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    for _ in range(3):
-        run()
+def buffers(nbytes: int) -> int:
+    """Return the number of operand sets of ``nbytes`` each to rotate over: together twice the L2 cache.
+
+    A call then finds nothing of its own operands in the cache, as in a step whose other layers evicted them.
+    """
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return min(max(2, -(-2 * cache // max(nbytes, 1)) + 1), MOST_BUFFERS)
+
+
+def seconds(*calls: Call, repeats: int = 9) -> float:
+    """Return the median seconds of a call, from replays of one CUDA graph of many calls, without host launches.
+
+    The calls do the same work over different operands (see `buffers`) and take turns.
+    """
+    rounds = max(1, CALLS_PER_GRAPH // len(calls)) if DEVICE == "cuda" else 1
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
     times = []
     for _ in range(repeats):
-        sweep.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return sorted(times)[repeats // 2]
-
-
-def _by_the_clock(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+    return median(times) / (rounds * len(calls))
 
 
 def copy_rate() -> float:
     """Return the rate of a copy within device memory in bytes per second, counting bytes read and written."""
-    source = torch.empty(_BYTES, dtype=torch.int8, device=DEVICE)
+    source = torch.empty(_COPIED_BYTES, dtype=torch.int8, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * _BYTES / seconds(lambda: target.copy_(source), repeats=10)
+    return 2 * _COPIED_BYTES / seconds(lambda: target.copy_(source))

@@ -30,3 +30,8 @@ def processors(x: Tensor) -> int:
     if not x.is_cuda:
         return 132
     return int(torch.cuda.get_device_properties(x.device).multi_processor_count)
+
+
+def has_fp8(x: Tensor) -> bool:
+    """Return whether the tensor's GPU converts fp8 numbers by itself (compute capability 8.9); True without a GPU."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9)

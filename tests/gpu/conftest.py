@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +29,10 @@ def _skip_reason() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # `make gpu` runs several processes, each with one part: SPECDECODE_TESTS_PART is "index/parts".
+    if part := os.environ.get("SPECDECODE_TESTS_PART"):
+        index, parts = map(int, part.split("/"))
+        items[:] = items[index::parts]
     if reason := _skip_reason():
         here = Path(__file__).parent
         for item in items:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.quantised_linear import kernel, op, reference
 from specdecode_kernels.quantised_linear.reference import Kind, Quantised, dequantise, quantise, stored_bytes
 
@@ -40,7 +41,7 @@ def agrees(
 
 
 @KINDS
-@pytest.mark.parametrize("rows", [0, 1, 2, 17, 64])
+@pytest.mark.parametrize("rows", [0, 1, 2, 17, 64, 130])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_kernel(kind: Kind, rows: int, outputs: int, inputs: int) -> None:
     assert agrees(kernel, kind, rows, outputs, inputs, bias=rows % 2 == 0, dtype=torch.float32)
@@ -50,6 +51,33 @@ def test_kernel(kind: Kind, rows: int, outputs: int, inputs: int) -> None:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_kernel_in_fp16(kind: Kind, rows: int) -> None:
     assert agrees(kernel, kind, rows, 33, 200, bias=True, dtype=torch.float16)
+
+
+ALL_LEVELS = torch.arange(256, dtype=torch.uint8)
+"""Bits of every fp8 number; 0x7F and 0xFF are not numbers, which no weight is."""
+
+
+def fp8_from_bits_is_exact(module: ModuleType, rows: int, dtype: torch.dtype) -> bool:
+    """Return whether products with all fp8 levels are right on a GPU without fp8.
+
+    Each row of x picks one column, so each result is one level.
+    """
+    levels = ALL_LEVELS[(ALL_LEVELS & 0x7F) != 0x7F].view(torch.float8_e4m3fn).view(2, 127)
+    weight = Quantised("fp8", levels, torch.ones(2, 1), 127, 0)
+    picked = [torch.eye(127, dtype=dtype)[at : at + rows] for at in range(0, 127, rows)]
+    actual = torch.cat([module.linear(x, weight) for x in picked])
+    return torch.equal(actual.float(), levels.float().T)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (32, torch.float32), (32, torch.float16)])
+def test_fp8_from_bits(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "has_fp8", lambda _: False)
+    assert fp8_from_bits_is_exact(kernel, rows, dtype)
+
+
+def test_a_bug_planted_in_fp8_from_bits_is_detected(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "has_fp8", lambda _: False)
+    assert not fp8_from_bits_is_exact(plant(kernel, "(bits & 0x80) << 24", "(bits & 0x80) << 23"), 32, torch.float32)
 
 
 BUGS = [
@@ -63,6 +91,7 @@ BUGS = [
     ("int8", 3, "out_TN + at_NT, acc_NT", "out_TN + at_NT + 1, acc_NT"),
     ("fp8", 3, "acc_NT *= tl.load(scale_NG + n", "acc_NT *= tl.load(scale_NG + 0 * n"),
     ("fp8", 3, "inside_T[None, :] & inside[:, None]", "inside[:, None] & (t < rows - 1)[None, :]"),
+    ("int8", 66, "t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)", "t = tl.arange(0, BLOCK_T)"),
 ]
 
 
@@ -114,7 +143,7 @@ def test_joining_rows_commutes_with_quantisation(kind: Kind) -> None:
 @pytest.mark.usefixtures("on_kernels")
 @KINDS
 def test_many_rows_use_dequantised_weights(kind: Kind) -> None:
-    weight, x = quantise(random(9, 64), kind), random(65, 64, seed=1)
+    weight, x = quantise(random(9, 64), kind), random(kernel.MOST_ROWS + 1, 64, seed=1)
     assert torch.allclose(op.linear(x, weight), F.linear(x, dequantise(weight)), atol=1e-5)
 
 
@@ -128,6 +157,6 @@ def test_few_rows_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernel, "linear", watched)
     weight = quantise(random(9, 64), "int8")
-    op.linear(random(64, 64), weight)
+    op.linear(random(kernel.MOST_ROWS, 64), weight)
     op.linear(random(64, 64).double(), weight)
-    assert asked == [64]
+    assert asked == [kernel.MOST_ROWS]

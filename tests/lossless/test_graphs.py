@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specdecode_worker.contract import DraftState, Report, SyntheticKnobs, TreeShape
+from specdecode_worker.contract import DraftState, Report, SyntheticKnobs, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.ipc.messages import Submit
@@ -87,6 +87,33 @@ def test_growing_and_shrinking_batches(
             assert set(made.eager) <= {"prefill", "catch-up"}
             assert {key.rows for key in made._graphs} == set(BUCKETS)
     assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [(NONE, NONE), (CHAIN, NONE), (NONE, TREE), (CHAIN, TREE)],
+    ids=["plain", "the first drafts", "the second drafts", "both draft"],
+)
+@pytest.mark.parametrize("kinds", [("copy", "eagle3"), ("eagle3", "draft-model")], ids=str)
+def test_several_loaded_drafts_keep_graphs(
+    make_engine: Any, lossless: Any, plain: Any, kinds: tuple[str, str], shapes: Sequence[TreeShape]
+) -> None:
+    """Steps in which at most one of the drafts runs are replayed, rows of the other draft among them."""
+    plan_of, submit, _ = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(7)]
+    tasks = tuple(TaskMatch(name=f"t{i}", draft="d1" if i else None) for i in range(2))
+    acceptances = []
+    for graphs in (BUCKETS, ()):
+        engine = make_engine(list(kinds), graphs=graphs)
+        engine.set_plan(plan_of(shapes, tasks=tasks))
+        assert serve(engine, requests, every=3) == plain(requests)
+        acceptances.append(acceptance(engine.report()))
+        if graphs:
+            made = engine._graphs
+            assert made.replayed > sum(made.eager.values()) or NONE not in shapes
+            assert set(made.eager) <= {"prefill", "catch-up"} | ({"draft"} if NONE not in shapes else set())
+            assert {key.draft for key in made._graphs} == ({"", "d1"} if set(shapes) != {NONE} else {""})
+    assert acceptances[0] == acceptances[1]
 
 
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model"])

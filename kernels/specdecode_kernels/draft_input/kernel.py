@@ -21,7 +21,7 @@ def _row(rows, index, weight, size, eps, NORM: tl.constexpr, BLOCK: tl.constexpr
         return x, x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens_T", "source_T"])
 def _draft_input_kernel(
     embedding_VA,
     tokens_T,

@@ -10,7 +10,7 @@ _MOST_ELEMENTS = 8192
 """Maximum elements of a program's tile (its pairs by a run of columns), held in registers between read and write."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source_S", "target_S", "pairs"])
 def _keep_kernel(
     cache,
     source_S,

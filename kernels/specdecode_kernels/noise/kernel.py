@@ -53,7 +53,7 @@ def quick_gumbel(bits):
     return -tl.log(tl.where(w < 0.0625, series, -tl.log(tl.minimum(u, 0.95))))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed_R", "position_R", "stream"])
 def _gumbel_kernel(seed_R, position_R, out_RV, vocab_size, stream, BLOCK: tl.constexpr):
     """Write one block of one row of noise."""
     row = tl.program_id(0).to(tl.int64)

@@ -1,7 +1,7 @@
 """Products with quantised weights on a GPU: weights are dequantised in registers, right before they are used.
 
-One row is a sum per output (`_one_row_kernel`). Two to 64 rows use the matrix units (`_rows_kernel`). There rows and
-outputs exchange roles, W x^T, because outputs are many and rows are few.
+One row is a sum per output (`_one_row_kernel`). More rows use the matrix units (`_rows_kernel`), in tiles of up to 64
+rows. There rows and outputs exchange roles, W x^T, because outputs are many and rows are few.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.quantised_linear.reference import Quantised
 
-MOST_ROWS = 64
-"""Maximum number of rows of `linear`; products with more rows are bound by arithmetic."""
+TILE_ROWS = 64
+"""Rows of a tile at most."""
+MOST_ROWS = 512
+"""Maximum number of rows of `linear`. Not measured yet: stage `quantised` of `make gpu` compares the tiles, which share
+the weights in the L2 cache, with dequantising the whole matrix."""
 BLOCK_K = 128
 """Number of inputs that a program reads at a time for int8 and fp8; int4 reads one group."""
 
@@ -32,6 +36,20 @@ def _high(bytes_NB, dtype: tl.constexpr):
 
 
 @triton.jit
+def _levels(w_NB, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Return the levels of int8 or fp8 weights; with BITS, those of fp8 (e4m3) from their bits.
+
+    The exponent of fp32 has 127 - 7 more steps below 1. All levels, the subnormal ones included, are exact.
+    """
+    if BITS:
+        bits = w_NB.to(tl.int32)
+        placed = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        return (placed.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
+    else:
+        return w_NB.to(dtype)
+
+
+@triton.jit
 def _one_row_kernel(
     x_K,
     packed_NB,
@@ -43,6 +61,7 @@ def _one_row_kernel(
     packed_stride,
     groups,
     INT4: tl.constexpr,
+    BITS: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -68,7 +87,7 @@ def _one_row_kernel(
             inside = k < columns
             w_NB = tl.load(row_N[:, None] + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
             x_B = tl.load(x_K + k, mask=inside, other=0.0).to(tl.float32)
-            acc_NB += w_NB.to(tl.float32) * x_B[None, :]
+            acc_NB += _levels(w_NB, tl.float32, BITS) * x_B[None, :]
     out = tl.sum(acc_NB, 1)
     if not INT4:
         out *= tl.load(scale_NG + n, mask=real, other=0.0)
@@ -77,7 +96,7 @@ def _one_row_kernel(
     tl.store(out_N + n, out.to(out_N.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rows_kernel(
     x_TK,
     packed_NB,
@@ -91,24 +110,27 @@ def _rows_kernel(
     packed_stride,
     groups,
     INT4: tl.constexpr,
+    BITS: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Compute up to 64 rows on the matrix units.
+    """Compute a tile of BLOCK_T rows on the matrix units.
 
     Levels are exact in every type of x, so only sums are rounded; int4 scales the sum of each group.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.arange(0, BLOCK_T)
+    # Programs of the same outputs follow each other, so that they find the weights in the L2 cache.
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     b = tl.arange(0, BLOCK_B)
     real, inside_T = n < outputs, t < rows
     row_N = packed_NB + n.to(tl.int64) * packed_stride
     row_T = x_TK + t.to(tl.int64) * x_stride
     dtype: tl.constexpr = x_TK.dtype.element_ty
     acc_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for group in tl.range(0, groups, num_stages=4):
+    for group in tl.range(0, groups, num_stages=STAGES):
         if INT4:
             first = group * BLOCK_B * 2
             bytes_NB = tl.load(row_N[:, None] + group * BLOCK_B + b[None, :], mask=real[:, None], other=0)
@@ -128,7 +150,7 @@ def _rows_kernel(
             inside = k < columns
             w_NB = tl.load(row_N[:, None] + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
             x_BT = tl.load(row_T[None, :] + k[:, None], mask=inside_T[None, :] & inside[:, None], other=0.0)
-            acc_NT = tl.dot(w_NB.to(dtype), x_BT, acc_NT, input_precision="ieee")
+            acc_NT = tl.dot(_levels(w_NB, dtype, BITS), x_BT, acc_NT, input_precision="ieee")
     if not INT4:
         acc_NT *= tl.load(scale_NG + n, mask=real, other=0.0)[:, None]
     if BIAS:
@@ -141,7 +163,7 @@ def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Ten
     """Return x W^T + b, [T, N], for up to MOST_ROWS rows; rows of x must be contiguous."""
     rows, columns = x_TK.shape
     assert columns == weight.columns, "x has as many columns as the matrix"
-    assert rows <= MOST_ROWS, "more rows are no longer bound by memory"
+    assert rows <= MOST_ROWS, "more rows are bound by arithmetic"
     assert x_TK.stride(1) == 1, "rows must be contiguous"
     assert weight.packed_NB.is_contiguous(), "weights are packed"
     assert weight.scale_NG.is_contiguous(), "scales are packed"
@@ -151,17 +173,22 @@ def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Ten
     int4 = weight.kind == "int4"
     block_b = weight.group // 2 if int4 else BLOCK_K
     groups = triton.cdiv(columns, weight.group if int4 else BLOCK_K)
-    given = (x_TK, weight.packed_NB, weight.scale_NG, x_TK if bias_N is None else bias_N, out_TN)
-    constants = {"INT4": int4, "BIAS": bias_N is not None, "BLOCK_B": block_b}
+    # GPUs that know no fp8 get the bits.
+    bits = weight.kind == "fp8" and not dispatch.has_fp8(x_TK)
+    packed_NB = weight.packed_NB.view(torch.uint8) if bits else weight.packed_NB
+    given = (x_TK, packed_NB, weight.scale_NG, x_TK if bias_N is None else bias_N, out_TN)
+    constants = {"INT4": int4, "BITS": bits, "BIAS": bias_N is not None, "BLOCK_B": block_b}
     sizes = (weight.rows, columns)
-    block_n = _outputs(weight.rows, rows)
-    grid = (triton.cdiv(weight.rows, block_n),)
+    wide = x_TK.dtype == torch.float32
+    block_n = _outputs(weight.rows, rows, wide=wide)
+    tiles = triton.cdiv(weight.rows, block_n)
     if rows == 1:
-        _one_row_kernel[grid](
+        _one_row_kernel[(tiles,)](
             *given, *sizes, weight.packed_NB.stride(0), groups, BLOCK_N=block_n, num_warps=4, **constants
         )
         return out_TN
-    _rows_kernel[grid](
+    block_t = max(min(triton.next_power_of_2(rows), TILE_ROWS), 16)
+    _rows_kernel[(triton.cdiv(rows, block_t), tiles)](
         *given,
         rows,
         *sizes,
@@ -169,15 +196,19 @@ def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Ten
         weight.packed_NB.stride(0),
         groups,
         BLOCK_N=block_n,
-        BLOCK_T=max(triton.next_power_of_2(rows), 16),
+        BLOCK_T=block_t,
+        STAGES=2 if wide else 4,
         num_warps=4,
         **constants,
     )
     return out_TN
 
 
-def _outputs(outputs: int, rows: int) -> int:
-    """Return the number of outputs of a program: few for small matrices, so that every multiprocessor has a program."""
-    if rows == 1:
+def _outputs(outputs: int, rows: int, *, wide: bool) -> int:
+    """Return the number of outputs of a program: few for small matrices, so that every multiprocessor has a program.
+
+    A tile of fp32 (``wide``) needs twice the registers.
+    """
+    if rows == 1 or wide:
         return 16
     return 64 if outputs >= 16384 else 32

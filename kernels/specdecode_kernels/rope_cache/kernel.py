@@ -11,7 +11,7 @@ _HEADS = 8
 """Number of heads that a program handles."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions_T", "slots_T"])
 def _rope_cache_kernel(
     q_THD,
     k_TKD,

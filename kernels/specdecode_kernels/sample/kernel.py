@@ -106,7 +106,7 @@ def _search(
     return _number(low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_R", "top_k_R", "top_p_R", "min_p_R"])
 def _cuts_kernel(
     logits_RV,
     temperature_R,
@@ -202,7 +202,7 @@ def _cuts_kernel(
     tl.store(lse_R + row, top + tl.log(total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_R"])
 def _apply_kernel(
     logits_RV,
     temperature_R,

@@ -33,7 +33,7 @@ def _weights(weight_NK, n, column, size, outputs, EVEN: tl.constexpr):
     return tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _small_linear_kernel(
     x_TK,
     weight_NK,

@@ -18,7 +18,7 @@ def _place(blocks_M, index, PAGE: tl.constexpr):
     return tl.load(blocks_M + index // PAGE) * PAGE + index % PAGE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_B1", "query_start", "parents_BN", "tokens_T", "chosen_T", "depth_limit_B", "D"])
 def _commit_kernel(
     tokens_SP,
     length_S,
@@ -87,7 +87,7 @@ def _commit_kernel(
     tl.store(length_S + slot, root + 1 + count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_B1", "query_start", "depth"])
 def _store_states_kernel(
     slots_B1,
     roots_B1,

@@ -15,7 +15,7 @@ _ROWS = 64
 """Packed rows that a program handles."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_B1", "live_B1"])
 def _begin_kernel(length_S, table_SM, slots_B1, live_B1, roots_B1, blocks_B1M, columns, BLOCK: tl.constexpr):
     """Copy a part of one row's block table; the first part also writes the root."""
     row = tl.program_id(0).to(tl.int64)
@@ -27,7 +27,22 @@ def _begin_kernel(length_S, table_SM, slots_B1, live_B1, roots_B1, blocks_B1M, c
     tl.store(blocks_B1M + row * columns + m, blocks, mask=m < columns)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "slots_B1",
+        "sequence_T",
+        "offset_T",
+        "depth_T",
+        "temperature_B1",
+        "seed_B1",
+        "top_k_B1",
+        "top_p_B1",
+        "min_p_B1",
+        "top_p_T",
+        "min_p_T",
+        "rows",
+    ]
+)
 def _pack_kernel(
     tokens_SP,
     slots_B1,
@@ -79,7 +94,7 @@ def _pack_kernel(
         tl.store(min_p_T + t, tl.load(min_p_B1 + sequence, mask=real, other=0.0), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_B1", "sequence_R", "node_R", "parent_BN", "rank_BN", "batch"])
 def _write_children_kernel(
     tokens_SP,
     slots_B1,

@@ -27,7 +27,7 @@ def _take(score, index, free, out_score, out_index, K: tl.constexpr):
         free = tl.where(index == first, 0, free)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_R", "seed_R", "position_R", "ids_V", "threshold_R", "last_R"])
 def _slice_kernel(
     logits_RV,
     temperature_R,
@@ -69,7 +69,7 @@ def _slice_kernel(
     _take(x, token, inside.to(tl.int32), score_RSK + out, index_RSK + out, K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids_V"])
 def _join_kernel(
     score_RC, index_RC, score_RK, best_RK, ids_V, entries, MAPPED: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr
 ):

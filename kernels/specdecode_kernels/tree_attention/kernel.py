@@ -15,6 +15,8 @@ from specdecode_kernels.tree_attention.plan import BLOCK_N, FIELDS, Plan
 
 _STAGES = 5
 """Pipeline stages: block addresses come from the block table and take two stages, so five keep two blocks in flight."""
+_WIDE_STAGES = 1
+"""Stages of fp32: a GPU of compute capability 8.9 has 99 KiB of shared memory for a program."""
 _CHUNKS_AT_ONCE = 4
 """Number of chunks that a program merges at a time if its tile has 16 rows. Larger tiles take fewer, for registers."""
 
@@ -96,7 +98,7 @@ def _merged(
     return acc_MD / tl.where(total_M == 0, 1.0, total_M)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_BM", "prefix_len_B", "key_start_B", "ancestors_T", "table_stride"])
 def _attend_kernel(
     q_THD,
     k_NPKD,
@@ -255,6 +257,6 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
         PRECISION="tf32x3" if wide else "tf32",
         CHUNKS=max(_CHUNKS_AT_ONCE * 16 // block_m, 1),
         num_warps=4,
-        num_stages=3 if wide else _STAGES,
+        num_stages=_WIDE_STAGES if wide else _STAGES,
     )
     return out_THD

@@ -27,6 +27,8 @@ LEAST_BLOCKS = 2
 """Minimum number of key blocks in a run. A shorter run costs more to merge than it saves."""
 FIELDS = 8
 _PIECES_AT_ONCE = 16
+_BATCHES = (16, 64, 256)
+"""Sequences that the planning kernel is compiled for; a batch is rounded up, so that few variants serve all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,18 @@ class Plan:
     most_chunks: int
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "query_start",
+        "prefix_len_B",
+        "key_start_B",
+        "ancestors_T",
+        "batch",
+        "tokens",
+        "capacity",
+        "tile",
+    ]
+)
 def _plan_kernel(
     query_start,
     prefix_len_B,
@@ -66,7 +79,7 @@ def _plan_kernel(
     capacity,
     most_chunks,
     kv_heads,
-    TILE: tl.constexpr,
+    tile,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     LEAST: tl.constexpr,
@@ -83,7 +96,7 @@ def _plan_kernel(
     start_B = tl.load(key_start_B + b, mask=real, other=0).to(tl.int32)
     causal_B = tl.load(ancestors_T + first_B, mask=real & (count_B > 0), other=1) == 0
     end_B = tl.minimum(prefix_B + tl.where(causal_B, count_B, ROWS), capacity)
-    tiles_B = (count_B + TILE - 1) // TILE
+    tiles_B = (count_B + tile - 1) // tile
     begin_B = start_B // KEYS
     blocks_B = tl.maximum((end_B + KEYS - 1) // KEYS - begin_B, 0)
     total = tl.sum(tiles_B * blocks_B, 0)
@@ -98,18 +111,18 @@ def _plan_kernel(
     chunks_W = tl.sum(tl.where(mine, chunks_B[None, :], 0), 1)
     local_W = w - tl.sum(tl.where(mine, (ends_B - tiles_B * chunks_B)[None, :], 0), 1)
     used = sequence_W < batch
-    row_W = tl.where(used, local_W // tl.maximum(chunks_W, 1), 0) * TILE
+    row_W = tl.where(used, local_W // tl.maximum(chunks_W, 1), 0) * tile
     chunk_W = tl.where(used, local_W % tl.maximum(chunks_W, 1), 0)
     count_W = tl.sum(tl.where(mine, count_B[None, :], 0), 1)
     end_W = tl.sum(tl.where(mine, end_B[None, :], 0), 1)
-    causal_end_W = tl.sum(tl.where(mine, prefix_B[None, :], 0), 1) + tl.minimum(row_W + TILE, count_W)
+    causal_end_W = tl.sum(tl.where(mine, prefix_B[None, :], 0), 1) + tl.minimum(row_W + tile, count_W)
     causal_W = tl.sum(tl.where(mine, causal_B.to(tl.int32)[None, :], 0), 1) > 0
     end_W = (tl.where(causal_W, tl.minimum(causal_end_W, end_W), end_W) + KEYS - 1) // KEYS
     from_W = tl.sum(tl.where(mine, begin_B[None, :], 0), 1) + chunk_W * run
     # Packed queries after the last sequence are padding; their output must be zeros.
-    pad_row_W = tl.load(query_start + batch).to(tl.int32) + (w - tl.sum(tiles_B * chunks_B, 0)) * TILE
+    pad_row_W = tl.load(query_start + batch).to(tl.int32) + (w - tl.sum(tiles_B * chunks_B, 0)) * tile
     query_W = tl.where(used, tl.sum(tl.where(mine, first_B[None, :], 0), 1) + row_W, pad_row_W)
-    rows_W = tl.minimum(tl.where(used, count_W - row_W, tokens - query_W), TILE)
+    rows_W = tl.minimum(tl.where(used, count_W - row_W, tokens - query_W), tile)
 
     piece = pieces_W8 + w * 8
     tl.store(piece, sequence_W)
@@ -159,11 +172,11 @@ def plan(
         columns * block_size,
         most_chunks,
         kv_heads,
-        TILE=tile,
+        tile,
         KEYS=BLOCK_N,
         ROWS=TREE_ROWS,
         LEAST=LEAST_BLOCKS,
-        BLOCK_B=triton.next_power_of_2(batch),
+        BLOCK_B=next((size for size in _BATCHES if batch <= size), triton.next_power_of_2(batch)),
         BLOCK_W=_PIECES_AT_ONCE,
         BLOCK_K=triton.next_power_of_2(kv_heads),
     )

@@ -36,7 +36,7 @@ def better(x, bits, token, best, at):
     return best, at
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_R", "seed_R", "position_R", "threshold_R", "last_R", "share"])
 def _best_kernel(
     logits_RV,
     temperature_R,
@@ -75,7 +75,7 @@ def _best_kernel(
     tl.store(at_RS + row * tl.num_programs(1) + split, at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(best_RS, at_RS, chosen_R, vocab_size, splits, BLOCK_S: tl.constexpr):
     """Find the best score over all splits of one row, and its token."""
     row = tl.program_id(0).to(tl.int64)
@@ -87,7 +87,7 @@ def _combine_kernel(best_RS, at_RS, chosen_R, vocab_size, splits, BLOCK_S: tl.co
     tl.store(chosen_R + row, tl.where(at < vocab_size, at, 0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parents_BN", "tokens_BN", "chosen_BN", "nodes", "depth"])
 def _walk_kernel(
     parents_BN, tokens_BN, chosen_BN, path_BD, count_B, bonus_B, last_B, nodes, depth, BLOCK_N: tl.constexpr
 ):
@@ -154,7 +154,7 @@ def choose(
         num_warps=4,
     )
     _combine_kernel[(rows,)](
-        best_RS, at_RS, chosen_R, vocab_size, splits, BLOCK_S=triton.next_power_of_2(splits), num_warps=1
+        best_RS, at_RS, chosen_R, vocab_size, splits, BLOCK_S=triton.next_power_of_2(blocks), num_warps=1
     )
     return chosen_R
 

@@ -59,7 +59,19 @@ def _shrink(logp_V, logq_V, p_V, q_V, x, from_q, drawn, made, vocab_size, WIDE: 
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "parents_BN",
+        "tokens_BN",
+        "drawn_BM",
+        "seed_B",
+        "position_B",
+        "nodes",
+        "drawn_nodes",
+        "depth",
+        "width",
+    ]
+)
 def _rounds_kernel(
     parents_BN,
     tokens_BN,

@@ -15,6 +15,7 @@ from specdecode_operator.api.schema import (
     rule,
     rules,
 )
+from specdecode_worker.contract import EngineConfig
 
 RESERVED_ENV = ("SPECDECODE_CONFIG", "SPECDECODE_PLAN_PATH", "POD_NAME")
 """Environment variables that the operator sets and that must not be replaced."""
@@ -201,7 +202,7 @@ class WorkersSpec(SchedulingSpec):
         default=None,
         ge=16,
         le=1048576,
-        description="Tokens that one step computes at most, prompts included. Absent: 512.",
+        description="Tokens that one step computes at most, prompts included. Absent: 2048 on accelerators, else 512.",
         examples=[2048],
     )
     kv_cache_tokens: int | None = Field(
@@ -256,6 +257,12 @@ class WorkersSpec(SchedulingSpec):
         if self.accelerator.count is not None:
             return self.accelerator.count
         return 0 if self.gpu is False else self.tensor_parallel_size or 1
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step computes at most."""
+        engine = EngineConfig(device="cuda" if self.devices else "cpu")
+        return self.max_num_batched_tokens or engine.max_num_batched_tokens
 
     @property
     def ranks(self) -> int:

@@ -81,7 +81,7 @@ def _choose(
         return Chosen(rows=learned.rows, swept_at=learned.swept_at), None
     max_num_seqs, cache = deployment.spec.workers.max_num_seqs, kv_tokens(observed)
     held_back = held_back_loads(observed, learned.plan)
-    step_tokens = deployment.spec.workers.max_num_batched_tokens
+    step_tokens = deployment.spec.workers.step_tokens
     basis = planning.basis_of(speculation, learned, buckets, max_num_seqs, cache, sorted(held_back), step_tokens)
     known = observed.session.standing
     if planning.stands(known, basis, now):

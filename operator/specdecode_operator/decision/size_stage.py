@@ -179,7 +179,7 @@ def _capacity_inputs(deployment: Deployment, observed: Observation, learned: Lea
     speculation = deployment.spec.speculation
     cache = kv_tokens(observed)
     buckets = planning.buckets(deployment.spec.workers.max_num_seqs)
-    prompt = planning.prompt_of(learned, deployment.spec.workers.max_num_batched_tokens)
+    prompt = planning.prompt_of(learned, deployment.spec.workers.step_tokens)
     step_model = planning.pace(speculation, learned, buckets, request, prompt, kv_tokens=cache)
     if step_model is None:
         return None

@@ -65,7 +65,7 @@ def _engine(spec: Spec) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=spec.workers.max_num_seqs,
         kv_cache_tokens=spec.workers.kv_cache_tokens,
-        max_num_batched_tokens=spec.workers.max_num_batched_tokens or EngineConfig().max_num_batched_tokens,
+        max_num_batched_tokens=spec.workers.step_tokens,
         threads=threads(spec),
         device=device(spec),
         tensor_parallel_size=spec.workers.ranks,

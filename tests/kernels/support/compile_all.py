@@ -1,6 +1,9 @@
 """Command that compiles every kernel, without a GPU, with the arguments of its launcher in bf16.
 
-    compile_all.py [COMPUTE_CAPABILITY]     90 (an H100) if none is given
+    compile_all.py [COMPUTE_CAPABILITY [BEGINNING ...]]
+
+The capability is 90 (an H100) if none is given; hack/gpu-compile runs it for several. Beginnings of names of launches
+leave out the others.
 
 It runs in a process of its own because Triton either compiles or interprets. The launchers run on CPU tensors; the
 launch itself is replaced by compilation to machine code. Prints JSON: {name of the launch: {"kernels": [...], and the
@@ -25,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.draft_input import kernel as draft_input
 from specdecode_kernels.kv_keep import kernel as kv_keep
 from specdecode_kernels.noise import kernel as noise
@@ -64,9 +68,11 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool = False, **kw
         if parameter.is_constexpr:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
-        signature[parameter.name] = mangle_type(value)
+        signature[parameter.name] = mangle_type(value, specialize=not parameter.do_not_specialize)
         if signature[parameter.name] == "constexpr":
             constants[parameter.name] = value
+        elif parameter.do_not_specialize:
+            continue
         elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             alignment[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=alignment)
@@ -238,8 +244,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
 
 def main() -> None:
     JITFunction.run = compile_instead
+    dispatch.has_fp8 = lambda _: TARGET.arch >= 89  # type: ignore[assignment]
     launches = {}
     for name, launch in LAUNCHES.items():
+        if sys.argv[2:] and not name.startswith(tuple(sys.argv[2:])):
+            continue
         compiled.clear()
         launch()
         launches[name] = {

@@ -224,8 +224,8 @@ BUGS: dict[str, tuple[str, str]] = {
 PLAN_BUGS: dict[str, tuple[str, str]] = {
     "a run is a block short": ("tl.minimum(from_W + run, end_W)", "tl.minimum(from_W + run - 1, end_W)"),
     "the second tile begins late": (
-        "// tl.maximum(chunks_W, 1), 0) * TILE",
-        "// tl.maximum(chunks_W, 1), 0) * (TILE + 1)",
+        "// tl.maximum(chunks_W, 1), 0) * tile",
+        "// tl.maximum(chunks_W, 1), 0) * (tile + 1)",
     ),
     "a sequence takes its neighbour's pieces": ("(ends_B[None, :] <= w[:, None])", "(ends_B[None, :] < w[:, None])"),
     "counters are not cleared": ("mask=(k < kv_heads)", "mask=(k < 0)"),

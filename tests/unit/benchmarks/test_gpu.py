@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 GPU = ROOT / "benchmarks" / "gpu"
-# tests/kernels covers the kernels in the interpreter. Here one engine stage runs through the whole pipeline of figures.
-SKIPPED = ("tests", "attention", "sampling", "quantised", "engine-70b-eighth", "engine-8b-eager")
+# test_gpu_stages.py runs every stage. Here one engine stage runs through the whole pipeline of figures.
+STAGES = ("engine-8b",)
 
 
 def hack_gpu(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def judge(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> dict[t
 
 @pytest.mark.timeout(600)
 def test_a_dry_run_is_measured_and_reported(tmp_path: Path) -> None:
-    ran = hack_gpu(tmp_path, *(flag for name in SKIPPED for flag in ("--skip", name)))
+    ran = hack_gpu(tmp_path, *(flag for name in STAGES for flag in ("--stage", name)))
     assert ran.returncode == 0, ran.stderr
     document = json.loads((tmp_path / "dry-run.json").read_text())
     assert document["dry_run"]
@@ -54,7 +54,8 @@ def test_a_dry_run_is_measured_and_reported(tmp_path: Path) -> None:
     )
     assert report.returncode == 0, report.stderr
     assert "Dry run" in report.stdout
-    assert report.stdout.count("chain:3 *") == 2 * len(speedups)
+    assert report.stdout == (tmp_path / "dry-run.md").read_text() + "\n"
+    assert report.stdout.count("| chain:3 *") == 2 * len(speedups)
     assert (tmp_path / "dry-run.png").stat().st_size > 0
 
 
@@ -66,14 +67,22 @@ def test_run_without_time_reports_that_no_time_was_left(tmp_path: Path) -> None:
     assert all(target["met"] is None for target in document["targets"])
 
 
-STEP = {"stage": "engine-8b", "kind": "step", "batch": 1, "shape": "plain", "synthetic": False}
+STEP = {
+    "stage": "engine-8b",
+    "kind": "step",
+    "batch": 1,
+    "context": 8192,
+    "shape": "plain",
+    "synthetic": False,
+    "step_milliseconds": 5.0,
+}
 
 
 @pytest.mark.parametrize(("over", "met"), [(1.10, True), (1.11, False)])
 def test_bound_is_met_or_missed(over: float, met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = judge([STEP | {"over_roofline": over}], monkeypatch)
-    assert verdicts["plain step over its roofline, batch 1", "batch 1"] is met
-    assert verdicts["plain step over its roofline", "not measured"] is None
+    verdicts = judge([STEP | {"stage": "engine-8b-short", "over_roofline": over}], monkeypatch)
+    assert verdicts["P1 plain step over its floor, batch 1, short", "batch 1, 8192 tokens"] is met
+    assert verdicts["plain step over its roofline, 8k", "not measured"] is None
 
 
 def test_step_of_another_stage_meets_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +90,40 @@ def test_step_of_another_stage_meets_no_target(monkeypatch: pytest.MonkeyPatch) 
     assert set(verdicts.values()) == {None}
 
 
-def test_sampling_is_a_share_of_the_largest_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampled = {"stage": "sampling", "kind": "sampling", "rows": 64, "choice_microseconds": 310.0}
-    rows = [sampled, *({**STEP, "batch": batch, "step_milliseconds": 10.0} for batch in (1, 64))]
-    assert judge(rows, monkeypatch)["sampling, share of a plain step", "batch 64"] is False
-    rows[0]["choice_microseconds"] = 290.0
-    assert judge(rows, monkeypatch)["sampling, share of a plain step", "batch 64"] is True
+@pytest.mark.parametrize(("milliseconds", "met"), [(5.0, True), (5.1, False)])
+def test_chain_is_judged_at_the_published_tokens_per_step(
+    milliseconds: float, met: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate = 1e3 * 3.52 / milliseconds
+    row = {**STEP, "stage": "engine-8b-short", "shape": "chain:5", "step_milliseconds": milliseconds}
+    verdicts = judge([row | {"tokens_per_second_at_3_52": rate}], monkeypatch)
+    assert verdicts["P2 chain:5 at 3.52 tokens a step, tokens/s", "batch 1, 8192 tokens"] is met
+
+
+def test_figure_without_a_goal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"stage": "texts", "kind": "texts", "case": "chain:3", "temperature": 0.0, "share_differing": 0.25}
+    monkeypatch.syspath_prepend(GPU)
+    import targets
+
+    measured = [verdict for verdict in targets.judge([row]) if verdict.measured is not None]
+    assert [(verdict.case, verdict.measured, verdict.met) for verdict in measured] == [
+        ("chain:3, temperature 0", 0.25, None)
+    ]
+
+
+def test_sampling_is_a_share_of_the_smallest_and_largest_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled = [
+        {"stage": "sampling", "kind": "sampling", "rows": count, "choice_microseconds": took}
+        | {"cut_choice_microseconds": 2 * took}
+        for count, took in ((1, 290.0), (64, 310.0))
+    ]
+    rows = [*sampled, *({**STEP, "batch": batch, "step_milliseconds": 10.0} for batch in (1, 8, 64))]
+    verdicts = judge(rows, monkeypatch)
+    share, with_cuts = "P5 sampling, share of a plain step", "P5 sampling with top-k and top-p, share of a plain step"
+    assert verdicts[share, "batch 1"] is True
+    assert verdicts[share, "batch 64"] is False
+    assert verdicts[with_cuts, "batch 1"] is False
+    assert (share, "batch 8") not in verdicts
 
 
 def test_attention_is_compared_with_the_available_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +132,13 @@ def test_attention_is_compared_with_the_available_baseline(monkeypatch: pytest.M
     FlexAttention is compared in both cases.
     """
     case = {"stage": "attention", "batch": 1, "context": 8192, "nodes": 6}
-    ours = case | {"kind": "attention", "microseconds": 10.0, "share_of_copy_rate": 0.5}
+    ours = case | {"kind": "attention", "microseconds": 10.0, "share_of_copy_rate": 0.5, "over_prefix_pass": 1.2}
     rows = [ours | {"flash_decode_microseconds": 9.5}, case | {"kind": "flex", "microseconds": 9.0}]
     verdicts = judge(rows, monkeypatch)
     name = "batch 1, 8192 tokens, 6 nodes"
     assert verdicts["tree attention over FlashInfer's unmasked decode", name] is True
     assert verdicts["tree attention, share of the copy rate (no FlashInfer)", "not measured"] is None
     assert verdicts["tree attention over FlexAttention", name] is False
+    assert verdicts["P4 tree of 6 nodes over the prefix pass", name] is False
     rows[0]["flash_decode_microseconds"] = None
     assert judge(rows, monkeypatch)["tree attention, share of the copy rate (no FlashInfer)", name] is False

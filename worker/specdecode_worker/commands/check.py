@@ -8,8 +8,16 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from specdecode_worker.commands.common.flags import add_model_flags, method_and_draft
-from specdecode_worker.contract import CheckVerdict, DraftConfig, EngineConfig, Env, ModelConfig, WorkerConfig
+from specdecode_worker.commands.common.flags import add_model_flags, default_by_device, method_and_draft
+from specdecode_worker.contract import (
+    GPU_DEFAULTS,
+    CheckVerdict,
+    DraftConfig,
+    EngineConfig,
+    Env,
+    ModelConfig,
+    WorkerConfig,
+)
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.engine.memory.memory_budget import Device
 from specdecode_worker.engine.memory.memory_verdict import make_verdict
@@ -17,23 +25,22 @@ from specdecode_worker.engine.memory.model_inventory import Inventory, take_inve
 from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
 from specdecode_worker.models.errors import ModelError
 
-_ENGINE = EngineConfig()
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command to ``parser``."""
     parser.epilog = f"With ${Env.config} set, as the operator sets it in a pod, flags of the model are not read."
     add_model_flags(parser)
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
-    parser.add_argument("--max-num-seqs", type=int, default=_ENGINE.max_num_seqs, metavar="N")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=_ENGINE.max_num_batched_tokens, metavar="N")
+    parser.add_argument("--max-num-seqs", type=int, metavar="N", help=default_by_device("max_num_seqs"))
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help=default_by_device("max_num_batched_tokens")
+    )
     parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="default: what is left of the memory")
     parser.add_argument(
         "--gpu-memory-utilization",
         type=float,
-        default=_ENGINE.gpu_memory_utilization,
         metavar="SHARE",
-        help="of the memory, on a CPU too; the rest is reserve (default: %(default)s)",
+        help=f"of the memory, on a CPU too; the rest is reserve ({default_by_device('gpu_memory_utilization')})",
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices of a replica")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -83,13 +90,11 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
             }
         ),
         engine=EngineConfig(
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            kv_cache_tokens=args.kv_cache_tokens,
             device=args.device,
-            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_tokens=args.kv_cache_tokens,
             tensor_parallel_size=args.tensor_parallel_size,
             enforce_eager=args.enforce_eager,
+            **{name: value for name in GPU_DEFAULTS if (value := getattr(args, name)) is not None},
         ),
         cache_dir=args.cache_dir or str(default_cache_dir()),
     )

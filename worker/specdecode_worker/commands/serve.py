@@ -16,7 +16,12 @@ from typing import Any, get_args
 import uvloop
 from pydantic import ValidationError
 
-from specdecode_worker.commands.common.flags import add_model_flags, add_shape_flags, method_and_draft
+from specdecode_worker.commands.common.flags import (
+    add_model_flags,
+    add_shape_flags,
+    default_by_device,
+    method_and_draft,
+)
 from specdecode_worker.commands.common.speculative_config import take_speculative_config
 from specdecode_worker.contract import (
     CaptureConfig,
@@ -104,11 +109,14 @@ def _add_connection_flags(parser: argparse.ArgumentParser) -> None:
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     switch = argparse.BooleanOptionalAction
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
-    parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="requests in one batch")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=512, metavar="N")
+    parser.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help=f"requests in one batch ({default_by_device('max_num_seqs')})"
+    )
+    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N",
+                        help=f"tokens of one step ({default_by_device('max_num_batched_tokens')})")  # fmt: skip
     parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="default: what the free memory allows")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=_ENGINE.gpu_memory_utilization, metavar="X",
-                        help="share of the memory for weights and KV cache (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--gpu-memory-utilization", type=float, metavar="X",
+                        help=f"share of the memory to use ({default_by_device('gpu_memory_utilization')})")  # fmt: skip
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N")
     parser.add_argument("--enable-prefix-caching", action=switch, default=True)
     parser.add_argument("--enable-chunked-prefill", action=switch, default=True)
@@ -211,8 +219,8 @@ def _share(word: str) -> tuple[str, float]:
 
 
 def _named(args: argparse.Namespace, kind: type[EngineConfig | ServerConfig]) -> dict[str, Any]:
-    """Return the values of the flags that have the name of a field of ``kind``."""
-    return {name: getattr(args, name) for name in kind.model_fields if hasattr(args, name)}
+    """Return the values of the flags that have the name of a field of ``kind``; None leaves a field at its default."""
+    return {name: value for name in kind.model_fields if (value := getattr(args, name, None)) is not None}
 
 
 def _standalone_plan(shape: TreeShape | None, method: str) -> Plan:

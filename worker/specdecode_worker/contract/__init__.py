@@ -19,6 +19,7 @@ from specdecode_worker.contract.assignment import (
 from specdecode_worker.contract.capture import CaptureConfig, CaptureReport, CaptureRules
 from specdecode_worker.contract.config import (
     DRAFT_FREE,
+    GPU_DEFAULTS,
     ONE_PASS,
     WITH_MLP,
     DraftConfig,
@@ -76,6 +77,7 @@ __all__ = [
     "CONTRACT_VERSION",
     "DRAFT_FREE",
     "FEATURES",
+    "GPU_DEFAULTS",
     "MAX_NODES",
     "MAX_RANKS",
     "MAX_REPORT_BYTES",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -81,8 +81,24 @@ class NamedDraft(DraftConfig):
     name: TaskName
 
 
+GPU_DEFAULTS: dict[str, int | float] = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "gpu_memory_utilization": 0.9,
+}
+"""Defaults of EngineConfig for ``device`` cuda. A GPU reads its weights once for many sequences, and a prompt in steps
+of 2,048 tokens keeps its matrix units busy. Memory of a GPU is not shared with the page cache or other processes."""
+
+
 class EngineConfig(Written):
     """Limits of the engine. Names follow vLLM's flags."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_gpu_defaults(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("device") == "cuda":
+            return GPU_DEFAULTS | values
+        return values
 
     max_num_seqs: int = Field(default=16, ge=1, le=1024)
     max_num_batched_tokens: int = Field(default=512, ge=16)

@@ -67,6 +67,8 @@ def test_accelerator_is_added_to_other_limits() -> None:
     pod = pod_of(workers={"accelerator": {"count": 2}, "resources": {"limits": {"memory": "8Gi", "cpu": 4}}})
     assert worker_of(pod)["resources"]["limits"] == {"memory": "8Gi", "cpu": 4, "nvidia.com/gpu": 2}
     assert config_of(pod).engine.threads is None, "threads of a CPU do not matter on a GPU"
+    assert config_of(pod).engine.max_num_batched_tokens == 2048
+    assert config_of(pod_of()).engine.max_num_batched_tokens == 512
 
 
 def test_resource_claims_reach_pod_and_container_and_the_worker_looks_for_its_device() -> None:

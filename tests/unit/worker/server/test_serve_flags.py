@@ -122,6 +122,13 @@ def test_vllm_engine_flags_are_accepted() -> None:
     assert read()[0].engine == EngineConfig(), "defaults are the contract's"
 
 
+def test_defaults_depend_on_the_device() -> None:
+    """A GPU takes more sequences, more tokens in a step and more of the memory, unless a flag says otherwise."""
+    engine = read("--device", "cuda", "--max-num-seqs", "16")[0].engine
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.gpu_memory_utilization) == (16, 2048, 0.9)
+    assert EngineConfig.model_validate_json(engine.model_dump_json()) == engine
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from specdecode_worker.contract import DRAFT_FREE, DraftQuantization, Method, TargetQuantization, TreeShape
+from specdecode_worker.contract import (
+    DRAFT_FREE,
+    GPU_DEFAULTS,
+    DraftQuantization,
+    EngineConfig,
+    Method,
+    TargetQuantization,
+    TreeShape,
+)
 
 EMBEDDED_TARGET = "embedded://smollm2-135m-instruct"
 EMBEDDED_DRAFT = "embedded://smollm2-135m-instruct-eagle3"
@@ -34,6 +42,11 @@ def add_tensor_parallel_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-parallel-size", type=_positive, default=1, metavar="N", help="devices that share the target"
     )
+
+
+def default_by_device(name: str) -> str:
+    """Describe the default of an engine field that depends on the device."""
+    return f"default: {getattr(EngineConfig(), name)}, with --device cuda {GPU_DEFAULTS[name]}"
 
 
 def add_shape_flags(parser: argparse.ArgumentParser) -> None:

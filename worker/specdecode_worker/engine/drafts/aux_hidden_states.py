@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
 
+import torch
 from torch import Tensor
 
 from specdecode_worker.models.configs.target_states import NO_STATES, TargetStates
@@ -22,7 +23,9 @@ class StateColumns:
         """Select the states of the draft from the stored ones, [tokens, width]."""
         if self.indices is None:
             return aux_TA
-        return aux_TA.view(len(aux_TA), -1, self.size)[:, list(self.indices)].flatten(1)
+        states_TSH = aux_TA.view(len(aux_TA), -1, self.size)
+        # Single selections, because a list as index would be copied to the device.
+        return torch.cat([states_TSH[:, index] for index in self.indices], dim=1)
 
 
 def union_reads(reads: Iterable[TargetStates]) -> TargetStates:

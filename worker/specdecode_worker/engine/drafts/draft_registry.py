@@ -73,10 +73,14 @@ class DraftRegistry:
     def __len__(self) -> int:
         return len(self._drafts)
 
-    def paged(self) -> PagedDrafter | None:
-        """Return the only loaded draft if it has a paged cache, else None."""
-        drafters = [loaded.drafter for loaded in self._drafts.values()]
-        return drafters[0] if len(drafters) == 1 and isinstance(drafters[0], PagedDrafter) else None
+    def paged(self) -> dict[str, PagedDrafter]:
+        """Return the loaded drafts with a paged cache, by name."""
+        drafters = {name: loaded.drafter for name, loaded in self._drafts.items()}
+        return {name: drafter for name, drafter in drafters.items() if isinstance(drafter, PagedDrafter)}
+
+    def name_of(self, request: Request) -> str:
+        """Return the name of the request's draft, loaded or not."""
+        return self._name(request)
 
     def passes(self, rows: Sequence[Row], depths: Sequence[int]) -> int:
         """Return the number of draft passes of a step in which the trees of ``rows`` are drafted to ``depths``.

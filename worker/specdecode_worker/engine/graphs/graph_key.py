@@ -25,7 +25,8 @@ class GraphKey:
 
     Each of ``rows`` sequences verifies at most ``tokens_per_row`` tokens and its draft catches up with at most as many.
     The draft runs ``passes`` passes; those after the first run over at most ``width`` nodes of each sequence. ``cuts``
-    is set if some request samples with top-k, top-p or min-p.
+    is set if some request samples with top-k, top-p or min-p. ``draft`` is the name of the draft whose passes these
+    are; it is empty without passes, too.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class GraphKey:
     passes: int = 0
     width: int = 0
     cuts: bool = False
+    draft: str = ""
 
     @property
     def tokens(self) -> int:
@@ -45,8 +47,8 @@ class GraphKey:
         return self.rows * self.width
 
 
-def key_of(rows: int, trees: Sequence[Tree], longest_catch_up: int, *, cuts: bool) -> GraphKey | None:
-    """Return the key of a step of ``trees`` in a bucket of ``rows``.
+def key_of(rows: int, trees: Sequence[Tree], longest_catch_up: int, *, cuts: bool, draft: str = "") -> GraphKey | None:
+    """Return the key of a step of ``trees``, drafted by ``draft``, in a bucket of ``rows``.
 
     Return None if the longest catch-up of a draft exceeds the largest bucket of tokens per row.
     """
@@ -57,7 +59,7 @@ def key_of(rows: int, trees: Sequence[Tree], longest_catch_up: int, *, cuts: boo
     widest = max((len(level) for tree in trees for level in tree.expanded[1:]), default=0)
     width = at_least(widest, ROWS_PER_LEVEL) if widest else 0
     assert width is not None, "no tree has more nodes"
-    return GraphKey(rows, tokens, passes, width, cuts)
+    return GraphKey(rows, tokens, passes, width, cuts, draft if passes else "")
 
 
 def at_least(count: int, buckets: Sequence[int]) -> int | None:

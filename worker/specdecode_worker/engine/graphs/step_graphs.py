@@ -93,7 +93,8 @@ class StepGraphs:
         self._target, self._drafts, self._state, self._backend = target, drafts, state, backend
         self._rows, self._max_tokens, self._capture_after_steps = tuple(rows), max_tokens, capture_after_steps
         self._graphs: dict[GraphKey, Graph] = {}
-        self._drafter: PagedDrafter | None = None
+        self._drafters: dict[str, PagedDrafter] = {}
+        """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
         self.replayed = 0
         self.eager: Counter[str] = Counter()
@@ -109,7 +110,7 @@ class StepGraphs:
         self._graphs.clear()
         self._backend.clear()
         self._key_counts.clear()
-        self._drafter = None
+        self._drafters.clear()
 
     def prepare(self, wanted: Iterable[TreeShape]) -> None:
         """Capture the graphs of the tree shapes ``wanted`` and of plain steps, the largest first.
@@ -117,13 +118,12 @@ class StepGraphs:
         Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
         MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
         """
-        drafter = self._drafts.paged()
-        captures = drafter is not None and not drafter.parallel
-        trees = {PLAIN, *(tree_of(shape) for shape in wanted if captures)}
+        drafters = {name: one for name, one in self._drafts.paged().items() if not one.parallel}
+        trees = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in drafters)}
         candidates = {
-            key_of(rows, [tree], tree.verified, cuts=cuts)
+            key_of(rows, [tree], tree.verified, cuts=cuts, draft=name)
             for rows in self._rows
-            for tree in trees
+            for tree, name in trees
             for cuts in (False, True)
         }
         keys = [
@@ -135,7 +135,7 @@ class StepGraphs:
             log.warning("%d graphs are beyond %d and will not be captured", len(keys) - room, MOST_GRAPHS)
         chosen = sorted(keys[:room], key=lambda key: (key.tokens, key), reverse=True)
         for index, key in enumerate(chosen, start=1):
-            self._capture(key, drafter)
+            self._capture(key, drafters.get(key.draft))
             log.info("captured graph %d of %d: %s", index, len(chosen), key)
 
     def launch(self, rows: Sequence[Row], depth_limits: Sequence[int] | None, *, ranked: bool) -> Replayed | None:
@@ -172,11 +172,11 @@ class StepGraphs:
         bucket, trees = at_least(len(rows), self._rows), [row.tree for row in rows]
         if bucket is None:
             return "size"
-        drafts = any(tree.drafted_depth for tree in trees)
-        drafter = self._drafts.paged() if self._drafts else None
-        if self._drafts and drafter is None and (drafts or len(self._drafts) > 1):
+        running = self._running_draft(rows, trees)
+        if running is None:
             return "draft"
-        behind = drafter.drafting(rows, trees) if drafter is not None else []
+        name, drafter, behind = running
+        drafts = any(tree.drafted_depth for tree in trees)
         if drafter is not None and drafter.parallel and drafts:
             return "draft"
         if behind and not drafts:
@@ -186,10 +186,30 @@ class StepGraphs:
             for b, count in zip(behind, drafter.catch_up_counts([rows[b].request for b in behind]), strict=True):
                 counts[b] = count
         cuts = any(row.request.sampling_params.truncated and not row.request.sampling_params.greedy for row in rows)
-        key = key_of(bucket, trees, max(counts), cuts=cuts)
+        key = key_of(bucket, trees, max(counts), cuts=cuts, draft=name)
         if key is None or key.tokens > self._max_tokens:
             return "size"
         return key, CatchUp(tuple(counts)), drafter
+
+    def _running_draft(
+        self, rows: Sequence[Row], trees: Sequence[Tree]
+    ) -> tuple[str, PagedDrafter | None, list[int]] | None:
+        """Return the name and drafter of the only draft that runs in a step, and the indices of the rows it runs for.
+
+        Return no drafter if none runs, and None if no graph can run the drafts: several run, or one without a cache.
+        """
+        drafters, names = self._drafts.paged(), [self._drafts.name_of(row.request) for row in rows]
+        if any(tree.drafted_depth and name not in drafters for tree, name in zip(trees, names, strict=True)):
+            return None
+        running: tuple[str, PagedDrafter | None, list[int]] = ("", None, [])
+        for name, drafter in drafters.items():
+            mine = [b for b, owner in enumerate(names) if owner == name]
+            behind = drafter.drafting([rows[b] for b in mine], [trees[b] for b in mine])
+            if behind and running[1] is not None:
+                return None
+            if behind:
+                running = name, drafter, [mine[index] for index in behind]
+        return running
 
     def _graph(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph | None:
         graph = self._graphs.get(key)
@@ -202,8 +222,9 @@ class StepGraphs:
 
     def _capture(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph:
         """Capture a graph for ``key``. The step that runs during the capture has padding rows only."""
-        assert self._drafter is None or drafter is self._drafter, "graphs are discarded when drafts change"
-        self._drafter = drafter
+        if key.passes:
+            assert drafter is not None, "a key with passes has a draft"
+            assert self._drafters.setdefault(key.draft, drafter) is drafter, "graphs are discarded when drafts change"
         step = CapturedStep(
             key, StepParts(self._target, drafter if key.passes else None, self._state, self._drafts.reads)
         )

@@ -22,8 +22,16 @@ the reserve."""
 SAMPLING_BYTES = 60
 """Peak bytes per logit during sampling: int64 words of the noise, many of them alive at once, and the sorts of top-p
 (measured: 46)."""
+GPU_SAMPLING_BYTES = 24
+"""Peak bytes per logit on a GPU, where noise stays in registers: adjusted logits in fp32, a temporary of them, and the
+counts and masks of penalties. Multi-round sampling holds probabilities and takes ``SAMPLING_BYTES``."""
 MASK_BYTES = 27
-"""Peak bytes per (token of a pass, visible key) while the attention mask is built: indices and booleans."""
+"""Peak bytes per (token of a pass, visible key) while the attention mask is built on a CPU: indices and booleans. The
+kernel of a GPU builds none."""
+TILE_ROWS = 64
+"""Most rows (a query and a head) of a tile of the attention kernel, whose partial sums are fp32."""
+SPARE_PIECES = 2 * 160
+"""Pieces that the attention kernel cuts tiles into: two for each multiprocessor; the largest GPUs have 160."""
 RUNTIME_BYTES = {"cpu": 384 * 2**20, "cuda": 640 * 2**20}
 """Fixed bytes of the process: Python and torch of engine and server (measured, private pages only), or the CUDA
 context."""
@@ -92,6 +100,8 @@ class Bounds:
     utilization: float
     kv_cache_tokens: int | None = None
     prefix_caching: bool = True
+    coupled: bool = True
+    """False for a sampler that holds the probabilities of every node."""
     graph_rows: int = 0
     """Number of sequences of the largest CUDA graph; 0 if none are captured."""
 
@@ -146,14 +156,24 @@ class Budget:
 
     @property
     def activations(self) -> int:
-        """Peak activations of one step: the larger of the widest layer with the mask, and sampling from the logits."""
+        """Peak activations of one step: the larger of the widest layer with its attention, and sampling."""
         bounds, tokens = self.bounds, self.bounds.max_num_batched_tokens
         rows = min(tokens, bounds.max_num_seqs * ROWS_PER_SEQUENCE)
-        chosen = rows * self.target.vocab_size * (SAMPLING_BYTES + bounds.dtype_bytes)
+        in_registers = self.device.kind == "cuda" and bounds.coupled
+        sampling = GPU_SAMPLING_BYTES if in_registers else SAMPLING_BYTES
+        chosen = rows * self.target.vocab_size * (sampling + bounds.dtype_bytes)
         layer = max(tokens * bounds.dtype_bytes * _layer_width(network) for network in (self.target, *self.drafts))
-        keys = min(bounds.max_model_len, bounds.kv_cache_tokens or bounds.max_model_len)
-        mask = tokens * keys * (MASK_BYTES + bounds.dtype_bytes)
-        return max(layer + mask, chosen) + tokens * self.aux_size * bounds.dtype_bytes
+        return max(layer + self._attention, chosen) + tokens * self.aux_size * bounds.dtype_bytes
+
+    @property
+    def _attention(self) -> int:
+        """Memory of attention beside its input and output: the mask on a CPU, partial sums of tiles on a GPU."""
+        bounds, tokens, target = self.bounds, self.bounds.max_num_batched_tokens, self.target
+        if self.device.kind == "cpu":
+            keys = min(bounds.max_model_len, bounds.kv_cache_tokens or bounds.max_model_len)
+            return tokens * keys * (MASK_BYTES + bounds.dtype_bytes)
+        tiles = (bounds.max_num_seqs + 1) * target.kv_heads + SPARE_PIECES
+        return (tokens * target.heads + tiles * TILE_ROWS) * (target.head_dim + 1) * 4
 
     @property
     def graphs(self) -> int:

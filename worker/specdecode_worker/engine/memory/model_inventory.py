@@ -128,6 +128,7 @@ def bounds_of(config: WorkerConfig, positions: int) -> Bounds:
         utilization=engine.gpu_memory_utilization,
         kv_cache_tokens=engine.kv_cache_tokens,
         prefix_caching=engine.enable_prefix_caching,
+        coupled=engine.sampler == "coupled",
         graph_rows=max(graph_rows(engine), default=0),
     )
 

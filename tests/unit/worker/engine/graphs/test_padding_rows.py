@@ -16,7 +16,7 @@ from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK
 def poison(engine: Engine) -> None:
     """Fill the padding slot and block with NaN, and integer fields with values that would cause visible errors."""
     state = engine._state
-    drafter: Any = engine._drafts.paged()
+    drafter: Any = engine._drafts.paged()[""]
     for cache in (engine._target.cache, drafter._cache):
         cache.data[:, :, PADDING_BLOCK] = torch.nan
     assert state.ring_SRA is not None

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdecode_worker.contract import EngineConfig
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.memory.memory_budget import (
+    GPU_SAMPLING_BYTES,
     GRAPH_BYTES,
     GRAPH_TABLE_BYTES,
     MOST_GRAPHS,
@@ -95,6 +97,44 @@ def test_graphs_reduce_the_memory_left_for_keys() -> None:
     assert memory_budget.kv_bytes_left == without.kv_bytes_left - memory_budget.graphs
     assert (without.graphs, budget(graph_rows=16, kind="cpu").graphs) == (0, 0)
     assert any("CUDA graphs of up to 16 sequences" in line for line in verdict_of(memory_budget).arithmetic)
+
+
+GPUS = {80: 375_000, 141: 776_000}
+"""Tokens of keys and values, in round numbers, that Llama-3.1-8B with an EAGLE-3 head leaves on GPUs of so many GB."""
+
+
+@pytest.mark.parametrize("gigabytes", GPUS)
+def test_defaults_of_a_gpu_leave_its_memory_to_keys(gigabytes: int) -> None:
+    """A GPU's kernels build no mask and keep noise in registers, so prompts of 131,072 tokens cost no activations."""
+    config = EngineConfig(device="cuda")
+    memory_budget = budget(
+        gigabytes * 1e9 / GIB,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=131_072,
+        utilization=config.gpu_memory_utilization,
+        graph_rows=config.max_num_seqs,
+    )
+    rows, tokens = 8 * 64, 2048
+    assert memory_budget.activations == rows * 128_256 * (GPU_SAMPLING_BYTES + 2) + tokens * 3 * 4096 * 2
+    assert memory_budget.activations < 2 * GIB
+    assert memory_budget.spent < 20 * GIB, "weights are 16 of it"
+    assert kv_tokens(memory_budget) == pytest.approx(GPUS[gigabytes], rel=0.02)
+
+
+def test_attention_of_a_gpu_needs_partial_sums_and_no_mask() -> None:
+    """With few sequences, the widest layer needs more than sampling; its partial sums have 64 rows for each tile."""
+    wide = {"max_num_seqs": 1, "max_num_batched_tokens": 8192, "graph_rows": 1}
+    short, long = budget(max_model_len=8192, **wide), budget(max_model_len=131_072, **wide)
+    assert short.activations == long.activations
+    partial = (8192 * 32 + (2 * 8 + 2 * 160) * 64) * 129 * 4
+    assert short.activations == 8192 * 2 * (4 * 4096 + 4 * 14336 + 3 * 4096) + partial
+    masked = budget(max_model_len=131_072, kind="cpu", **wide)
+    assert masked.activations > 20 * long.activations
+
+
+def test_multi_round_sampling_holds_probabilities() -> None:
+    assert budget(coupled=False).activations > 2 * budget().activations
 
 
 def test_memory_of_other_processes_is_subtracted_once() -> None:

@@ -1,0 +1,63 @@
+"""Kernels alone: the copy rate, attention, sampling, and products of bf16 and quantised matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from given import Run
+
+Row = dict[str, Any]
+
+
+def copy(run: Run) -> Iterator[Row]:
+    from timing import copy_rate
+
+    yield {"kind": "copy", "gigabytes_per_second": copy_rate() / 1e9}
+
+
+def attention(run: Run) -> Iterator[Row]:
+    """Trees over long contexts first; FlexAttention, which compiles for seconds, behind our own."""
+    import attention as bench
+
+    layer = bench.Layer(2, 1, 16, torch.float32) if run.dry else bench.Layer()
+    sizes = [(1, 20)] if run.dry else [(b, c) for c in (8192, 1024) for b in (1, 64, 8)]
+    for batch, context in sizes:
+        decoded = bench.measure_flash_decode(bench.case(batch, context, bench.ONE, layer))
+        prefix = None
+        for masks in (bench.ONE, *bench.TREES.values()):
+            row = bench.measure(bench.case(batch, context, masks, layer), run.rate)
+            prefix = prefix or row["microseconds"]
+            row |= {"over_prefix_pass": row["microseconds"] / prefix, "flash_decode_microseconds": decoded}
+            yield {"kind": "attention", **row}
+    for batch, context in sizes[:2]:
+        flex = bench.measure_flex(bench.case(batch, context, bench.CHAIN, layer))
+        yield {"kind": "flex", "batch": batch, "context": context, "nodes": len(bench.CHAIN), "microseconds": flex}
+
+
+def sampling(run: Run) -> Iterator[Row]:
+    import sampling as bench
+
+    for rows in (1, 2) if run.dry else (1, 48, 64, 384):
+        yield {"kind": "sampling", **bench.measure(rows, run.rate, 512 if run.dry else bench.VOCABULARY)}
+
+
+def quantised(run: Run) -> Iterator[Row]:
+    import quantised as bench
+
+    matrices = {"tiny": (40, 96)} if run.dry else bench.MATRICES
+    rows, dtype = ((1, 3, 65), torch.float32) if run.dry else (bench.ROWS, torch.bfloat16)
+    for name, (outputs, inputs) in matrices.items():
+        for row in bench.measure(name, outputs, inputs, run.rate, dtype, rows):
+            yield {"kind": "quantised", **row}
+
+
+def products(run: Run) -> Iterator[Row]:
+    """Fused products of few rows against the library's: they say for which shapes the fused one is worth it."""
+    import products as bench
+
+    tiny = {"gate and up": (40, 96), "down": (20, 96), "qkv": (20, 96)}
+    matrices, rows = (tiny, (1, 3, 17)) if run.dry else (bench.MATRICES, bench.ROWS)
+    for row in bench.measure_all(run.rate, torch.float32 if run.dry else torch.bfloat16, matrices, rows):
+        yield {"kind": "product", **row}

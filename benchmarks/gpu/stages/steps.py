@@ -1,0 +1,177 @@
+"""Whole steps of the engine, held against the bytes that they must read."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from given import Run
+from harness import ROOM, Asked, Bench, build, kv_bytes_per_token
+from shapes import LLAMA_8B, LLAMA_70B_EIGHTH, TINY, Shapes
+
+from specdecode_worker.contract import TreeShape
+
+Row = dict[str, Any]
+CONTEXT = 8192
+SHORT_CONTEXT = 128
+BATCHES = (64, 48, 32, 16, 8, 4, 2, 1)
+TOKENS_OF_CHAIN_5 = 3.52
+"""Tokens per step of a chain of 5 that SGLang reports for Llama-3.1-8B with its EAGLE-3 head."""
+RIGHT = "every draft is right"
+_STEPS = 24
+_SPARE_BYTES = 6 * 2**30
+"""Beside weights and caches: activations, graphs, what the allocator cuts off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """``batches`` none is the largest that fits, then 1, then what lies between."""
+
+    shapes: tuple[str, ...]
+    batches: tuple[int, ...] = ()
+    context: int = CONTEXT
+    eager: bool = False
+    draft_quantization: str | None = None
+
+
+def engine_8b_short(run: Run) -> Iterator[Row]:
+    """One text of little context: the weights are all that a step reads. Then without launching ahead."""
+    wanted = Wanted(shapes=("plain", "chain:3", "chain:5"), batches=(1,), context=SHORT_CONTEXT)
+    bench = build(asked_of(run, LLAMA_8B, wanted))
+    yield from _rows(run, bench, wanted)
+    for shape in ("plain", "chain:5"):
+        for ahead in (True, False):
+            bench.run_shape(parse(shape))
+            bench.accept_as(None)
+            bench.launch_ahead(ahead)
+            found = bench.measure(1, steps_of(run))
+            yield {"kind": "launch-ahead", "batch": 1, "shape": shape, "ahead": ahead, **found}
+
+
+def engine_8b(run: Run) -> Iterator[Row]:
+    yield from rows(run, LLAMA_8B, Wanted(shapes=("plain", "chain:3", "chain:5", "tree:4,2,1")))
+
+
+def engine_8b_eager(run: Run) -> Iterator[Row]:
+    yield from rows(run, LLAMA_8B, Wanted(shapes=("plain", "chain:3"), batches=(1, 16), eager=True))
+
+
+def engine_8b_int4_draft(run: Run) -> Iterator[Row]:
+    wanted = Wanted(shapes=("plain", "chain:3", "chain:5"), batches=(1, 16), draft_quantization="int4")
+    yield from rows(run, LLAMA_8B, wanted)
+
+
+def engine_70b(run: Run) -> Iterator[Row]:
+    yield from rows(run, LLAMA_70B_EIGHTH, Wanted(shapes=("plain", "chain:3", "chain:5"), batches=(64, 1, 16)))
+
+
+def rows(run: Run, shapes: Shapes, wanted: Wanted) -> Iterator[Row]:
+    """A row for each shape and batch. Where something is drafted it is synthetic, and says so."""
+    yield from _rows(run, build(asked_of(run, shapes, wanted)), wanted)
+
+
+def asked_of(run: Run, shapes: Shapes, wanted: Wanted, **more: Any) -> Asked:
+    """What to build for these rows; tiny in a dry run."""
+    shapes = TINY if run.dry else shapes
+    dtype = torch.float32 if run.dry else torch.bfloat16
+    context = min(wanted.context, 64) if run.dry else wanted.context
+    batches = _batches(wanted, _most(shapes, dtype, run.device, context))
+    return Asked(
+        shapes=shapes,
+        batches=tuple({min(batch, 2): None for batch in batches}) if run.dry else batches,
+        context=context,
+        dtype=dtype,
+        device=run.device,
+        folder=Path(tempfile.mkdtemp(prefix="specdecode-gpu-")),
+        eager=wanted.eager,
+        draft_quantization=wanted.draft_quantization,
+        **more,
+    )
+
+
+def steps_of(run: Run) -> int:
+    """Steps to take the median of."""
+    return 3 if run.dry else _STEPS
+
+
+def parse(shape: str) -> TreeShape:
+    return TreeShape(()) if shape == "plain" else TreeShape.parse(shape)
+
+
+def _rows(run: Run, bench: Bench, wanted: Wanted) -> Iterator[Row]:
+    common = {
+        "model": bench.shapes.name,
+        "note": bench.shapes.note,
+        "context": bench.context,
+        "graphs": bench.engine._graphs is not None,
+        "draft_quantization": wanted.draft_quantization,
+    }
+    for batch in bench.batches:
+        for row in _of_batch(bench, batch, wanted.shapes, run):
+            yield {"kind": "step"} | common | row
+
+
+def _of_batch(bench: Bench, batch: int, shapes: tuple[str, ...], run: Run) -> Iterator[Row]:
+    steps, plain = steps_of(run), 0.0
+    for name in shapes:
+        shape = parse(name)
+        bench.run_shape(shape)
+        bench.accept_as(None)
+        found = bench.measure(batch, steps)
+        must_read = bench.bytes_of(batch, shape.depth)
+        row = {"batch": batch, "shape": name, **found, "bytes_read": must_read, "synthetic": name != "plain"}
+        if run.rate:
+            roofline = 1e3 * must_read / run.rate
+            row |= {"roofline_milliseconds": roofline, "over_roofline": found["step_milliseconds"] / roofline}
+        if name == "plain":
+            plain = found["step_milliseconds"]
+        else:
+            row["acceptance"] = RIGHT
+        if name == "chain:5":
+            row["tokens_per_second_at_3_52"] = 1e3 * batch * TOKENS_OF_CHAIN_5 / found["step_milliseconds"]
+        yield row
+        if name == "chain:3" and plain:
+            yield _speedup(bench, batch, name, plain, steps)
+
+
+def _speedup(bench: Bench, batch: int, name: str, plain: float, steps: int) -> Row:
+    """Chain of 3 with published acceptance, through the synthetic knob: its tokens per step over plain's one."""
+    bench.accept_as(bench.shapes.profile)
+    found = bench.measure(batch, steps)
+    return {
+        "kind": "speedup",
+        "batch": batch,
+        "shape": name,
+        **found,
+        "plain_milliseconds": plain,
+        "tokens_per_step": bench.shapes.tokens_per_step,
+        "speedup": bench.shapes.tokens_per_step * plain / found["step_milliseconds"],
+        "synthetic": True,
+        "acceptance": f"published: {bench.shapes.tokens_per_step} tokens per step",
+    }
+
+
+def _batches(wanted: Wanted, most: int) -> tuple[int, ...]:
+    fitting = [batch for batch in wanted.batches or BATCHES if batch <= most]
+    return tuple(sorted(fitting, key=lambda batch: (batch != fitting[0], batch != 1, batch)))
+
+
+def _most(shapes: Shapes, dtype: torch.dtype, device: torch.device, context: int) -> int:
+    """Texts whose keys and values fit beside the weights: 64 on an H200, 48 on an H100."""
+    target, head = shapes.target, shapes.head
+    free = torch.cuda.mem_get_info(device)[0] - _SPARE_BYTES - dtype.itemsize * (_numbers(target) + _numbers(head))
+    states = 3 * target["hidden_size"] * dtype.itemsize / 16
+    per_text = (context + ROOM + 64) * (kv_bytes_per_token(shapes, dtype) + states)
+    return next((batch for batch in BATCHES if batch * per_text <= free), 1)
+
+
+def _numbers(config: dict[str, Any]) -> int:
+    """Of a network's matrices, about."""
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    block = 3 * hidden * inner + 2 * hidden * size * (heads + kv)
+    return int(config["num_hidden_layers"] * block + 2 * hidden * config["vocab_size"])

@@ -1,0 +1,62 @@
+"""Variants of kernels that Triton compiles while requests are served: few, and none for the size of a batch.
+
+A variant is compiled at its first launch, in the middle of a request, which takes a second or more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SUPPORT = Path(__file__).parents[1] / "support"
+MOST = {
+    "_rows_kernel": 9,  # three quantisations, three numbers of rows
+    "_keep_kernel": 6,
+    "_small_linear_kernel": 6,  # with and without norm, gate and residual, in two types
+    "_attend_kernel": 6,
+}
+"""Most variants of a kernel in the launches of ``count_variants.py``; of the others, five."""
+
+
+def count(*specialised: str) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, SUPPORT / "count_variants.py", *specialised],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    counted: dict[str, Any] = json.loads(ran.stdout)
+    return counted
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, Any]:
+    return count()
+
+
+@pytest.mark.timeout(600)
+def test_sizes_of_a_batch_make_no_variants(counted: dict[str, Any]) -> None:
+    """Numbers of rows, tokens and nodes, and the addresses of tables, are no properties that Triton compiles for."""
+    assert {name: kernel["varying"] for name, kernel in counted.items() if kernel["varying"]} == {}
+
+
+@pytest.mark.timeout(600)
+def test_constants_make_few_variants(counted: dict[str, Any]) -> None:
+    variants = {name: kernel["variants"] for name, kernel in counted.items()}
+    assert {name: number for name, number in variants.items() if number > MOST.get(name, 5)} == {}
+
+
+@pytest.mark.timeout(600)
+def test_specialised_arguments_are_detected() -> None:
+    """The same launches with Triton's default for a number of rows and for a table."""
+    counted = count("_small_linear_kernel.rows", "_rope_cache_kernel.slots_T")
+    assert counted["_small_linear_kernel"]["varying"] == ["rows"]
+    assert counted["_rope_cache_kernel"]["varying"] == ["slots_T"]
