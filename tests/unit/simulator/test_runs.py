@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdecode_simulator.policies import operator_loop as ours_module
+from specdecode_simulator.policies import operator_loop
 from specdecode_simulator.policies.engine_rules import Fixed
 from specdecode_simulator.policies.operator_loop import DEEPEST, Ours
 from specdecode_simulator.policies.registry import InEngine, controller
@@ -114,7 +114,7 @@ def test_a_planner_that_errs_shows_as_regret(library: Library, monkeypatch: pyte
     """Planted: the plan that goes out has every depth mirrored, as an inverted gain would, and no guard stops it."""
     trace = small(seconds=600.0, kinds=(Kind(domain="qa", quality=flat(-0.3), prompt=64, output=96),), rate=flat(0.3))
     right = one("ours", trace, library, 0, {}, None).figures.time_per_token
-    decide = ours_module.decide
+    decide = operator_loop.decide
 
     def inverted(*given: Any, **named_ones: Any) -> Any:
         decision, memory = decide(*given, **named_ones)
@@ -123,7 +123,7 @@ def test_a_planner_that_errs_shows_as_regret(library: Library, monkeypatch: pyte
         )
         return replace(decision, plan=decision.plan.model_copy(update={"rows": rows, "guard": False})), memory
 
-    monkeypatch.setattr(ours_module, "decide", inverted)
+    monkeypatch.setattr(operator_loop, "decide", inverted)
     wrong = one("ours", trace, library, 0, {}, None).figures.time_per_token
     assert wrong > 1.3 * right
 
@@ -135,6 +135,15 @@ def test_every_trace_is_drawn_and_runs(library: Library) -> None:
         fleet = Fleet(trace, library, 0)
         fleet.run(InEngine(lambda table: Fixed(1)))
         assert fleet.now == pytest.approx(trace.seconds)
+
+
+def test_the_operator_knows_the_limits_of_the_modelled_workers() -> None:
+    """The chunks of a prompt, and with them its time to the first token, follow from the batched tokens of a step."""
+    for name in ("steady-cpu-quiet", "steady-gpu"):
+        trace = named(name, 0.02)
+        workers = operator_loop.deployment_for(trace, scaled=False).spec.workers
+        assert workers.max_num_batched_tokens == trace.limits.max_num_batched_tokens
+        assert workers.max_num_seqs == trace.limits.max_num_seqs
 
 
 def test_an_operator_that_is_away_decides_nothing_and_remembers(library: Library) -> None:
