@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
+from specdecode_operator.planning.acceptance_model import lacking
 from specdecode_operator.planning.row_states import Trial, dwell_seconds, next_row, outdated_seconds, state_of
 from specdecode_operator.planning.shape_search import NORMAL, Choice, Shapes, ShapeSearch
 from specdecode_operator.planning.tuning import TUNING
@@ -55,12 +56,17 @@ class LoadDecision:
     """This is the present load."""
 
     def changes(self) -> list[Change]:
-        """Return the rows that change. A load near which nothing was timed stays as it is."""
-        if not self.rows or not self.search.times.near(self.search.load):
+        """Return the rows that change. They stay where nothing was timed near the load, and while measuring."""
+        if not self.rows or not self.search.times.near(self.search.load) or self._is_measuring():
             return []
         if any(isinstance(state_of(row, self.now), Trial) for row in self.rows):
             return self._after_trial()
         return self._stopped() or (self._fewer_passes() if self.is_suspended else self._improved())
+
+    def _is_measuring(self) -> bool:
+        """Return whether rows that draft wait for reliable estimates with their first change."""
+        is_first = any(row.depth for row in self.rows) and not any(row.since for row in self.rows)
+        return is_first and not self.is_suspended and lacking(self.learned) is not None
 
     # --- the cases ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.planning import buckets, learn
-from specdecode_operator.planning.acceptance_model import chain_rates
+from specdecode_operator.planning.acceptance_model import chain_rates, lacking
 from specdecode_operator.planning.estimates import Estimate, time_changed
 from specdecode_operator.planning.loads import Load, bucket_of, bucket_text
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, _rising, features
@@ -26,6 +26,25 @@ def test_unseen_depths_lean_on_the_one_before_and_say_that_they_are_unsure() -> 
     found = chain_rates(LearnedState(acceptance=chances(0.8, depth=2)), None, 4)
     assert found[3].mean == pytest.approx(0.8, abs=0.02)
     assert found[3].variance > 20 * found[1].variance
+
+
+@pytest.mark.parametrize(
+    ("drafts", "steps", "made_up", "lack"),
+    [
+        (0, 100, 0, "acceptance rests on fewer than 20 independent drafts"),
+        (79, 100, 0, "acceptance rests on fewer than 20 independent drafts"),
+        (80, 100, 0, None),
+        (80, 100, 93, "fewer than 8 steps were timed"),
+        (0, 0, 0, "acceptance rests on fewer than 20 independent drafts and fewer than 8 steps were timed"),
+    ],
+    ids=["none", "few drafts", "enough", "only calibration", "nothing"],
+)
+def test_estimates_are_reliable_once_they_outweigh_their_priors(
+    drafts: float, steps: float, made_up: float, lack: str | None
+) -> None:
+    """Before any request has finished, the tokens of one are taken to resemble each other: four count as one."""
+    timed = cost(1, 3, truth(1, 3), count=steps).model_copy(update={"made_up": made_up})
+    assert lacking(LearnedState(acceptance=chances(0.9, total=drafts), costs=(timed,))) == lack
 
 
 def test_a_task_leans_on_all_tasks_until_it_has_shown_itself() -> None:
