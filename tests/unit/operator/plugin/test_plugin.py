@@ -108,7 +108,9 @@ def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
     text = "\n".join(explain(resource_of(deepened), remembered(deepened), deepened.now))
     assert "Depth at the current load: 5" in text
     assert "Mode Auto: the depth between 0 and 5 with the least time per token" in text
-    assert "chain:3 -> chain:" in text, "the row of this load, or of a neighbour that followed"
+    assert deepened.deployment.status.speculation is not None
+    last = next(each for each in deepened.deployment.status.speculation.history if each.kind == "Plan")
+    assert f" at {last.load}: {last.before} -> {last.after}. " in " ".join(text.split())
     assert "Workers needed for this demand: 1." in text
     assert "between 1 and 4 workers" in text
     steps = {line.split("  ")[1]: line.split() for line in text.splitlines() if line.startswith(("  plain", "  depth"))}
