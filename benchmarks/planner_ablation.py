@@ -115,7 +115,6 @@ RULES: dict[str, Callable[[], None]] = {
     "change points of times": lambda: set_everywhere(estimates, "time_changed", lambda *_, **__: False),
     "wander": lambda: set_everywhere(learning, "_wander", lambda learned, delta: 0.0),
     "rising step times": lambda: set_everywhere(step_time_model, "_rising", lambda order, lines, found: list(found)),
-    "error of few more tokens": lambda: set_everywhere(step_time_model, "TOKENS_SHARE", 0.0),
     "times before serving": lambda: set_everywhere(learning, "learn_first_reports", _first_reports_unread),
     "stop of idle rows": lambda: set_everywhere(plan_rows, "_also_stopped", lambda row, speculation, now: None),
     "idle tasks": lambda: set_everywhere(workload, "idle", lambda learned, tasks: frozenset()),
@@ -126,8 +125,9 @@ RULES: dict[str, Callable[[], None]] = {
     "prior of all tasks": lambda: set_tuning(task_prior_drafts=0.1),
     "changes of one task alone": lambda: setattr(ShapeSearch, "_best", _best_together),
     "tasks that are active": _set_rule("_is_active", True),
-    "drift": lambda: set_tuning(drift_per_dwell=0.0),
     "change points against the dwell": lambda: set_everywhere(row_states, "dwell_seconds", _dwell_of_all),
+    "measuring": _set_rule("_is_measuring", False),
+    "drift": lambda: set_tuning(drift_per_dwell=0.0),
 }
 
 

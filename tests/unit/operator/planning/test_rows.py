@@ -45,6 +45,8 @@ def test_the_first_change_waits_for_reliable_estimates() -> None:
     assert set(depths_of(spec(), few)) == {3}
     enough = few.model_copy(update={"acceptance": chances(0.02, total=80)})
     assert depths_of(spec(), enough)[0] == 0
+    held = choose(spec(), few, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)})
+    assert {row.depth for row in held.rows} == {3}, "nor does it change where the guards decode plainly"
     changed = RowState(concurrency=0, context=0, task="other", depth=3, since=100)
     assert depths_of(spec(), few.model_copy(update={"rows": (changed,)}))[0] == 0, "later changes need no such start"
 
