@@ -121,7 +121,8 @@ def interpolated(points: list[Point], sequences: float) -> float | None:
     reach = math.sqrt(TUNING.load_ratio)
     if not points or not points[0].sequences / reach <= sequences <= points[-1].sequences * reach:
         return None
-    return float(np.interp(sequences, *zip(*points, strict=True)))
+    xs, ys = [point.sequences for point in points], [point.per_token for point in points]
+    return float(np.interp(sequences, xs, ys))
 
 
 def _compared(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> Iterator[_Comparison]:

@@ -94,7 +94,7 @@ class StepTimeModel:
         sequences = np.maximum(1e-9, mean_x[:, _SEQUENCES])
         columns = sequences, mean_x[:, _VERIFIED] / sequences, count, mean, variance, mean_x @ coefficients
         cells = tuple(
-            _Cell(cost.draft_passes, cost.context_bucket, *kind, cost.at, cost.changed_at)
+            _Cell._make((cost.draft_passes, cost.context_bucket, *kind, cost.at, cost.changed_at))
             for cost, kind in zip(known, np.column_stack(columns).tolist(), strict=True)
         )
         floor = 0.1 * float(mean.min())

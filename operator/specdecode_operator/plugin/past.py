@@ -15,8 +15,8 @@ def past(resource: dict[str, Any], now: float) -> list[str]:
     speculation = status_of(resource).speculation
     history = speculation.history if speculation else ()
     if not history:
-        found = measuring(status_of(resource).conditions)
-        return [f"no decisions for {resource['metadata']['name']} yet{f', measuring: {found}' if found else ''}"]
+        lack = measuring(status_of(resource).conditions)
+        return [f"no decisions for {resource['metadata']['name']} yet{f', measuring: {lack}' if lack else ''}"]
     rows = [
         (
             age(decision.time, now),

@@ -301,9 +301,9 @@ def test_a_decision_is_shown_with_its_reason() -> None:
 
 
 def test_the_condition_says_what_the_estimates_lack_until_the_first_decision() -> None:
-    found = condition(statuses(loop_over(), 1)[-1], "SpeculationEffective")
-    assert (found.status, found.reason) == ("Unknown", "Measuring")
-    assert found.message == (
+    effective = condition(statuses(loop_over(), 1)[-1], "SpeculationEffective")
+    assert (effective.status, effective.reason) == ("Unknown", "Measuring")
+    assert effective.message == (
         "acceptance rests on fewer than 20 independent drafts and fewer than 8 steps were timed;"
         " the depth stays until then"
     )
