@@ -27,8 +27,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from specdecode_operator.planning import acceptance_model, estimates, learning, plan_rows
+from specdecode_operator.planning import (
+    acceptance_model,
+    estimates,
+    learning,
+    plan_rows,
+    row_states,
+    shape_search,
+    step_time_model,
+    workload,
+)
 from specdecode_operator.planning.decision_rule import LoadDecision
+from specdecode_operator.planning.shape_search import ShapeSearch
 from specdecode_operator.planning.tuning import TUNING, Tuning
 from specdecode_simulator.policies.registry import SCALERS
 from specdecode_simulator.records.recordings import library, nearest, tuned
@@ -61,6 +71,34 @@ def _set_rule(name: str, result: object) -> Callable[[], None]:
     return lambda: setattr(LoadDecision, name, lambda *_: result)
 
 
+def _first_reports_unread(learned: Any, reports: Any, found: Any, *, now: float) -> Any:
+    return learned
+
+
+def _mean_batches(shapes: Any, shares: Any, sequences: float) -> list[Any]:
+    """Return one batch, with the deepest shape and the mean nodes."""
+    verified = 1 + sum(shares[name] * shape.nodes for name, shape in shapes)
+    batch = step_time_model.Batch(max(shape.depth for _, shape in shapes), round(verified, 1))
+    return [shape_search.Met(name, batch, 1.0) for name, _ in shapes]
+
+
+def _unknown_requests(learned: Any, tasks: Iterable[str]) -> dict[str, float]:
+    return dict.fromkeys(tasks, math.inf)
+
+
+def _best_together(self: Any, now: Any, free: Any) -> Any:
+    before = dict(now)
+    tasks = tuple(task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks)
+    around = replace(self, tasks=tasks)
+    plain = tuple((task.name, task.least) for task in tasks)
+    choices = self.evaluate([now, plain, *around.best_by_passes()])
+    return choices[now], choices[plain], choices
+
+
+def _dwell_of_all(state: Any, hysteresis: Any, changed_at: float) -> float:
+    return float(hysteresis.min_dwell_seconds * TUNING.growth ** (2 * max(0, len(state.changes) - 1)))
+
+
 RULES: dict[str, Callable[[], None]] = {
     "stop": _set_rule("_stopped", []),
     "fewer passes": _set_rule("_fewer_passes", []),
@@ -75,6 +113,21 @@ RULES: dict[str, Callable[[], None]] = {
     "doubt of deeper rates": lambda: set_everywhere(learning, "_doubt_deeper", lambda *_: None),
     "change points of rates": lambda: set_everywhere(estimates, "rate_changed", lambda *_, **__: False),
     "change points of times": lambda: set_everywhere(estimates, "time_changed", lambda *_, **__: False),
+    "wander": lambda: set_everywhere(learning, "_wander", lambda learned, delta: 0.0),
+    "rising step times": lambda: set_everywhere(step_time_model, "_rising", lambda order, lines, found: list(found)),
+    "times before serving": lambda: set_everywhere(learning, "learn_first_reports", _first_reports_unread),
+    "stop of idle rows": lambda: set_everywhere(plan_rows, "_also_stopped", lambda row, speculation, now: None),
+    "idle tasks": lambda: set_everywhere(workload, "idle", lambda learned, tasks: frozenset()),
+    "other batches": lambda: set_everywhere(shape_search, "batches", _mean_batches),
+    "error of the mix": lambda: set_everywhere(workload, "mix_requests", lambda learned: math.inf),
+    "requests of a task": lambda: set_everywhere(workload, "_requests_by_task", _unknown_requests),
+    "correlation of depths": lambda: set_tuning(depth_correlation=0.0),
+    "prior of all tasks": lambda: set_tuning(task_prior_drafts=0.1),
+    "changes of one task alone": lambda: setattr(ShapeSearch, "_best", _best_together),
+    "tasks that are active": _set_rule("_is_active", True),
+    "change points against the dwell": lambda: set_everywhere(row_states, "dwell_seconds", _dwell_of_all),
+    "measuring": _set_rule("_is_measuring", False),
+    "drift": lambda: set_tuning(drift_per_dwell=0.0),
 }
 
 
@@ -214,6 +267,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--first-seed", type=int, default=0, help="seeds 10 to 19 are for final tables only")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--trace", action="append", default=[], metavar="NAME", help="repeat for more")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--against", type=Path, help="folder of another planner's results, for compare")
     parser.add_argument("--keep", type=Path, default=Path("build/ablation"), help="folder of the results")
@@ -225,7 +279,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         print(compare(args.keep, args.against))
         return 0
     seeds = tuple(range(args.first_seed, args.first_seed + args.seeds))
-    traces = tuple(TRACES) if args.kind == "rules" else SIX_TRACES
+    traces = tuple(args.trace) or (tuple(TRACES) if args.kind == "rules" else SIX_TRACES)
     names = args.only or list(variants(args.kind))
     jobs = [(args.kind, name, traces, seeds, args.hours, args.keep) for name in names]
     # A process for each variant: a variant changes the planner's modules for good.

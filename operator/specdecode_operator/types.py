@@ -222,6 +222,8 @@ class Decision:
     """Replicas that demand asks for, before the bounds are applied. None without spec.scaling."""
     history: tuple[DecisionRecord, ...] = ()
     """Decisions in the stored history, newest first, with their realised gains."""
+    measuring: str | None = None
+    """Lack of the estimates while rows wait for reliable ones. None once they are, and where no rows are planned."""
     pinned: str = ""
     """Pin in force, as text; empty without a pin."""
     model_revision: str | None = None

@@ -20,8 +20,10 @@ from specdecode_simulator.scoring.plots import plot, prepare
 from specdecode_simulator.scoring.table import markdown, text
 from specdecode_simulator.scoring.tune import HOURS, SEED, tuned
 from specdecode_simulator.traces.catalogue import TRACES
+from specdecode_simulator.world.fleet import POLL_SECONDS
 
 PROGRAM = "specdecode-simulate"
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 1.0, 600.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         "--first-seed", type=int, default=0, help="first of the seeds; 10 to 19 are for final tables only (default: 0)"
     )
     parser.add_argument("--hours", type=float, default=4.0, help="simulated, of every trace (default: %(default)s)")
+    parser.add_argument(
+        "--poll-seconds", type=float, default=POLL_SECONDS, help="time between two polls (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.add_argument(
         "--decisions", action="store_true", help="with --json: the operator's plan changes of the first seed, too"
@@ -87,6 +92,8 @@ def _problem(args: argparse.Namespace) -> str | None:
         return f"no such trace or policy: {', '.join(unknown)}"
     if args.seeds < 1 or args.hours <= 0 or args.jobs < 1 or args.first_seed < 0:
         return "--seeds, --hours, --jobs are positive, and --first-seed is not negative"
+    if not MIN_POLL_SECONDS <= args.poll_seconds <= MAX_POLL_SECONDS:
+        return f"--poll-seconds is {MIN_POLL_SECONDS:g} to {MAX_POLL_SECONDS:g}"
     return None
 
 
@@ -101,6 +108,7 @@ def _simulate(args: argparse.Namespace) -> int:
         recordings=args.recordings or nearest(),
         speculation=_speculation(args.deployment) if args.deployment else None,
         keep=args.keep,
+        poll_seconds=args.poll_seconds,
     )
     if args.plot:
         prepare(args.plot)

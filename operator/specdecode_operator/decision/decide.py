@@ -188,6 +188,7 @@ def _decision(
         nodes=in_use.nodes_in_use(current, learned, buckets, depth),
         task_depths=in_use.task_depths(deployment, current, learned, buckets),
         figures=figures,
+        measuring=planning.lacking(learned) if planning.follows(deployment.spec.speculation) else None,
         first_acceptance=planning.first_acceptance(learned.acceptance),
         history=learned.history,
         pinned=learned.pin,

@@ -1,5 +1,6 @@
 """What to run at which load: estimates of acceptance and step time, and the shape of every row of the plan. Pure."""
 
+from specdecode_operator.planning.acceptance_model import lacking
 from specdecode_operator.planning.decision_rule import Change
 from specdecode_operator.planning.figures import figures, first_acceptance, saved_seconds
 from specdecode_operator.planning.learning import learn, learn_first_reports, learn_parked
@@ -18,6 +19,7 @@ __all__ = [
     "figures",
     "first_acceptance",
     "follows",
+    "lacking",
     "learn",
     "learn_first_reports",
     "learn_parked",

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
+from specdecode_operator.planning.acceptance_model import lacking
 from specdecode_operator.planning.row_states import Trial, dwell_seconds, next_row, outdated_seconds, state_of
 from specdecode_operator.planning.shape_search import NORMAL, Choice, Shapes, ShapeSearch
 from specdecode_operator.planning.tuning import TUNING
@@ -55,12 +56,20 @@ class LoadDecision:
     """This is the present load."""
 
     def changes(self) -> list[Change]:
-        """Return the rows that change. A load near which nothing was timed stays as it is."""
-        if not self.rows or not self.search.times.near(self.search.load):
+        """Return the rows that change. They stay where nothing was timed near the load, and while measuring."""
+        if not self.rows or not self.search.times.near(self.search.load) or self._is_measuring():
             return []
         if any(isinstance(state_of(row, self.now), Trial) for row in self.rows):
             return self._after_trial()
         return self._stopped() or (self._fewer_passes() if self.is_suspended else self._improved())
+
+    def _is_measuring(self) -> bool:
+        """Return whether rows that draft wait for reliable estimates with their first change.
+
+        They also wait while the guards suspend speculation: workers decode plainly then, whatever the row says.
+        """
+        is_first = any(row.depth for row in self.rows) and not any(row.since for row in self.rows)
+        return is_first and lacking(self.learned) is not None
 
     # --- the cases ----------------------------------------------------------------------------------------------------
 
@@ -124,8 +133,7 @@ class LoadDecision:
         known = [choice for choice in choices.values() if choice.is_timed]
         best = min(known, key=lambda choice: choice.rank, default=now)
         best = best if self.search.gain(now, best) > 0 else now
-        ended = {change.row.task: change for change in self._to(self.rows, now, best, "trial", "after a trial; ")}
-        return [ended.get(row.task) or self._stays(row) for row in self.rows]
+        return list(self._to(self.rows, now, best, "trial", "after a trial; "))
 
     # --- what a change is worth ---------------------------------------------------------------------------------------
 
@@ -215,10 +223,6 @@ class LoadDecision:
         times = (cell.changed_at for cell in self.search.times.near(self.search.load))
         return max((*rates, *times), default=0.0)
 
-    def _stays(self, row: RowState) -> Change:
-        over = next_row(row, row.shape, self.now, counts=False)
-        return Change(row=over, before=row.shape, gain=None, cause="trial", reason="")
-
     def _to(
         self,
         group: Iterable[RowState],
@@ -230,11 +234,11 @@ class LoadDecision:
         is_trial: bool = False,
         gain_over: Choice | None = None,
     ) -> Iterator[Change]:
-        """Yield the rows of ``group`` whose shape changes. The end of a trial is no change of its own."""
+        """Yield the rows of ``group`` whose shape changes or whose trial ends; its end is no change of its own."""
         after, gain = dict(best.shapes), math.expm1(self.search.gain(gain_over or now, best))
         ends = any(isinstance(state_of(row, self.now), Trial) for row in group)
         for row in group:
-            if after[row.task] != row.shape:
+            if ends or after[row.task] != row.shape:
                 moved = next_row(row, after[row.task], self.now, is_trial=is_trial, counts=not ends)
                 reason = why + self._reason(row.task, now, best)
                 yield Change(row=moved, before=row.shape, gain=gain, cause=cause, reason=reason)

@@ -14,9 +14,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import AcceptanceCell, StepTimeCell
-from specdecode_operator.telemetry.counters import CellKey, Moments, RequestSums, TaskSums
+from specdecode_operator.telemetry.counters import NO_REQUESTS, NO_STEPS, CellKey, Moments, RequestSums, TaskSums
 from specdecode_operator.telemetry.deltas import Delta, over
 from specdecode_operator.types import Figures, Speed, TaskFigures
 from specdecode_worker.contract import FEATURES
@@ -64,7 +66,12 @@ def figures(
         waiting=total.waiting,
         tokens_per_second=total.output_tokens / total.seconds if total.seconds else 0,
         synthetic=synthetic,
-        speed=_speed(total),
+        speed=Speed(
+            acceptance_rate=total.accepted_tokens / total.draft_tokens,
+            accepted_length=1 + total.accepted_tokens / total.drafts,
+        )
+        if total.drafts >= TUNING.fleet_samples and total.draft_tokens > 0
+        else None,
         speedup=overall,
         tasks=_tasks(total, task_depths, overall),
         saved_device_seconds=saved_device_seconds,
@@ -114,12 +121,8 @@ def interpolated(points: list[Point], sequences: float) -> float | None:
     reach = math.sqrt(TUNING.load_ratio)
     if not points or not points[0].sequences / reach <= sequences <= points[-1].sequences * reach:
         return None
-    below = max((point for point in points if point.sequences <= sequences), default=points[0])
-    above = min((point for point in points if point.sequences >= sequences), default=points[-1])
-    if above.sequences - below.sequences < 1e-9:
-        return below.per_token
-    share = (sequences - below.sequences) / (above.sequences - below.sequences)
-    return below.per_token + min(1.0, max(0.0, share)) * (above.per_token - below.per_token)
+    xs, ys = [point.sequences for point in points], [point.per_token for point in points]
+    return float(np.interp(sequences, xs, ys))
 
 
 def _compared(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> Iterator[_Comparison]:
@@ -146,15 +149,6 @@ def _plain_per_token(
     return interpolated(sorted(points), sequences)
 
 
-def _speed(total: Delta) -> Speed | None:
-    if total.drafts < TUNING.fleet_samples or total.draft_tokens <= 0:
-        return None
-    return Speed(
-        acceptance_rate=total.accepted_tokens / total.draft_tokens,
-        accepted_length=1 + total.accepted_tokens / total.drafts,
-    )
-
-
 def _tasks(total: Delta, depths: Mapping[str, int], overall: float | None) -> dict[str, TaskFigures]:
     """Return the measurements of every task that had traffic in the window."""
     decoded = sum(sums.decode_tokens for sums in total.tasks.values())
@@ -162,8 +156,8 @@ def _tasks(total: Delta, depths: Mapping[str, int], overall: float | None) -> di
     tokens_per_step = decoded / steps if steps > 0 else None
     measured = {
         task: _task(
-            total.requests.get(task),
-            total.tasks.get(task),
+            total.requests.get(task, NO_REQUESTS),
+            total.tasks.get(task, NO_STEPS),
             depths.get(task, 0),
             overall / tokens_per_step if overall is not None and tokens_per_step else None,
         )
@@ -172,25 +166,19 @@ def _tasks(total: Delta, depths: Mapping[str, int], overall: float | None) -> di
     return {task: values for task, values in measured.items() if values != TaskFigures()}
 
 
-def _task(
-    requests: RequestSums | None, sums: TaskSums | None, depth: int, speedup_per_token: float | None
-) -> TaskFigures:
+def _task(requests: RequestSums, sums: TaskSums, depth: int, speedup_per_token: float | None) -> TaskFigures:
     """Return the measurements of one task, whose row has ``depth``.
 
     Tasks share steps, so a task's speed-up is the fleet's x the task's tokens per step / the fleet's tokens per step.
     """
-    drafted = requests is not None and requests.d >= TUNING.fleet_samples / 10
-    accepted = requests.a / requests.d if requests is not None and drafted else None
-    acceptance = None if accepted is None else (min(1.0, accepted / depth) if depth else 0.0)
-    length = None if accepted is None else 1 + accepted
-    if sums is None:
-        return TaskFigures(acceptance_rate=acceptance, accepted_length=length)
+    least = TUNING.fleet_samples / 10
+    accepted = requests.a / requests.d if requests.d >= least else None
     gain = None
-    if speedup_per_token is not None and sums.decode_steps >= TUNING.fleet_samples / 10:
+    if speedup_per_token is not None and sums.decode_steps >= least:
         gain = speedup_per_token * sums.decode_tokens / sums.decode_steps
     return TaskFigures(
-        acceptance_rate=acceptance,
-        accepted_length=length,
+        acceptance_rate=None if accepted is None else (min(1.0, accepted / depth) if depth else 0.0),
+        accepted_length=None if accepted is None else 1 + accepted,
         ttft_seconds=_mean(sums.ttft_seconds, sums.ttft_count),
         itl_seconds=_mean(sums.itl_seconds, sums.itl_count),
         speedup=gain,

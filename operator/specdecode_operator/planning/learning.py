@@ -172,8 +172,7 @@ def _requests(known: Iterable[stored.RequestCell], delta: Delta) -> Iterable[sto
             cells.get(task, counters.NO_REQUESTS).times(0.5 ** (fresh.n / TUNING.half_life_requests)).plus(fresh)
         )
     for task in sorted(cells):
-        n, a, d, aa, ad, dd = map(short, cells[task])
-        yield stored.RequestCell(task=task, sums=(n, a, d, aa, ad, dd))
+        yield stored.RequestCell(task=task, sums=counters.RequestSums(*map(short, cells[task])))
 
 
 def _traffic(known: Iterable[stored.TrafficCell], delta: Delta) -> Iterable[stored.TrafficCell]:
@@ -183,8 +182,8 @@ def _traffic(known: Iterable[stored.TrafficCell], delta: Delta) -> Iterable[stor
     keep = kept_share(count, delta.seconds, TUNING.half_life_requests) if count else 1.0
     for task in sorted({*cells, *delta.traffic}):
         sums = cells.get(task, counters.NO_TRAFFIC).times(keep).plus(delta.traffic.get(task, counters.NO_TRAFFIC))
-        arrivals, finished, prompt, cached, output = (short(max(0.0, value)) for value in sums)
-        yield stored.TrafficCell(task=task, sums=(arrivals, finished, prompt, cached, output))
+        positive = (short(max(0.0, value)) for value in sums)
+        yield stored.TrafficCell(task=task, sums=counters.TrafficSums(*positive))
 
 
 def _step_times(learned: LearnedState, delta: Delta, now: float) -> Iterable[StepTimeCell]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,12 +69,9 @@ class StepTimeModel:
     nearby: dict[Load, list[_Cell]] = field(default_factory=dict)
 
     @staticmethod
-    def fit(costs: Iterable[StepTimeCell], wander: float = 0.0) -> StepTimeModel | None:
+    @lru_cache(maxsize=1)
+    def fit(costs: tuple[StepTimeCell, ...], wander: float = 0.0) -> StepTimeModel | None:
         """Return the model, or None while nothing was timed. The latest model is cached."""
-        return _fitted(tuple(costs), wander)
-
-    @classmethod
-    def of(cls, costs: Sequence[StepTimeCell], wander: float) -> Self | None:
         known = [c for c in costs if not c.prefill and c.values[0] >= 1 and c.values[1] > LEAST_SECONDS * c.values[0]]
         if not known:
             return None
@@ -94,10 +91,14 @@ class StepTimeModel:
         precision = np.eye(K + 1) / mean.mean() ** 2 + np.tensordot(weights, xx, 1) / np.outer(scale, scale)
         covariance = _inverse(precision)
         coefficients = covariance @ (weights @ xt / scale) / scale
-        kinds = zip(known, mean_x.tolist(), count, mean, variance, mean_x @ coefficients, strict=True)
-        cells = tuple(_cell(cost, at, *map(float, rest)) for cost, at, *rest in kinds)
+        sequences = np.maximum(1e-9, mean_x[:, _SEQUENCES])
+        columns = sequences, mean_x[:, _VERIFIED] / sequences, count, mean, variance, mean_x @ coefficients
+        cells = tuple(
+            _Cell._make((cost.draft_passes, cost.context_bucket, *kind, cost.at, cost.changed_at))
+            for cost, kind in zip(known, np.column_stack(columns).tolist(), strict=True)
+        )
         floor = 0.1 * float(mean.min())
-        return cls(cells, tuple(coefficients.tolist()), covariance / np.outer(scale, scale), wander, floor)
+        return StepTimeModel(cells, tuple(coefficients.tolist()), covariance / np.outer(scale, scale), wander, floor)
 
     def predict(self, load: Load, shapes: Iterable[Batch]) -> dict[Batch, Estimate]:
         """Return the step time of every shape at one load. A step with more passes and tokens never takes less."""
@@ -168,12 +169,6 @@ def _with_drafting(x: Sequence[float]) -> tuple[float, ...]:
     return (*x, min(1.0, x[FEATURES.index("draft_passes")]))
 
 
-def _cell(cost: StepTimeCell, x: list[float], count: float, mean: float, variance: float, line: float) -> _Cell:
-    sequences = max(1e-9, x[_SEQUENCES])
-    kind = cost.draft_passes, cost.context_bucket, sequences, x[_VERIFIED] / sequences
-    return _Cell(*kind, count, mean, variance, line, cost.at, cost.changed_at)
-
-
 def _inverse(precision: Array) -> Array:
     """Return the inverse. If the reported moments cannot be those of steps, every feature counts for itself."""
     try:
@@ -181,11 +176,6 @@ def _inverse(precision: Array) -> Array:
         return np.asarray(np.linalg.inv(precision))
     except np.linalg.LinAlgError:
         return np.diag(1 / np.maximum(LEAST_SECONDS, np.abs(np.diag(precision))))
-
-
-@lru_cache(maxsize=1)
-def _fitted(costs: tuple[StepTimeCell, ...], wander: float) -> StepTimeModel | None:
-    return StepTimeModel.of(costs, wander)
 
 
 def _rising(order: Sequence[Batch], lines: Sequence[float], found: Sequence[Estimate]) -> list[Estimate]:

@@ -12,12 +12,9 @@ from specdecode_operator.api.v1alpha1 import Decision, Spec, Status
 from specdecode_operator.plugin.drafts import run_line, trial_line
 from specdecode_operator.plugin.drift import drift_lines
 from specdecode_operator.plugin.numbers import acceptance_lines, row_lines, step_lines
-from specdecode_operator.plugin.overview import mode_of, spec_of, status_of, unmet
+from specdecode_operator.plugin.overview import measuring, mode_of, spec_of, status_of, unmet
 from specdecode_operator.plugin.text import age, figure, percent, word, wrapped
 from specdecode_operator.state.learned import LearnedState
-
-RELIABLE_DRAFTS = 100
-"""Drafts from which a task has rows of its own (planning.tuning): acceptance errs by 5 % or less."""
 
 
 def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, problem: str = "") -> list[str]:
@@ -34,7 +31,8 @@ def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, 
     lines = [f"{name}   {spec.model.uri}   ready {word(status.ready)}", ""]
     lines += ["DEPTH", *_indented(_depth(resource, spec, status, learned, now))]
     if learned is not None:
-        lines += ["", "MEASUREMENTS", *_indented(_measurements(learned))]
+        is_measuring = measuring(status.conditions) is not None
+        lines += ["", "MEASUREMENTS", *_indented(_measurements(learned, is_measuring=is_measuring))]
         lines += _indented(drift_lines(spec, learned.drift, now))
     elif problem:
         lines += ["", *wrapped(f"The stored measurements cannot be shown: {problem}", "  ")]
@@ -65,6 +63,10 @@ def _depth(
         yield f"Mode Auto would run {speculation.recommended} at the current load."
     yield from _guard(status, learned)
     yield from _rollout(status)
+    lack = measuring(status.conditions)
+    if lack:
+        yield f"Measuring: {lack}."
+        return
     yield (
         f"Measured {age(speculation.measured_at, now)} ago: acceptance rate {figure(speculation.acceptance_rate)},"
         f" {figure(speculation.accepted_length)} tokens per step, speedup {figure(speculation.speedup)}."
@@ -137,11 +139,11 @@ def _last_change(decision: Decision, now: float) -> Iterator[str]:
 # --- measurements and workers ---------------------------------------------------------------------------------------
 
 
-def _measurements(learned: LearnedState) -> Iterator[str]:
+def _measurements(learned: LearnedState, *, is_measuring: bool) -> Iterator[str]:
     yield f"Last load: {learned.load.sequences:.1f} sequences per step, mostly of task {learned.load.task}."
     seen = sum(cell.total for cell in learned.acceptance if (cell.depth, cell.parent) == (1, "main"))
-    if seen < RELIABLE_DRAFTS:
-        yield f"Measuring: the estimates rest on {seen:.0f} drafts. They are rough until there are {RELIABLE_DRAFTS}."
+    if is_measuring:
+        yield f"The estimates rest on {seen:.0f} drafts so far. They are rough."
     if learned.parked:
         drafts = ", ".join(parked.draft[:12] for parked in learned.parked)
         yield f"Draft {learned.draft[:12]}. Measurements of other drafts are stored too: {drafts}."

@@ -73,6 +73,11 @@ def unmet(conditions: Iterable[Condition]) -> list[Condition]:
     ]
 
 
+def measuring(conditions: Iterable[Condition]) -> str | None:
+    """Return what the estimates lack, while the operator measures before its first decision."""
+    return next((condition.message for condition in conditions if condition.reason == "Measuring"), None)
+
+
 def _row(resource: dict[str, Any], now: float) -> tuple[str, ...]:
     status = status_of(resource)
     speculation, traffic = status.speculation, status.traffic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdecode_operator.plugin.overview import status_of
+from specdecode_operator.plugin.overview import measuring, status_of
 from specdecode_operator.plugin.text import age, percent, table, wrapped
 
 HEAD = ("AGE", "KIND", "BEFORE", "AFTER", "EXPECTED", "REALISED", "LOAD")
@@ -15,7 +15,8 @@ def past(resource: dict[str, Any], now: float) -> list[str]:
     speculation = status_of(resource).speculation
     history = speculation.history if speculation else ()
     if not history:
-        return [f"no decisions for {resource['metadata']['name']} yet"]
+        lack = measuring(status_of(resource).conditions)
+        return [f"no decisions for {resource['metadata']['name']} yet{f', measuring: {lack}' if lack else ''}"]
     rows = [
         (
             age(decision.time, now),

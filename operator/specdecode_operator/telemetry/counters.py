@@ -221,6 +221,7 @@ class TaskSums(NamedTuple):
 NO_HITS = Hits(0, 0)
 NO_REQUESTS = RequestSums(0, 0, 0, 0, 0, 0)
 NO_TRAFFIC = TrafficSums(0, 0, 0, 0, 0)
+NO_STEPS = TaskSums(0, 0, 0, 0, 0, 0)
 
 Sum = TypeVar("Sum", Hits, RequestSums, TrafficSums, Moments, TaskSums)
 Key = TypeVar("Key")

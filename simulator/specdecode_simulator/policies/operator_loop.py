@@ -57,6 +57,7 @@ def deployment_for(trace: Trace, *, scaled: bool, given: Mapping[str, Any] | Non
         "workers": {
             "gpu": False,
             "maxNumSeqs": trace.limits.max_num_seqs,
+            "maxNumBatchedTokens": trace.limits.max_num_batched_tokens,
             "kvCacheTokens": trace.limits.kv_tokens,
         },
     }

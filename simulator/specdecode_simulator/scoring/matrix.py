@@ -14,6 +14,7 @@ from specdecode_simulator.scoring.run import Run, run_trace
 from specdecode_simulator.scoring.run_store import append_run, file_of, read_runs
 from specdecode_simulator.scoring.score import CLAIRVOYANT, ORACLE, by_policy, scored, targets
 from specdecode_simulator.traces.catalogue import TRACES, named
+from specdecode_simulator.world.fleet import POLL_SECONDS
 
 Cell = tuple[str, int, Mapping[str, Run]]
 """Trace, seed, and the runs by policy."""
@@ -34,6 +35,8 @@ class Matrix:
     recordings: Path
     speculation: Mapping[str, Any] | None = None
     """Fields of spec.speculation for ours; None: defaults."""
+    poll_seconds: float = POLL_SECONDS
+    """Time between two polls of the operator and of the constrained oracle."""
     keep: Path | None = None
     """Folder of runs that ended, of this code, length and fields."""
 
@@ -41,6 +44,7 @@ class Matrix:
     def command(self) -> str:
         which = "" if set(self.traces) == set(TRACES) else "".join(f" --trace {name}" for name in self.traces)
         which += "".join(f" --policy {name}" for name in self.policies)
+        which += f" --poll-seconds {self.poll_seconds:g}" if self.poll_seconds != POLL_SECONDS else ""
         which += f" --first-seed {self.first_seed}" if self.first_seed else ""
         return f"specdecode-simulate{which} --seeds {self.seeds} --hours {self.hours:g}"
 
@@ -70,12 +74,13 @@ class Matrix:
                 yield future.result()
 
     def cell(self, trace: str, seed: int) -> Cell:
-        file = None if self.keep is None else file_of(self.keep, trace, self.hours, seed)
+        file = None if self.keep is None else file_of(self.keep, trace, self.hours, seed, self.poll_seconds)
         known = {} if file is None else read_runs(file)
         settings = tuned(self.recordings)
         settings = {**settings, "ours": self.speculation} if self.speculation else settings
         policies, ended = self.policies_of(trace), {}
-        for policy, run in run_trace(trace, self.hours, seed, policies, library(self.recordings), settings, known):
+        shared, poll = library(self.recordings), self.poll_seconds
+        for policy, run in run_trace(trace, self.hours, seed, policies, shared, settings, known, poll):
             if file is not None and policy not in known:
                 append_run(file, policy, run)
             ended[policy] = run

@@ -14,7 +14,7 @@ from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.traces.catalogue import named
 from specdecode_simulator.traces.job import Job
 from specdecode_simulator.traces.trace import Trace
-from specdecode_simulator.world.fleet import Fleet
+from specdecode_simulator.world.fleet import POLL_SECONDS, Fleet
 
 ANSWERED = (1.03, 1.06)
 """Largest costs of the depth in use over the best depth at which a step of acceptance counts as answered.
@@ -59,13 +59,14 @@ def run_trace(
     library: Library,
     tuned: Tuned,
     known: Mapping[str, Run] = MappingProxyType({}),
+    poll_seconds: float = POLL_SECONDS,
 ) -> Iterator[tuple[str, Run]]:
     """Ours runs first on scaled traces: depth policies are compared at its replicas. What is ``known`` runs no more."""
     trace = named(trace_name, hours)
     wanted = list(dict.fromkeys(policies))
     trajectory: tuple[int, ...] | None = None
     if trace.family == "scaling":
-        ours = known.get("ours") or one("ours", trace, library, seed, tuned, None)
+        ours = known.get("ours") or one("ours", trace, library, seed, tuned, None, poll_seconds)
         trajectory = ours.replicas
         if "ours" in wanted:
             yield "ours", ours
@@ -73,12 +74,21 @@ def run_trace(
     for name in wanted:
         if name in SCALERS and trace.family != "scaling":
             continue
-        yield name, known.get(name) or one(name, trace, library, seed, tuned, trajectory)
+        yield name, known.get(name) or one(name, trace, library, seed, tuned, trajectory, poll_seconds)
 
 
-def one(name: str, trace: Trace, library: Library, seed: int, tuned: Tuned, trajectory: tuple[int, ...] | None) -> Run:
+def one(
+    name: str,
+    trace: Trace,
+    library: Library,
+    seed: int,
+    tuned: Tuned,
+    trajectory: tuple[int, ...] | None,
+    poll_seconds: float = POLL_SECONDS,
+) -> Run:
+    """Run one policy on one trace."""
     decides = controller(name, trace, library, seed, tuned, trajectory)
-    fleet = Fleet(trace, library, seed)
+    fleet = Fleet(trace, library, seed, poll_seconds)
     fleet.run(decides)
     ours = decides if isinstance(decides, Ours) else None
     return Run(

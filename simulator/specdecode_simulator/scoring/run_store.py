@@ -7,10 +7,13 @@ from pathlib import Path
 
 from specdecode_simulator.errors import SimulatorError
 from specdecode_simulator.scoring.run import Run, as_json, of_json
+from specdecode_simulator.world.fleet import POLL_SECONDS
 
 
-def file_of(folder: Path, trace: str, hours: float, seed: int) -> Path:
-    return folder / f"{trace}-{hours:g}h-{seed}.jsonl"
+def file_of(folder: Path, trace: str, hours: float, seed: int, poll_seconds: float = POLL_SECONDS) -> Path:
+    """Return the file of one trace and seed; the poll interval is in its name where it is not the default."""
+    poll = "" if poll_seconds == POLL_SECONDS else f"-poll{poll_seconds:g}s"
+    return folder / f"{trace}-{hours:g}h{poll}-{seed}.jsonl"
 
 
 def read_runs(file: Path) -> dict[str, Run]:

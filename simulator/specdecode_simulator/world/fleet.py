@@ -37,7 +37,7 @@ class Pod:
 
 
 class Controller(Protocol):
-    """Whoever decides: a pilot for every new worker, and a look at the fleet every POLL_SECONDS."""
+    """Whoever decides: a pilot for every new worker, and a look at the fleet every poll."""
 
     def pilot(self, fleet: Fleet, index: int) -> Pilot: ...
 
@@ -52,6 +52,8 @@ class Fleet:
     trace: Trace
     library: Library
     seed: int
+    poll_seconds: float = POLL_SECONDS
+    """Time between two polls of the controller."""
     pods: list[Pod] = field(default_factory=list)
     wanted: int = 1
     now: float = 0.0
@@ -110,7 +112,7 @@ class Fleet:
         self.wanted = self.trace.replicas
         self._populate(controller, at_once=True)
         while self.now < self.trace.seconds - 1e-9:
-            end = min(self.now + POLL_SECONDS, self.trace.seconds)
+            end = min(self.now + self.poll_seconds, self.trace.seconds)
             self._dispatch(end)
             for pod in self.pods:
                 if pod.ready_at < end:

@@ -12,6 +12,7 @@ import pytest
 from specdecode_simulator.command import main
 from specdecode_simulator.policies.registry import DEPTH_POLICIES, ORACLES, SCALERS
 from specdecode_simulator.scoring import run
+from specdecode_simulator.scoring.run_store import read_runs
 from specdecode_simulator.scoring.score import Interval, by_policy, dominated, targets
 
 SHORT = ["--trace", "steady-cpu-quiet", "--hours", "0.1", "--seeds", "2", "--policy", "fixed-2"]
@@ -143,7 +144,15 @@ def test_plots_without_matplotlib_say_what_to_install(
 
 
 @pytest.mark.parametrize(
-    "flags", [["--trace", "no-such"], ["--policy", "no-such"], ["--seeds", "0"], ["--first-seed", "-1"]]
+    "flags",
+    [
+        ["--trace", "no-such"],
+        ["--policy", "no-such"],
+        ["--seeds", "0"],
+        ["--first-seed", "-1"],
+        ["--poll-seconds", "0.5"],
+        ["--poll-seconds", "601"],
+    ],
 )
 def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags) == 2
@@ -236,3 +245,17 @@ def test_a_rule_dominates_that_is_no_worse_in_both_and_better_in_one(
 
     found = dominated({"family": "scaling", "policies": {"ours": policy(0.1, 4.0), "dynamo": policy(misses, hours)}})
     assert found == (["dynamo"] if dominates else [])
+
+
+def test_a_longer_poll_interval_is_another_run(recordings: Path, tmp_path: Path) -> None:
+    flags = ["--trace", "acceptance-step", "--policy", "ours", "--seeds", "1", "--hours", "0.1"]
+    flags += ["--keep", str(tmp_path), "--recordings", str(recordings)]
+    assert main(flags) == main([*flags, "--poll-seconds", "60"]) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "acceptance-step-0.1h-0.jsonl",
+        "acceptance-step-0.1h-poll60s-0.jsonl",
+    ]
+    often, seldom = (
+        read_runs(tmp_path / f"acceptance-step-0.1h{poll}-0.jsonl")["ours"].replicas for poll in ("", "-poll60s")
+    )
+    assert (len(often), len(seldom)) == (72, 6), "one entry for each poll"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdecode_simulator.policies import operator_loop as ours_module
+from specdecode_simulator.policies import operator_loop
 from specdecode_simulator.policies.engine_rules import Fixed
 from specdecode_simulator.policies.operator_loop import DEEPEST, Ours
 from specdecode_simulator.policies.registry import InEngine, controller
@@ -114,7 +114,7 @@ def test_a_planner_that_errs_shows_as_regret(library: Library, monkeypatch: pyte
     """Planted: the plan that goes out has every depth mirrored, as an inverted gain would, and no guard stops it."""
     trace = small(seconds=600.0, kinds=(Kind(domain="qa", quality=flat(-0.3), prompt=64, output=96),), rate=flat(0.3))
     right = one("ours", trace, library, 0, {}, None).figures.time_per_token
-    decide = ours_module.decide
+    decide = operator_loop.decide
 
     def inverted(*given: Any, **named_ones: Any) -> Any:
         decision, memory = decide(*given, **named_ones)
@@ -123,7 +123,7 @@ def test_a_planner_that_errs_shows_as_regret(library: Library, monkeypatch: pyte
         )
         return replace(decision, plan=decision.plan.model_copy(update={"rows": rows, "guard": False})), memory
 
-    monkeypatch.setattr(ours_module, "decide", inverted)
+    monkeypatch.setattr(operator_loop, "decide", inverted)
     wrong = one("ours", trace, library, 0, {}, None).figures.time_per_token
     assert wrong > 1.3 * right
 
@@ -135,6 +135,15 @@ def test_every_trace_is_drawn_and_runs(library: Library) -> None:
         fleet = Fleet(trace, library, 0)
         fleet.run(InEngine(lambda table: Fixed(1)))
         assert fleet.now == pytest.approx(trace.seconds)
+
+
+def test_the_operator_knows_the_limits_of_the_modelled_workers() -> None:
+    """The chunks of a prompt, and with them its time to the first token, follow from the batched tokens of a step."""
+    for name in ("steady-cpu-quiet", "steady-gpu"):
+        trace = named(name, 0.02)
+        workers = operator_loop.deployment_for(trace, scaled=False).spec.workers
+        assert workers.max_num_batched_tokens == trace.limits.max_num_batched_tokens
+        assert workers.max_num_seqs == trace.limits.max_num_seqs
 
 
 def test_an_operator_that_is_away_decides_nothing_and_remembers(library: Library) -> None:
@@ -151,9 +160,15 @@ def test_an_operator_that_is_away_decides_nothing_and_remembers(library: Library
 
 def test_a_step_is_answered_and_no_later_where_more_is_allowed(library: Library) -> None:
     kind = Kind(domain="qa", quality=square(1200.0, 0.6, -0.6), prompt=64, output=64)
-    found = one("ours", small(seconds=1200.0, kinds=(kind,), steps_at=(600.0,)), library, 0, {}, None).answers
-    strict, near = found
-    assert (strict["at"], strict["within"], near["within"]) == (600.0, *ANSWERED)
-    assert strict["answered"]
-    assert 0 < near["seconds"] <= strict["seconds"] < 300
-    assert 0 <= near["drafts"] <= strict["drafts"]
+    trace = small(seconds=1200.0, kinds=(kind,), steps_at=(600.0,))
+    taken = []
+    for seed in range(6):
+        strict, near = one("ours", trace, library, seed, {}, None).answers
+        assert (strict["at"], strict["within"], near["within"]) == (600.0, *ANSWERED)
+        assert near["answered"]
+        assert 0 < near["seconds"] <= strict["seconds"]
+        assert near["seconds"] < 120
+        assert 0 <= near["drafts"] <= strict["drafts"]
+        taken += [strict["seconds"]] if strict["answered"] else []
+    assert len(taken) >= 5, "the gain between neighbouring depths is small"
+    assert max(taken) < 300

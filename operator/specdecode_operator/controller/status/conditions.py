@@ -157,6 +157,8 @@ def speculation_effective(deployment: Deployment, decision: Decision) -> Conditi
     if decision.depth == 0:
         message = "plain decoding is faster at the current load, so no draft is used"
         return ConditionState(kind, "False", "PlainIsFaster", message)
+    if decision.measuring and speedup is None:
+        return ConditionState(kind, "Unknown", "Measuring", f"{decision.measuring}; the depth stays until then")
     if speedup is None:
         message = "fewer than 500 tokens in the last minute, or no plain steps to compare with"
         return ConditionState(kind, "Unknown", "NotMeasured", message)

@@ -298,3 +298,14 @@ def test_a_decision_is_shown_with_its_reason() -> None:
     assert status.speculation.history[-1].before == "chain:3"
     assert "loses" in (status.speculation.last_decision or "")
     assert condition(status, "SpeculationEffective").reason == "PlainIsFaster"
+
+
+def test_the_condition_says_what_the_estimates_lack_until_the_first_decision() -> None:
+    effective = condition(statuses(loop_over(), 1)[-1], "SpeculationEffective")
+    assert (effective.status, effective.reason) == ("Unknown", "Measuring")
+    assert effective.message == (
+        "acceptance rests on fewer than 20 independent drafts and fewer than 8 steps were timed;"
+        " the depth stays until then"
+    )
+    advisory = loop_over(speculation={"mode": "Advisory"})
+    assert condition(statuses(advisory, 1)[-1], "SpeculationEffective").reason == "NotMeasured", "nothing waits there"

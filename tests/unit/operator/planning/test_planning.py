@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.planning import buckets, learn
-from specdecode_operator.planning.acceptance_model import chain_rates
+from specdecode_operator.planning.acceptance_model import chain_rates, lacking
 from specdecode_operator.planning.estimates import Estimate, time_changed
 from specdecode_operator.planning.loads import Load, bucket_of, bucket_text
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, _rising, features
@@ -26,6 +26,25 @@ def test_unseen_depths_lean_on_the_one_before_and_say_that_they_are_unsure() -> 
     found = chain_rates(LearnedState(acceptance=chances(0.8, depth=2)), None, 4)
     assert found[3].mean == pytest.approx(0.8, abs=0.02)
     assert found[3].variance > 20 * found[1].variance
+
+
+@pytest.mark.parametrize(
+    ("drafts", "steps", "made_up", "lack"),
+    [
+        (0, 100, 0, "acceptance rests on fewer than 20 independent drafts"),
+        (79, 100, 0, "acceptance rests on fewer than 20 independent drafts"),
+        (80, 100, 0, None),
+        (80, 100, 93, "fewer than 8 steps were timed"),
+        (0, 0, 0, "acceptance rests on fewer than 20 independent drafts and fewer than 8 steps were timed"),
+    ],
+    ids=["none", "few drafts", "enough", "only calibration", "nothing"],
+)
+def test_estimates_are_reliable_once_they_outweigh_their_priors(
+    drafts: float, steps: float, made_up: float, lack: str | None
+) -> None:
+    """Before any request has finished, the tokens of one are taken to resemble each other: four count as one."""
+    timed = cost(1, 3, truth(1, 3), count=steps).model_copy(update={"made_up": made_up})
+    assert lacking(LearnedState(acceptance=chances(0.9, total=drafts), costs=(timed,))) == lack
 
 
 def test_a_task_leans_on_all_tasks_until_it_has_shown_itself() -> None:
@@ -140,7 +159,7 @@ def rising(found: list[Estimate], lines: list[float] | None = None) -> list[Esti
 
 def test_the_model_finds_what_it_was_not_shown() -> None:
     shown = [(1, 0), (1, 1), (1, 3), (1, 5), (4, 0), (4, 3), (8, 1)]
-    times = StepTimeModel.fit([cost(n, d, truth(n, d)) for n, d in shown])
+    times = StepTimeModel.fit(tuple(cost(n, d, truth(n, d)) for n, d in shown))
     assert times is not None
     found = step(5, Load(4, 500), times)
     assert found.weight == 0
@@ -148,7 +167,7 @@ def test_the_model_finds_what_it_was_not_shown() -> None:
 
 
 def test_one_depth_alone_says_little_about_others() -> None:
-    times = StepTimeModel.fit([cost(1, 3, 0.04)])
+    times = StepTimeModel.fit((cost(1, 3, 0.04),))
     assert times is not None
     own, other = step(3, Load(1, 500), times), step(0, Load(1, 500), times)
     assert math.sqrt(own.variance) < 0.05 * own.mean
@@ -158,7 +177,7 @@ def test_one_depth_alone_says_little_about_others() -> None:
 def test_a_visited_cell_overrules_the_line() -> None:
     """Time that jumps at a depth is no line; the cell's own mean says so."""
     costs = [cost(1, d, 0.02 + 0.001 * d + (0.1 if d >= 3 else 0)) for d in range(6)]
-    times = StepTimeModel.fit(costs)
+    times = StepTimeModel.fit(tuple(costs))
     assert times is not None
     assert step(2, Load(1, 500), times).mean == pytest.approx(0.022, rel=0.12)
     assert step(3, Load(1, 500), times).mean == pytest.approx(0.123, rel=0.12)
@@ -166,7 +185,7 @@ def test_a_visited_cell_overrules_the_line() -> None:
 
 def test_steps_with_a_shadow_are_not_mistaken_for_deeper_chains() -> None:
     shadowed = cost(1, 3, 0.03).model_copy(update={"draft_passes": 5})
-    times = StepTimeModel.fit([shadowed])
+    times = StepTimeModel.fit((shadowed,))
     assert times is not None
     assert step(5, Load(1, 500), times).weight == 0
 
@@ -253,7 +272,7 @@ def test_the_first_pass_may_cost_what_further_ones_do_not() -> None:
         return 0.01 + (0.006 + 0.001 * depth if depth else 0) + 0.0002 * sequences * (depth + 1)
 
     timed = [cost(n, depth, seconds(n, depth), count=400) for n in (1, 4, 16) for depth in (0, 3, 5)]
-    times = StepTimeModel.fit(timed)
+    times = StepTimeModel.fit(tuple(timed))
     assert times is not None
     for sequences in (1, 4, 16):
         assert step(1, Load(sequences, 500), times).mean == pytest.approx(seconds(sequences, 1), rel=0.06)
@@ -261,7 +280,7 @@ def test_the_first_pass_may_cost_what_further_ones_do_not() -> None:
 
 def test_many_polls_say_more_than_one() -> None:
     def error(polls: float) -> float:
-        found = StepTimeModel.fit([cost(1, 3, 0.03, count=400).model_copy(update={"polls": polls})], wander=0.01)
+        found = StepTimeModel.fit((cost(1, 3, 0.03, count=400).model_copy(update={"polls": polls}),), wander=0.01)
         assert found is not None
         return step(3, Load(1, 500), found).variance
 
@@ -280,7 +299,7 @@ def test_moments_that_no_steps_can_have_do_not_break_the_model() -> None:
     cell = cost(1, 3, 0.03)
     values = [*cell.values]
     values[4 + 2 * K :] = [-1e9 if value else 0.0 for value in values[4 + 2 * K :]]
-    times = StepTimeModel.fit([cell.model_copy(update={"values": tuple(values)})])
+    times = StepTimeModel.fit((cell.model_copy(update={"values": tuple(values)}),))
     assert times is not None
     assert step(3, Load(1, 500), times).mean > 0
 

@@ -40,6 +40,17 @@ def test_a_machine_that_wanders_makes_nobody_sure() -> None:
     assert depths_of(spec(), quiet.model_copy(update={"wander": 0.1}))[0] == 3
 
 
+def test_the_first_change_waits_for_reliable_estimates() -> None:
+    few = LearnedState(acceptance=chances(0.02, total=79), costs=FULL)
+    assert set(depths_of(spec(), few)) == {3}
+    enough = few.model_copy(update={"acceptance": chances(0.02, total=80)})
+    assert depths_of(spec(), enough)[0] == 0
+    held = choose(spec(), few, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)})
+    assert {row.depth for row in held.rows} == {3}, "nor does it change where the guards decode plainly"
+    changed = RowState(concurrency=0, context=0, task="other", depth=3, since=100)
+    assert depths_of(spec(), few.model_copy(update={"rows": (changed,)}))[0] == 0, "later changes need no such start"
+
+
 def test_low_confidence_stays() -> None:
     few = tuple(cell.model_copy(update={"hits": 1.0, "total": 2.0}) for cell in chances(0.5))
     assert depths_of(spec(depth={"initial": 2}), LearnedState(acceptance=few, costs=(cost(1, 2, 0.03),)))[0] == 2

@@ -108,7 +108,9 @@ def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
     text = "\n".join(explain(resource_of(deepened), remembered(deepened), deepened.now))
     assert "Depth at the current load: 5" in text
     assert "Mode Auto: the depth between 0 and 5 with the least time per token" in text
-    assert "chain:3 -> chain:" in text, "the row of this load, or of a neighbour that followed"
+    assert deepened.deployment.status.speculation is not None
+    last = next(each for each in deepened.deployment.status.speculation.history if each.kind == "Plan")
+    assert f" at {last.load}: {last.before} -> {last.after}. " in " ".join(text.split())
     assert "Workers needed for this demand: 1." in text
     assert "between 1 and 4 workers" in text
     steps = {line.split("  ")[1]: line.split() for line in text.splitlines() if line.startswith(("  plain", "  depth"))}
@@ -117,12 +119,28 @@ def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
     assert steps["plain"][3] == "1", "a token a step"
 
 
-@pytest.mark.parametrize(("drafts", "is_measuring"), [(99.0, True), (100.0, False)])
-def test_explain_says_that_few_drafts_make_rough_estimates(deepened: Loop, drafts: float, is_measuring: bool) -> None:
-    cell = AcceptanceCell(task="other", depth=1, hits=drafts / 2, total=drafts, at=1.0)
-    learned = remembered(deepened).model_copy(update={"acceptance": (cell,)})
-    text = "\n".join(explain(resource_of(deepened), learned, deepened.now))
-    assert (f"Measuring: the estimates rest on {drafts:.0f} drafts." in text) == is_measuring
+def test_a_new_deployment_is_measuring_until_its_first_decision() -> None:
+    """What explain, status and history say never contradicts the depth: the first decision comes after it."""
+    loop = loop_over(Truth(chances=[0.98] * 5, sequences=3), explore=0.1)
+    said = []
+    for _ in range(24):
+        polled(loop, 1)
+        resource, learned = resource_of(loop), remembered(loop)
+        text = "\n".join(explain(resource, learned, loop.now))
+        is_measuring = "Measuring: " in text
+        assert ("no decisions for demo yet, measuring: " in past(resource, loop.now)[0]) == is_measuring
+        said.append(is_measuring)
+        if is_measuring:
+            assert "Last change" not in text
+            assert loop.depths[-1] == 3
+            seen = next((cell.total for cell in learned.acceptance if cell.depth == 1), 0)
+            assert f"The estimates rest on {seen:.0f} drafts so far" in text
+        else:
+            assert "drafts so far" not in text
+    assert said[0]
+    assert said == sorted(said, reverse=True), "once reliable, estimates stay so"
+    assert not said[-1]
+    assert loop.depths[-1] == 5
 
 
 def test_the_steps_of_explain_compare_with_plain_steps_at_the_same_load(deepened: Loop) -> None:
