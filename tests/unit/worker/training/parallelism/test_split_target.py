@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import small_model
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdecode_worker.__main__ import main
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.errors import ConfigMismatch
@@ -87,27 +85,6 @@ def test_number_of_devices_that_does_not_divide_the_heads_is_refused(folder: Pat
     placement = TargetPlacement(folder=folder, dtype="float32", device=CPU, size=3)
     with pytest.raises(ConfigMismatch, match="cannot be split"), placed_target(placement):
         pass
-
-
-def test_train_with_two_ranks_learns_what_one_learns(tmp_path: Path) -> None:
-    model, prompts = tmp_path / "model", tmp_path / "prompts.jsonl"
-    model.mkdir()
-    small_model.write_target(model)
-    weights = load_file(model / "model.safetensors")
-    weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would predict itself
-    save_file(weights, model / "model.safetensors")
-    prompts.write_text("\n".join(json.dumps({"prompt": f"text {i}", "domain": "a"}) for i in range(12)))
-    words = ["train", "--model", f"file://{model}", "--prompts", str(prompts), "--tokens", "200", "--max-tokens", "24"]
-    words += ["--rows", "4", "--draft-vocab", "64", "--depth", "2", "--steps", "3", "--validate-steps", "3"]
-    words += ["--dtype", "float32", "--threads", "1", "--device", "cpu"]
-    heads = {}
-    for size in ("1", "2"):
-        out = tmp_path / f"out-{size}"
-        assert main([*words, "--out", str(out), "--tensor-parallel-size", size]) == 0
-        heads[size] = load_file(out / "head" / "model.safetensors")
-    assert heads["1"].keys() == heads["2"].keys()
-    for name, tensor in heads["1"].items():
-        torch.testing.assert_close(heads["2"][name].float(), tensor.float(), rtol=1e-2, atol=1e-3)
 
 
 def test_lost_rank_ends_the_process(folder: Path) -> None:
