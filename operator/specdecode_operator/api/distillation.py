@@ -15,6 +15,7 @@ CaptureShare = Annotated[float, Field(ge=0, le=1)]
 
 TRIGGER_MESSAGE = "distillation.trigger.mode Drift and Schedule need distillation.capture.enabled"
 SCHEDULE_MESSAGE = "distillation.trigger.schedule is needed with mode Schedule, and only there"
+BASELINE_MESSAGE = "distillation.trigger.baseline is at least 5m"
 STORAGE_MESSAGE = "distillation needs distillation.storage.claim: workers read the new draft from there"
 METHOD_MESSAGE = "distillation.capture.enabled needs speculation.method eagle3"
 METHOD_RULE = (
@@ -61,7 +62,8 @@ class DistillationTriggerSpec(Api):
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            rule("has(self.schedule) == (has(self.mode) && self.mode == 'Schedule')", SCHEDULE_MESSAGE)
+            rule("has(self.schedule) == (has(self.mode) && self.mode == 'Schedule')", SCHEDULE_MESSAGE),
+            rule("!has(self.baseline) || duration(self.baseline) >= duration('5m')", BASELINE_MESSAGE),
         )
     )
 
@@ -96,7 +98,7 @@ class DistillationTriggerSpec(Api):
     @classmethod
     def _is_long_enough(cls, baseline: str) -> str:
         if seconds_of(baseline) < LEAST_BASELINE_SECONDS:
-            raise ValueError(f"{baseline} is shorter than 5m")
+            raise ValueError(BASELINE_MESSAGE)
         return baseline
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ def capture_rules(deployment: Deployment, record: DraftRecord) -> CaptureRules |
     if not capture.enabled:
         return None
     if _bytes(capture) > MAX_BYTES:
-        raise SpecError(f"spec.distillation.capture.maxBytes is {capture.max_bytes}; at most 14Gi fit")
+        raise SpecError(f"distillation.capture.maxBytes is {capture.max_bytes}; at most 14Gi fit")
     try:
         return CaptureRules(
             share=capture.share,
@@ -47,8 +47,8 @@ def capture_rules(deployment: Deployment, record: DraftRecord) -> CaptureRules |
     except ValidationError as error:
         first = error.errors()[0]
         name = _FIELDS.get(str(first["loc"][0]), str(first["loc"][0]))
-        raise SpecError(f"spec.distillation.capture.{name}: {first['msg']} (it is {first['input']})") from error
+        raise SpecError(f"distillation.capture.{name}: {first['msg']} (it is {first['input']})") from error
 
 
 def _bytes(capture: DistillationCaptureSpec) -> int:
-    return byte_count(str(capture.max_bytes), "spec.distillation.capture.maxBytes")
+    return byte_count(str(capture.max_bytes), "distillation.capture.maxBytes")

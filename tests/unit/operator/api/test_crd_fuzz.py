@@ -130,7 +130,9 @@ def fuzz(api: KindCopy, schema: Schema, cases: int, *, derandomize: bool, shrink
                 outcomes["refused at admission"] += 1
                 return
             outcome = run_operator(Spec.model_validate(stored))
-            assert outcome == "served" or outcome.startswith("workers."), f"a refusal names the field: {outcome}"
+            assert outcome == "served" or outcome.startswith(("workers.", "distillation.")), (
+                f"a refusal names the field: {outcome}"
+            )
             outcomes[outcome if outcome == "served" else "refused by the operator"] += 1
 
         judge()

@@ -46,7 +46,7 @@ def test_rules_are_those_of_the_spec_and_delete_what_the_record_says() -> None:
     ids=str,
 )
 def test_a_value_out_of_range_is_refused_by_its_name(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(SpecError, match=f"spec.distillation.{field}"):
+    with pytest.raises(SpecError, match=f"distillation.{field}"):
         capture_rules(deployment_with(**capture(**fields)), UNUSED)
 
 

@@ -61,7 +61,7 @@ def test_the_pace_of_a_shape_is_told_by_real_answers_alone() -> None:
     (cell,) = (cell for cell in loop.memory.learned.costs if cell.draft_passes == 3)
     assert 0 < cell.made_up < MOST_STEPS
     tokens = 1 + 0.6 + 0.6**2 + 0.6**3
-    pace = _per_token([cell], TreeShape.chain(3), 0, 1)
+    pace = _per_token([cell], TreeShape.chain(3), "eagle3", 0, 1)
     assert pace == pytest.approx(linear_time(1, 3, truth.context) / tokens, rel=0.1)
 
 
