@@ -1,6 +1,6 @@
-"""`hack/gpu`: the gpu tests, then every stage within its budget; one JSON and one page, written anew after each.
+"""Program of `hack/gpu`: run the GPU tests and then each stage within its time. Write a JSON and a page after each.
 
-Cut off at any moment, what is there by then is a valid document that says which stages it lacks.
+A run that is ended early leaves a valid document, which names the stages that are missing.
 """
 
 from __future__ import annotations

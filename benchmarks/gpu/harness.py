@@ -75,7 +75,7 @@ class Bench:
         self.engine.set_plan(Plan(draft=name, version=self.plans, initial=shape, explore=0, guard=False, tasks=tasks))
 
     def launch_ahead(self, on: bool) -> None:
-        """Whether a step is queued before the one before it is read. A GPU's engine does so from the start."""
+        """Switch the launch of a step before the previous one is read. A GPU's engine does so from the start."""
         self.engine._ahead = 1 if on else 0
 
     def take_eager_steps(self) -> dict[str, int]:

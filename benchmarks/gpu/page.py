@@ -1,4 +1,4 @@
-"""The page of a run, in Markdown: the machine, every figure beside its goal and anchor, steps and kernels."""
+"""Markdown page of a GPU run: the machine, figures with goals and published values, steps and kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _stages(stages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What did not get done, and what the GPU tests said."""
+    """Yield the stages that were not done, and the result of the GPU tests."""
     for stage in stages:
         if stage["name"] == "tests" and "passed" in stage:
             failed = stage["failed"] + stage["error"]

@@ -70,7 +70,7 @@ def _of_kind(kind: str, case: Callable[[Row], str], figure: str) -> Callable[[Se
 
 
 def _steps(rows: Sequence[Row], kind: str = "step", stage: str = "engine-8b") -> list[Row]:
-    """Of Llama-3.1-8B, as it is served: with graphs, the draft in bf16."""
+    """Return the rows of Llama-3.1-8B as it is served: with graphs, and the draft in bf16."""
     mine = [row for row in rows if row["kind"] == kind and row["stage"] == stage]
     return sorted(mine, key=lambda row: (row["batch"], row["shape"]))
 

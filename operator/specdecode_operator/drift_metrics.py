@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdecode_operator.gauges import TaskGauge
-from specdecode_operator.state.drift_state import ALL_TASKS, DriftState
+from specdecode_operator.state.drift_state import DriftState
 from specdecode_operator.types import Key
 
 DRIFT_EVIDENCE = TaskGauge(
@@ -17,6 +17,5 @@ DRIFT_LOSS = TaskGauge(
 
 def record_drift(key: Key, drift: DriftState) -> None:
     """Set the series of tasks with a baseline, and remove those of tasks without one."""
-    known = [task for task in drift.tasks if not task.is_learning and task.task != ALL_TASKS]
-    DRIFT_EVIDENCE.replace(key, {task.task: task.evidence for task in known})
-    DRIFT_LOSS.replace(key, {task.task: task.loss for task in known})
+    DRIFT_EVIDENCE.replace(key, {task.task: task.evidence for task in drift.watched})
+    DRIFT_LOSS.replace(key, {task.task: task.loss for task in drift.watched})

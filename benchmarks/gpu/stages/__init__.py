@@ -1,7 +1,7 @@
-"""What `make gpu` measures, in the order of worth. A stage is a function that yields rows; every row is kept at once.
+"""Stages of `make gpu`, in the order of worth. A stage is a function that yields rows; every row is stored at once.
 
-Each runs in a process of its own (stage.py): what one breaks, the next does not see. Here are only names and times, so
-that the process that starts the stages imports none of them.
+Each stage runs in a process of its own (stage.py), so that a failure ends that stage alone. This module has names and
+times only, so that the process that starts the stages imports none of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a choice of shape, sampler or number of drafts costs, in time, memory and texts."""
+"""Comparisons of shapes, samplers and numbers of drafts, in time, memory and texts."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def rows(run: Run, shapes: Shapes, wanted: Wanted) -> Iterator[Row]:
 
 
 def asked_of(run: Run, shapes: Shapes, wanted: Wanted, **more: Any) -> Asked:
-    """What to build for these rows; tiny in a dry run."""
+    """Return the engine to build for these rows; a tiny one in a dry run."""
     shapes = TINY if run.dry else shapes
     dtype = torch.float32 if run.dry else torch.bfloat16
     context = min(wanted.context, 64) if run.dry else wanted.context
@@ -161,7 +161,9 @@ def _batches(wanted: Wanted, most: int) -> tuple[int, ...]:
 
 
 def _most(shapes: Shapes, dtype: torch.dtype, device: torch.device, context: int) -> int:
-    """Texts whose keys and values fit beside the weights: 64 on an H200, 48 on an H100."""
+    """Return the largest batch whose keys and values fit in the memory left by the weights: 64 on an H200, 48 on an
+    H100.
+    """
     target, head = shapes.target, shapes.head
     free = torch.cuda.mem_get_info(device)[0] - _SPARE_BYTES - dtype.itemsize * (_numbers(target) + _numbers(head))
     states = 3 * target["hidden_size"] * dtype.itemsize / 16
@@ -170,7 +172,7 @@ def _most(shapes: Shapes, dtype: torch.dtype, device: torch.device, context: int
 
 
 def _numbers(config: dict[str, Any]) -> int:
-    """Of a network's matrices, about."""
+    """Return the approximate number of weights in a network's matrices."""
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     block = 3 * hidden * inner + 2 * hidden * size * (heads + kv)

@@ -8,10 +8,10 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_operator.controller.events import EventNotice
-from specdecode_operator.controller.status import iso
 from specdecode_operator.errors import ClusterError
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import EVENTS
+from specdecode_operator.times import iso
 from specdecode_operator.types import Key
 
 MAX_MESSAGE = 1024

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
 from specdecode_operator import manifests
 from specdecode_operator.kube.termination_message import last_words, revisions_of, verdict_of
+from specdecode_operator.times import seconds_of_timestamp
 from specdecode_operator.types import Worker, Workload
 
 _NO_REVISIONS: Mapping[str, str] = {}
@@ -79,7 +79,7 @@ def _startup_seconds(pod: Mapping[str, Any]) -> float | None:
 
 def _seconds(timestamp: object) -> float | None:
     """Convert a Kubernetes timestamp to seconds since the epoch."""
-    return datetime.fromisoformat(str(timestamp).replace("Z", "+00:00")).timestamp() if timestamp else None
+    return seconds_of_timestamp(str(timestamp)) if timestamp else None
 
 
 def _trouble(status: Mapping[str, Any]) -> str | None:

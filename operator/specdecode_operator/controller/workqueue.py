@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from specdecode_operator.periods import offset_of
+from specdecode_operator.times import back_off
 from specdecode_operator.types import Key
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class QueueTimes:
 
     def retry(self, failures: int) -> float:
         """Return the back-off after this number of failures in a row."""
-        return min(self.last_retry, self.first_retry * 2.0 ** min(failures - 1, 30))
+        return back_off(failures, first=self.first_retry, most=self.last_retry)
 
 
 @dataclass(slots=True)

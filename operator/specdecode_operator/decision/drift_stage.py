@@ -12,15 +12,16 @@ from specdecode_operator.api.v1alpha1 import Cause as RecordedCause
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import SpeculationSpec, seconds_of
 from specdecode_operator.decision.drift_batches import Judging, chain_counts, collected, is_full, judged
-from specdecode_operator.decision.history import when
 from specdecode_operator.drafts.baseline import DAY_SECONDS
 from specdecode_operator.drafts.chain_cost import ChainCounts
 from specdecode_operator.drafts.drift import BATCH_REQUESTS, Cause, cause_of_loss
 from specdecode_operator.drafts.lifecycle_table import Phase
+from specdecode_operator.rollout.run_events import RUN_PHASES
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.drift_state import ALL_TASKS, DriftState, TaskDrift
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment
 from specdecode_worker.contract import OTHER_TASK
 
@@ -83,7 +84,7 @@ def _with_settings(state: DriftState, deployment: Deployment, record: DraftRecor
     schedule, since = deployment.spec.distillation.trigger.schedule or "", state.scheduled_from
     if schedule != state.schedule:
         since = now if schedule else 0.0
-    if schedule and record.phase in (Phase.COLLECTING, Phase.DISTILLING):
+    if schedule and record.phase in RUN_PHASES:
         # Times before the present phase of a run are served by it.
         since = max(since, record.since)
     update = {
@@ -220,4 +221,4 @@ def _ended(task: TaskDrift, reason: str, now: float) -> DecisionRecord:
 
 def _record(task: TaskDrift, now: float, **fields: str) -> DecisionRecord:
     load = "all tasks" if task.task == ALL_TASKS else f"task {task.task}"
-    return DecisionRecord.model_validate({"time": when(now), "kind": "Drift", "load": load, **fields})
+    return DecisionRecord.model_validate({"time": iso(now), "kind": "Drift", "load": load, **fields})

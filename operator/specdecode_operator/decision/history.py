@@ -8,7 +8,6 @@ Steps of batches with several shapes are left out, so a change of one task in a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
 
 from specdecode_operator.api.v1alpha1 import Cause, Decision
 from specdecode_operator.planning.figures import Point, interpolated
@@ -16,6 +15,7 @@ from specdecode_operator.planning.loads import bucket_of, present_row
 from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Moments
 from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.times import iso
 from specdecode_worker.contract import FEATURES, Buckets, Method, Plan, TreeShape, draft_passes
 
 HISTORY = 10
@@ -29,11 +29,6 @@ SAME_SHAPE = 0.15
 
 _SEQUENCES = FEATURES.index("sequences")
 _VERIFY_TOKENS = FEATURES.index("verify_tokens")
-
-
-def when(now: float) -> str:
-    """Return ``now`` as a timestamp of the Kubernetes API."""
-    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def steered(before: str, after: str, cause: Cause, reason: str, now: float) -> Decision | None:
@@ -52,7 +47,7 @@ def steered(before: str, after: str, cause: Cause, reason: str, now: float) -> D
     if not before or before == after:
         return None
     return Decision(
-        time=when(now), kind="Steering", load="every load", before=before, after=after, cause=cause, reason=reason
+        time=iso(now), kind="Steering", load="every load", before=before, after=after, cause=cause, reason=reason
     )
 
 
@@ -72,7 +67,7 @@ def scaled(before: int | None, after: int | None, measured: str, reason: str, no
     if before is None or after is None or before == after:
         return None
     return Decision(
-        time=when(now),
+        time=iso(now),
         kind="Replicas",
         load="replicas",
         cause="up" if after > before else "down",

@@ -18,6 +18,7 @@ from specdecode_operator.planning.loads import bucket_text
 from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.state.session import Standing
+from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, Observation
 from specdecode_worker.contract import Buckets, Plan, TreeShape
 
@@ -135,7 +136,7 @@ def _records(
         load = f"{bucket_text(buckets, first.row.concurrency, first.row.context)}, task {task}"
         records.append(
             DecisionRecord(
-                time=history.when(now),
+                time=iso(now),
                 measured=history.measured(learned, task),
                 load=load if len(group) == 1 else f"{load} and {len(group) - 1} other loads",
                 before=str(before),

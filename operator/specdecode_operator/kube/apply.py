@@ -14,6 +14,7 @@ from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.digests import ours_digest, text_digest
 from specdecode_operator.kube.kinds import APPLIED, Child
 from specdecode_operator.kube.ownership import is_orphan, obstacle
+from specdecode_operator.times import back_off
 from specdecode_operator.types import ChildProblem, Key, Manifest
 
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
@@ -251,7 +252,13 @@ class ChildApplier:
     def _note_failure(self, child: Child, text: str, state: tuple[object, ...], problem: ChildProblem) -> None:
         last = self._failure(child)
         attempts = last.attempts + 1 if last and (last.text, last.state) == (text, state) else 1
-        failed = FailedApply(text, state, attempts, self._clock() + _pause(attempts), problem)
+        failed = FailedApply(
+            text,
+            state,
+            attempts,
+            self._clock() + _pause(attempts),
+            problem,
+        )
         self._failed.setdefault(child[1:], {})[child[0]] = failed
 
 
@@ -267,4 +274,4 @@ def child_of(manifest: Manifest) -> Child:
 
 def _pause(attempts: int) -> float:
     """Return the seconds before the next attempt after this many of them."""
-    return min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(attempts - 1, 16))
+    return back_off(attempts, first=FIRST_RETRY_SECONDS, most=MAX_RETRY_SECONDS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+
+from specdecode_operator.times import seconds_of_timestamp
 
 ABSENT = "-"
 
@@ -36,7 +37,7 @@ def age(time: str | None, now: float) -> str:
     if not time:
         return ABSENT
     try:
-        seconds = max(0.0, now - datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp())
+        seconds = max(0.0, now - seconds_of_timestamp(time))
     except ValueError:
         return ABSENT
     for unit, size, most in (("s", 1, 120), ("m", 60, 120 * 60), ("h", 3600, 48 * 3600)):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from specdecode_operator.api.v1alpha1 import Cause, Spec, seconds_of
 from specdecode_operator.drafts.lifecycle import Event
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
@@ -13,6 +11,7 @@ from specdecode_operator.rollout.drift_worth import lost_share, worth_of_drift
 from specdecode_operator.rollout.observed_events import Detection, Facts
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.drift_state import DriftState
+from specdecode_operator.times import in_words
 
 
 def find_drift_run(facts: Facts, record: DraftRecord) -> Detection | None:
@@ -45,8 +44,7 @@ def _reason(spec: Spec, drift: DriftState, planned: float | None, now: float) ->
             tasks = ", ".join(f"task {task.task} lost {100 * task.loss:.0f} %" for task in drift.stale)
             return "drift", f"{tasks}: {worth.sentence()}"
     if planned is not None and planned <= now:
-        time = datetime.fromtimestamp(planned, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        return "schedule", f"the schedule {drift.schedule!r} has the time {time}"
+        return "schedule", f"the schedule {drift.schedule!r} has the time {in_words(planned)}"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from specdecode_operator.api.v1alpha1 import Spec, seconds_of
 from specdecode_operator.drafts.baseline import DAY_SECONDS
 from specdecode_operator.drafts.worth import FIRST_RECOVERY, TaskLoss, Worth, worth_of_run
-from specdecode_operator.state.drift_state import ALL_TASKS, DriftState
+from specdecode_operator.state.drift_state import DriftState
 
 LEAST_DAYS = 0.25
 """Days of measurements below which the decode time a day is that of this time, so that a busy minute is no busy day."""
@@ -35,10 +35,9 @@ def decode_seconds_per_day(spec: Spec, drift: DriftState) -> float:
 def first_run_seconds(spec: Spec) -> float:
     """Return the device seconds that a run may take at most: the estimate before the first one."""
     job = spec.distillation.job
-    devices = 1 if job.accelerator is None or job.accelerator.count is None else job.accelerator.count
-    return seconds_of(job.time_limit) * max(1, devices)
+    return seconds_of(job.time_limit) * max(1, job.devices)
 
 
 def _losses(drift: DriftState) -> list[TaskLoss]:
-    steps = sum(task.steps for task in drift.tasks if task.task != ALL_TASKS)
+    steps = sum(task.steps for task in drift.own_tasks)
     return [TaskLoss(task.task, task.steps / steps if steps else 0.0, max(0.0, task.loss)) for task in drift.stale]

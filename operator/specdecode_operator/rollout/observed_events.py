@@ -203,12 +203,8 @@ def find_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
     noted = record.model_copy(
         update={
             "offered": offer,
-            "command": facts.deployment.draft_command,
-            "spec_draft": spec.speculation.draft.uri if spec.speculation.draft else "",
-            "method": spec.speculation.method,
+            **begun_from(facts),
             "spec_hash": record.spec_hash if record.current else incumbent,
-            "target": spec.model.uri,
-            "image": image_of(facts.observed),
             "uris": {**record.uris, candidate.hash: candidate.uri},
             "problem": "",
             "refusal": "",
@@ -220,6 +216,18 @@ def find_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
     event = Event(kind=EventKind.USER_CANDIDATE, draft=candidate.hash)
     reason = f"the spec offers {candidate.uri}; it is compared with {incumbent[:12]}"
     return Detection(record=noted, event=event, reason=reason, cause="user")
+
+
+def begun_from(facts: Facts) -> dict[str, object]:
+    """Return the fields of a record that say what a rollout or a training run begins from: spec, image and command."""
+    spec = facts.deployment.spec
+    return {
+        "command": facts.deployment.draft_command,
+        "spec_draft": spec.speculation.draft.uri if spec.speculation.draft else "",
+        "method": spec.speculation.method,
+        "target": spec.model.uri,
+        "image": image_of(facts.observed),
+    }
 
 
 OFFERS: tuple[Detector, ...] = (find_withdrawn_candidate, find_candidate)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 
 from specdecode_operator.api.draft_status import Outcome
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
@@ -22,6 +21,7 @@ from specdecode_operator.rollout.run_end import with_run_end
 from specdecode_operator.rollout.run_events import RUN_DETECTORS, with_run
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
 from specdecode_operator.state.draft_record import LINEAGE, DraftRecord, TrialRecord
+from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, Observation
 
 _OUTCOMES: dict[EventKind, Outcome] = {
@@ -117,7 +117,7 @@ def _concluded(detection: Detection, event: Event, after: DraftRecord, now: floa
     entry = DraftLineageStatus(
         hash=ended,
         uri=before.uris.get(ended),
-        time=_iso(now),
+        time=iso(now),
         outcome=outcome,
         pairs=len(before.trial.pairs) if before.trial else 0,
         gain_percent=round(100 * gain.mean, 1) if gain else None,
@@ -138,7 +138,7 @@ def _change(detection: Detection, after: DraftRecord, now: float, reason: str) -
     is_promoted = after.current != before.current and after.current == before.candidate
     verdict = detection.verdict.gain if detection.verdict else None
     return DecisionRecord(
-        time=_iso(now),
+        time=iso(now),
         kind="Draft",
         load="drafts",
         before=_state_text(before),
@@ -198,7 +198,3 @@ def _run_canary(record: DraftRecord, facts: Facts) -> DraftRecord:
 
 UPKEEP: Mapping[Action, Callable[[DraftRecord, Facts], DraftRecord]] = {Action.RUN_CANARY: _run_canary}
 """Changes of the record that the actions of a phase need. Assignment and estimates follow from the record itself."""
-
-
-def _iso(now: float) -> str:
-    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

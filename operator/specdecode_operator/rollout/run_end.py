@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from specdecode_operator.api.draft_status import RunOutcome
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus, DraftRunEndStatus, Spec
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
 from specdecode_operator.rollout.observed_events import Detection
 from specdecode_operator.rollout.run_events import RUN_PHASES
 from specdecode_operator.state.draft_record import LINEAGE, DraftRecord
+from specdecode_operator.times import iso
 from specdecode_worker.contract.distillation import DistillationVerdict
 
 _OUTCOMES: dict[EventKind, RunOutcome] = {
@@ -56,7 +55,7 @@ def with_run_end(detection: Detection, after: DraftRecord, spec: Spec, now: floa
         entry = DraftLineageStatus(
             hash=after.current,
             uri=after.uris.get(after.current),
-            time=_iso(now),
+            time=iso(now),
             outcome="Promoted",
             gain_percent=ended.gain_percent,
             reason=f"mode Direct: {detection.reason}"[:1000],
@@ -79,7 +78,7 @@ def recovery_of(verdict: DistillationVerdict, loss: float) -> float | None:
 def _ended(before: DraftRecord, outcome: RunOutcome, detection: Detection, spec: Spec, now: float) -> DraftRunEndStatus:
     verdict = detection.verdict
     ended = DraftRunEndStatus(
-        id=before.run.id if before.run else "-", time=_iso(now), outcome=outcome, reason=detection.reason[:1000]
+        id=before.run.id if before.run else "-", time=iso(now), outcome=outcome, reason=detection.reason[:1000]
     )
     if verdict is None:
         return ended
@@ -98,7 +97,3 @@ def _ended(before: DraftRecord, outcome: RunOutcome, detection: Detection, spec:
 
 def _percent(share: float) -> float:
     return round(100 * share, 1)
-
-
-def _iso(now: float) -> str:
-    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

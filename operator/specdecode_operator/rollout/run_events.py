@@ -7,11 +7,13 @@ that was killed at any write creates no second Job.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specdecode_operator.api.v1alpha1 import seconds_of
 from specdecode_operator.drafts.lifecycle import Event
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
 from specdecode_operator.drafts.run_places import problem_of_draft, published_prefix
-from specdecode_operator.rollout.observed_events import TRAIN, Detection, Detector, Facts, image_of, spec_hash_of
+from specdecode_operator.rollout.observed_events import TRAIN, Detection, Detector, Facts, begun_from, spec_hash_of
 from specdecode_operator.state.draft_record import DraftRecord, RunRecord
 from specdecode_operator.types import Deployment, Observation, TrainingJob
 from specdecode_worker.contract.distillation import DistillationVerdict
@@ -73,19 +75,10 @@ def with_run(detection: Detection, facts: Facts) -> Detection:
     )
     update: dict[str, object] = {"run": run, "run_refusal": ""}
     if not record.is_used:
-        update |= {
-            "command": facts.deployment.draft_command,
-            "spec_draft": uri,
-            "method": spec.speculation.method,
-            "spec_hash": spec_hash_of(facts),
-            "target": spec.model.uri,
-            "image": image_of(facts.observed),
-        }
+        update |= {**begun_from(facts), "spec_hash": spec_hash_of(facts)}
     elif not record.spec_hash and not record.current:
         update["spec_hash"] = spec_hash_of(facts)
-    return Detection(
-        record=record.model_copy(update=update), event=event, reason=detection.reason, cause=detection.cause
-    )
+    return replace(detection, record=record.model_copy(update=update))
 
 
 def find_run_event(facts: Facts, record: DraftRecord) -> Detection | None:

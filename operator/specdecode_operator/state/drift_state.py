@@ -178,9 +178,19 @@ class DriftState(Stored):
         return next((task for task in self.tasks if task.task == name), TaskDrift(task=name))
 
     @property
+    def own_tasks(self) -> tuple[TaskDrift, ...]:
+        """Records of single tasks."""
+        return tuple(task for task in self.tasks if task.task != ALL_TASKS)
+
+    @property
+    def watched(self) -> tuple[TaskDrift, ...]:
+        """Tasks with a baseline."""
+        return tuple(task for task in self.own_tasks if not task.is_learning)
+
+    @property
     def stale(self) -> tuple[TaskDrift, ...]:
         """Tasks that became slower."""
-        return tuple(task for task in self.tasks if task.since and task.task != ALL_TASKS)
+        return tuple(task for task in self.own_tasks if task.since)
 
     @property
     def mix(self) -> TaskDrift | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from specdecode_operator.drafts.job_status import JobState, job_status
 from specdecode_operator.kube.children import controller_of
 from specdecode_operator.manifests import RUN_LABEL
+from specdecode_operator.times import seconds_of_timestamp
 from specdecode_operator.types import TrainingJob
 
 
@@ -32,6 +32,7 @@ def job_of(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> Trainin
     status = job_status(job, mine)
     is_silent = status.state is JobState.PENDING and not status.reason
     waiting = next((pod for pod in mine if is_silent and _is_on_a_node(pod)), None)
+    created = waiting["metadata"].get("creationTimestamp") if waiting else None
     return TrainingJob(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -40,7 +41,7 @@ def job_of(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> Trainin
         deleting="deletionTimestamp" in metadata,
         status=status,
         waiting_pod=waiting["metadata"]["uid"] if waiting else "",
-        waiting_since=_seconds(waiting["metadata"].get("creationTimestamp")) if waiting else 0.0,
+        waiting_since=seconds_of_timestamp(created) if created else 0.0,
     )
 
 
@@ -48,8 +49,3 @@ def _is_on_a_node(pod: Mapping[str, Any]) -> bool:
     status = pod["status"]
     conditions = {one["type"]: one["status"] for one in status.get("conditions") or []}
     return status.get("phase") == "Pending" and conditions.get("PodScheduled") == "True"
-
-
-def _seconds(timestamp: object) -> float:
-    """Convert a Kubernetes timestamp to seconds since the epoch."""
-    return datetime.fromisoformat(str(timestamp).replace("Z", "+00:00")).timestamp() if timestamp else 0.0

@@ -11,6 +11,7 @@ from specdecode_operator.errors import ClusterError, Conflict
 from specdecode_operator.kube.children import controller_of
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import JOBS
+from specdecode_operator.times import back_off
 from specdecode_operator.types import Key, Manifest, TrainingJob
 
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 120.0
@@ -70,7 +71,7 @@ class JobWriter:
             self._refused.pop(place, None)
             return ""
         attempts = refused.attempts + 1 if refused else 1
-        pause = min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(attempts - 1, 16))
+        pause = back_off(attempts, first=FIRST_RETRY_SECONDS, most=MAX_RETRY_SECONDS)
         self._refused[place] = Refusal(problem, attempts, self._clock() + pause)
         return problem
 

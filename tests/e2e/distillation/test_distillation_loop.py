@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import httpx
 import pytest
+from harness.client_threads import ClientThreads
 from harness.draft_files import bind_claim, delete_claim, write_noised_head
 from harness.endpoint import EQUAL_STEPS, MODEL, Endpoint
 from harness.kube import Namespace
@@ -61,30 +59,17 @@ def claim(cluster: Cluster, watched: Namespace, tmp_path: Path) -> Iterator[Path
     delete_claim(cluster, watched, CLAIM, volume)
 
 
-class Askers:
+class Askers(ClientThreads):
     """Clients that ask different questions and permit the capture of them, while a block runs.
 
     They repeat the questions, with other answers, when all were asked.
     """
 
     def __init__(self, url: str, clients: int) -> None:
+        super().__init__(clients, join_seconds=120)
         self.asked = 0
         self.problems: list[str] = []
         self._url, self._questions = url, different_questions()
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(clients)]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
 
     def _run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:

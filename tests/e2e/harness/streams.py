@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import httpx
 import openai
+from harness.client_threads import ClientThreads
 from harness.traffic import PROMPTS
 
 MAX_TOKENS = 48
@@ -73,32 +71,18 @@ def unbroken_answers(url: str, model: str, api_key: str = "none") -> dict[str, s
     return {answer.prompt: answer.text for answer in answers}
 
 
-class StreamTraffic:
+class StreamTraffic(ClientThreads):
     """Clients that ask for streamed answers, one after the other, while a block runs.
 
     A change of ``api_key`` holds for the next requests.
     """
 
     def __init__(self, url: str, model: str, clients: int, api_key: str = "none") -> None:
+        super().__init__(clients, join_seconds=180)
         self.api_key = api_key
         self.answers: list[StreamedAnswer] = []
         self._url, self._model = url, model
         self._prompts = itertools.cycle(PROMPTS)
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(clients)]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(180)
 
     def count(self) -> int:
         """Return the number of requests that have ended."""

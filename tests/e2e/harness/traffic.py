@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 import httpx
+from harness.client_threads import ClientThreads
 
 PROMPTS = (
     "Write a Python function that returns the factorial of n.",
@@ -28,7 +26,7 @@ def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
     return {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
 
 
-class Traffic:
+class Traffic(ClientThreads):
     """Background chat requests, used as ``with Traffic(url, model, concurrency=2) as traffic: ...``.
 
     Failures are collected and raise nothing.
@@ -43,27 +41,13 @@ class Traffic:
         max_tokens: int = 64,
         prompts: Sequence[str] = PROMPTS,
     ) -> None:
+        super().__init__(concurrency, join_seconds=60)
         self.failures: list[str] = []
         self.finished = 0
         self._bodies = itertools.cycle([chat_body(model, prompt, max_tokens) for prompt in prompts])
         self._url = f"{url}/v1/chat/completions"
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(concurrency)]
 
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def _ask(self) -> None:
+    def _run(self) -> None:
         """Send requests over a new connection each, as many users would.
 
         The Service therefore chooses a pod for every request.

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import pytest
 from bounds import healthy
 from worker_process import StartWorker, WorkerProcess
 
@@ -20,22 +17,6 @@ CHOICES = 4
 """Records of one request."""
 COMPLETION = {"model": "small", "prompt": "hello " * 30, "max_tokens": 2, "temperature": 0, "n": CHOICES}
 PAGE_BYTES = 4096
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield the folder of a file system of 256 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_capture_on_a_full_disk_counts_only_what_can_be_read(small_disk: Path, start_small: StartWorker) -> None:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import time
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import httpx
-import pytest
 from bounds import healthy
 from worker_process import StartWorker, WorkerProcess
 
@@ -52,21 +49,6 @@ def captured(worker: WorkerProcess) -> CaptureReport:
     report = Report.model_validate(worker.call_admin(Route.report).json()).capture
     assert report is not None
     return report
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield the folder of a file system of 256 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    mounted = subprocess.run(words, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_full_disk_stops_capture_and_the_next_rules_are_tried(small_disk: Path, start_fake: StartWorker) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from datetime import datetime
 
 from specdecode_operator.api.v1alpha1 import Condition, ConditionType, Status
 from specdecode_operator.controller.status import sections
@@ -12,7 +11,7 @@ from specdecode_operator.controller.status.condition_state import ConditionState
 from specdecode_operator.controller.status.conditions import available, conditions, not_ready, stalled
 from specdecode_operator.controller.status.draft_rollout import draft_section
 from specdecode_operator.controller.status.progress import Finding, Past, troubles
-from specdecode_operator.controller.status.text import iso
+from specdecode_operator.times import iso, seconds_of_timestamp
 from specdecode_operator.types import Decision, Deployment, Observation, Outcome
 
 WITH_MEASUREMENTS = (ConditionType.scaling_limited, ConditionType.workers_healthy, ConditionType.draft_fresh)
@@ -129,7 +128,7 @@ def _past(before: Status, now: float) -> Past:
     crashed = blocked is not None and blocked.reason == "WorkerFailing"
     if ready is None or ready.status == "True":
         return Past()
-    since = datetime.fromisoformat(ready.last_transition_time).timestamp()
+    since = seconds_of_timestamp(ready.last_transition_time)
     return Past(max(0.0, now - since), frozenset(named_pods(blocked.message) if blocked and crashed else ()))
 
 

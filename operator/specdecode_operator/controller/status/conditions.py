@@ -51,12 +51,9 @@ def conditions(
     ]
     speculation = deployment.spec.speculation
     if speculation.method != "none":
-        rollout, fresh = (
-            draft_rollout(deployment, observed, outcome.job_problem),
-            draft_fresh(deployment, observed, now),
-        )
         states += [draft_compatible(observed), workers_healthy(decision)]
-        states += [state for state in (rollout, fresh) if state]
+        rollout = draft_rollout(deployment, observed, outcome.job_problem)
+        states += [state for state in (rollout, draft_fresh(deployment, observed, now)) if state]
     if speculation.method != "none" and speculation.mode != "Off":
         states.append(speculation_effective(deployment, decision))
     if deployment.spec.scaling is not None and deployment.spec.scaling.owner == "Operator":

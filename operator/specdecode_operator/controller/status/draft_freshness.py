@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime
 
 from specdecode_operator.api.v1alpha1 import ConditionType, seconds_of
 from specdecode_operator.controller.status.condition_state import ConditionState
@@ -11,6 +10,7 @@ from specdecode_operator.drafts.baseline import DAY_SECONDS
 from specdecode_operator.drafts.drift import BATCH_REQUESTS
 from specdecode_operator.rollout.drift_worth import worth_of_drift
 from specdecode_operator.state.drift_state import ALL_TASKS, DriftState, TaskDrift
+from specdecode_operator.times import in_words
 from specdecode_operator.types import Deployment, Observation
 
 
@@ -24,26 +24,24 @@ def draft_fresh(deployment: Deployment, observed: Observation, now: float) -> Co
         message = f"{tasks}. {_sentence(worth_of_drift(deployment.spec, drift).sentence())}"
         return ConditionState(kind, "False", "DraftStale", message, True)
     trigger = deployment.spec.distillation.trigger
-    known = [task for task in drift.tasks if not task.is_learning and task.task != ALL_TASKS]
-    if not known:
+    if not drift.watched:
         return ConditionState(kind, "Unknown", "LearningBaseline", _learning(drift, trigger.baseline, now))
     if drift.mix is not None:
         message = f"{_slower(drift.mix)}, and no task is: the mix of tasks changed"
         return ConditionState(kind, "True", "MixChanged", message)
-    losses = ", ".join(f"{task.task} {round(-100 * task.loss):+d} %" for task in known)
+    losses = ", ".join(f"{task.task} {round(-100 * task.loss):+d} %" for task in drift.watched)
     return ConditionState(kind, "True", "Fresh", f"speed against the baseline of {trigger.baseline}: {losses}")
 
 
 def _slower(task: TaskDrift) -> str:
-    since = datetime.fromtimestamp(task.since, UTC).strftime("%Y-%m-%d %H:%M UTC")
     name = "all tasks together" if task.task == ALL_TASKS else f"task {task.task}"
-    return f"{name}: {100 * task.loss:.0f} % slower than the baseline, found {since}"
+    return f"{name}: {100 * task.loss:.0f} % slower than the baseline, found {in_words(task.since)}"
 
 
 def _learning(drift: DriftState, duration: str, now: float) -> str:
     """Return the time that is left, and what began the baseline."""
     renewed = f"; {drift.renewed}" if drift.renewed else ""
-    began = [task.began for task in drift.tasks if task.began and task.task != ALL_TASKS]
+    began = [task.began for task in drift.own_tasks if task.began]
     if not began:
         return f"the baseline takes {duration} from the first {BATCH_REQUESTS} requests on{renewed}"
     left = seconds_of(duration) - (now - min(began))

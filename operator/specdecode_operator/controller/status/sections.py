@@ -18,7 +18,8 @@ from specdecode_operator.api.v1alpha1 import (
     TaskStatus,
     TrafficStatus,
 )
-from specdecode_operator.controller.status.text import gib, iso, milliseconds, rounded, two_digits
+from specdecode_operator.controller.status.text import gib, milliseconds, rounded, two_digits
+from specdecode_operator.times import iso
 from specdecode_operator.types import Decision, Deployment, Figures, Observation
 
 SECONDS_PER_HOUR = 3600

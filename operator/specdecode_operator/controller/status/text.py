@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 ROUNDING = 0.05
 """Step of rates, lengths and speed-ups. Finer steps would change with every publication and mean nothing."""
 NAMED_ITEMS = 4
 """Pods that a message names, so that it stays one line."""
-
-
-def iso(now: float) -> str:
-    """Return a time as Kubernetes writes it."""
-    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def rounded(value: float | None) -> float | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import DraftRunStatus
-from specdecode_operator.controller.status.text import iso
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.rollout.run_events import captured_conversations, job_of_run
 from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, Observation
 
 STEPS = 100

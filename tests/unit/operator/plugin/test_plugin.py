@@ -120,7 +120,7 @@ def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
 
 
 def test_a_new_deployment_is_measuring_until_its_first_decision() -> None:
-    """What explain, status and history say never contradicts the depth: the first decision comes after it."""
+    """Explain, status and history agree with the depth until the first decision, and after it."""
     loop = loop_over(Truth(chances=[0.98] * 5, sequences=3), explore=0.1)
     said = []
     for _ in range(24):

@@ -167,7 +167,7 @@ class Budget:
 
     @property
     def _attention(self) -> int:
-        """Memory of attention beside its input and output: the mask on a CPU, partial sums of tiles on a GPU."""
+        """Bytes of attention without its input and output: the mask on a CPU, partial sums of tiles on a GPU."""
         bounds, tokens, target = self.bounds, self.bounds.max_num_batched_tokens, self.target
         if self.device.kind == "cpu":
             keys = min(bounds.max_model_len, bounds.kv_cache_tokens or bounds.max_model_len)

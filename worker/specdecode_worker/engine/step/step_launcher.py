@@ -79,13 +79,12 @@ class StepLauncher:
             rows, choice, depth_limits, draft_prefill=draft_prefill
         )
         passes = self._drafts.passes(rows, [row.tree.drafted_depth for row in rows])
-        needed = self._drafts.passes(rows, [min(row.tree.depth, row.tree.drafted_depth) for row in rows])
         return LaunchedStep(
             rows=rows,
             epochs=tuple(row.request.epoch for row in rows),
             choice=choice,
             size=step_size_of(rows, passes),
-            shadow_passes=passes - needed if choice.shadow_passes else 0,
+            shadow_passes=self._shadow_passes(rows, choice, passes),
             outcome=queued.outcome,
             ranked_BNK=queued.ranked_BNK,
             host_copy=queued.host_copy,
@@ -95,6 +94,12 @@ class StepLauncher:
             began_seconds=began_seconds,
             draft_seconds=queued.draft_seconds,
         )
+
+    def _shadow_passes(self, rows: tuple[Row, ...], choice: Choice, passes: int) -> int:
+        """Return the number of the step's ``passes`` that verified nodes do not need."""
+        if not choice.shadow_passes:
+            return 0
+        return passes - self._drafts.passes(rows, [min(row.tree.depth, row.tree.drafted_depth) for row in rows])
 
     def _replay(self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...]) -> _Queued | None:
         """Queue the step as one captured CUDA graph; return None if no graph fits it."""

@@ -1,4 +1,4 @@
-"""Sampling of the roots that parallel drafts are trained from: fewer roots for deeper depths, anew in every step.
+"""Sampling of the roots that parallel drafts are trained from: fewer at deeper depths, and others in every step.
 
 A root that is dropped at one depth is dropped at all deeper ones, because deeper slots attend to the shallower ones.
 Every depth trains the first roots of one random order.
