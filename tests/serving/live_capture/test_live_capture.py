@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import time
@@ -113,6 +114,23 @@ def test_pushed_plan_switches_capture_on_and_off(worker: WorkerProcess, folder: 
     assert captured(worker).conversations == 0
     assert 'specdecode_capture_stored_bytes{model_name="fake"} 0.0' in worker.get("/metrics").text
     assert worker.process.poll() is None
+
+
+def test_listing_has_all_records_and_later_ones_in_other_segments(worker: WorkerProcess, folder: Path) -> None:
+    push(worker, RULES)
+    for count in (1, 2):
+        ask(worker)
+        wait(lambda: captured(worker).conversations == count)  # noqa: B023  # read in this turn
+        listed = admin(worker, Route.captures, token="captures").json()["segments"]
+        assert [one["name"] for one in listed] == [one.path.name for one in list_segments(folder)]
+        assert len(listed) == count
+    for one in listed:
+        sent = admin(worker, f"{Route.captures}/{one['name']}", token="captures")
+        assert hashlib.sha256(sent.content).hexdigest() == one["sha256"]
+    ask(worker)
+    wait(lambda: captured(worker).conversations == 3)
+    (newest,) = {one.path.name for one in list_segments(folder)} - {one["name"] for one in listed}
+    assert admin(worker, f"{Route.captures}/{newest}", token="captures").status_code == 404, "it is still open"
 
 
 def test_shares_of_a_new_plan_hold_for_the_next_request(worker: WorkerProcess, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Finished segments of a folder, as a worker lists and serves them for distillation.
 
 A segment is finished when no writer appends to it any more. Writers close a segment after
-``Retention.segment_seconds``, so its name, which has its time, is enough to know.
+``Retention.segment_seconds``, so its name, which has its time, is enough to know. The only writer of a folder closes its
+segment for a listing, so that the listing has all records.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from pydantic import Field
 
@@ -51,17 +52,38 @@ class SegmentListing(Received):
     max_age_seconds: float = Field(gt=0, allow_inf_nan=False)
 
 
-class FinishedSegments:
-    """Reader of the finished segments of ``folder``. Its methods block, and ``listing`` reads all new segments."""
+class OnlyWriter(Protocol):
+    """Writer of a folder that no other process writes."""
 
-    def __init__(self, folder: Path, retention: Retention, clock: Callable[[], float] = time.time) -> None:
-        self._folder, self._clock = folder, clock
+    def close_segment(self) -> None:
+        """Close the open segment. The next record begins another one. Blocks, and never raises OSError."""
+
+    def is_closed(self, name: str) -> bool:
+        """Return whether the segment ``name`` of the folder is not open."""
+
+
+class FinishedSegments:
+    """Reader of the finished segments of ``folder``. Its methods block, and ``listing`` reads all new segments.
+
+    ``writer`` is None if other processes may write to the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        writer: OnlyWriter | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder, self._writer, self._clock = folder, writer, clock
         self.retention = retention
         """Bounds in force. They may be replaced."""
         self._hashes: dict[str, tuple[_Status, str]] = {}
 
     def listing(self) -> SegmentListing:
         """Return the newest finished segments that have not expired. A segment is hashed once."""
+        if self._writer is not None:
+            self._writer.close_segment()
         now = self._clock()
         segments = [one for one in list_segments(self._folder) if not self.retention.is_expired(one, now)]
         listed = []
@@ -100,6 +122,8 @@ class FinishedSegments:
         return file
 
     def _is_finished(self, name: str) -> bool:
+        if self._writer is not None:
+            return self._writer.is_closed(name)
         began_seconds = int(name.partition("-")[0]) / 1e6
         return began_seconds + self.retention.segment_seconds + FINISH_MARGIN_SECONDS < self._clock()
 

@@ -66,6 +66,11 @@ class SegmentWriter:
         return self._path
 
     @property
+    def open_path(self) -> Path | None:
+        """Segment that the next record may be appended to; None if the next record begins another one."""
+        return self._path if self._file is not None else None
+
+    @property
     def sweep_seconds(self) -> float:
         """Interval between sweeps in seconds, at which no record exceeds its age by more than a fraction."""
         return min(60.0, self._retention.segment_seconds)

@@ -145,6 +145,16 @@ class LiveRecorder:
         self.counts.stored_bytes = self._store.totals.size
         return counts
 
+    def close_segment(self) -> None:
+        """Close the open segment, unless the disk does not answer, so that all records can be listed. Blocks."""
+        if self._store.lock.acquire(timeout=self._limits.lock):
+            self._store.close_segment()
+            self._store.lock.release()
+
+    def is_closed(self, name: str) -> bool:
+        """Return whether the segment ``name`` of the folder is not open."""
+        return self._store.is_closed(name)
+
     def close(self, seconds: float = 5.0) -> None:
         """Write the queued records and stop the threads, waiting at most ``seconds``."""
         end = time.monotonic() + seconds

@@ -165,8 +165,20 @@ class LiveStore:
             self._index = {}
             self._update_totals()
 
+    def close_segment(self) -> None:
+        """Flush and close the open segment. The next record begins another one."""
+        with self.lock:
+            if self._writer is not None:
+                self._writer.close()
+
+    def is_closed(self, name: str) -> bool:
+        """Return whether the segment ``name`` is not open. Needs no lock."""
+        writer = self._writer
+        path = writer.open_path if writer is not None else None
+        return path is None or path.name != name
+
     def close(self) -> None:
-        """Flush and close the open segment."""
+        """Flush and close the open segment, and write nothing until ``open`` is called."""
         with self.lock:
             if self._writer is not None:
                 self._writer.close()

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from specdecode_worker.capture.errors import SegmentNotFound
+from specdecode_worker.capture.live import LiveRecorder
 from specdecode_worker.capture.segment_listing import READ_BYTES, FinishedSegments
 from specdecode_worker.contract import Route
 from specdecode_worker.server.errors import Unavailable
@@ -101,7 +102,8 @@ class _SegmentSource:
             self._segments = None
             raise HTTPException(404, "this worker does not capture traffic")
         if self._segments is None:
-            self._segments = FinishedSegments(recorder.folder, retention)
+            writer = recorder if isinstance(recorder, LiveRecorder) else None
+            self._segments = FinishedSegments(recorder.folder, retention, writer)
         self._segments.retention = retention
         return self._segments
 
