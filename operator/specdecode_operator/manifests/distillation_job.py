@@ -32,6 +32,8 @@ from specdecode_operator.manifests.volumes import (
     claim_volume,
     pull_mounts,
     secret_volume,
+    torch_environment,
+    torch_mounts,
     volumes,
 )
 from specdecode_operator.state.draft_record import RunRecord
@@ -185,7 +187,7 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict
     threads = None if spec.distillation.job.devices else whole_cores(spec.distillation.job.resources)
     env = [
         {"name": "HOME", "value": "/tmp"},
-        {"name": "XDG_CACHE_HOME", "value": "/tmp"},
+        *torch_environment(),
         *([{"name": "OMP_NUM_THREADS", "value": str(threads)}] if threads else []),
         *([{"name": Env.revisions_path, "value": REVISIONS_PATH}] if unpinned_uris(spec) else []),
         _from_secret(Env.capture_token, tokens_name(deployment.name), TokenScope.capture.value),
@@ -195,7 +197,7 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict
         "command": ["specdecode-worker", "distill", *arguments(deployment, run)],
         "env": env,
         "resources": _resources(deployment),
-        "volumeMounts": [*models, claim, *prompts, *tls],
+        "volumeMounts": [*models, claim, *torch_mounts(), *prompts, *tls],
     }
 
 
@@ -238,9 +240,9 @@ def _resources(deployment: Deployment) -> dict[str, Any]:
 
 def _volumes(deployment: Deployment, run: RunRecord) -> list[dict[str, Any]]:
     spec, claim = deployment.spec, claim_volume(run.claim)
-    models = {mount["name"] for mount in pull_mounts(spec)} - {claim}
+    shared = {mount["name"] for mount in (*pull_mounts(spec), *torch_mounts())} - {claim}
     made = [
-        *(volume for volume in volumes(spec, deployment.name) if volume["name"] in models),
+        *(volume for volume in volumes(spec, deployment.name) if volume["name"] in shared),
         {"name": claim, "persistentVolumeClaim": {"claimName": run.claim}},
     ]
     if sources := _prompts(deployment):

@@ -13,11 +13,11 @@ from specdecode_operator.manifests.identity import selector
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.scheduling import scheduling
 from specdecode_operator.manifests.volumes import (
-    COMPILED_DIR,
     PLAN_PATH,
     REVISIONS_PATH,
     pull_mounts,
     serving_mounts,
+    torch_environment,
     volumes,
 )
 from specdecode_operator.state.learned import MAX_TEMPLATE_BYTES
@@ -190,10 +190,7 @@ def _environment(deployment: Deployment) -> list[dict[str, Any]]:
     count = threads(deployment.spec)
     ours: list[dict[str, Any]] = [
         {"name": "HOME", "value": "/tmp"},
-        # The image's own values of these lie in the model cache, which is read-only here and may be shared.
-        {"name": "XDG_CACHE_HOME", "value": COMPILED_DIR},
-        {"name": "TRITON_CACHE_DIR", "value": f"{COMPILED_DIR}/triton"},
-        {"name": "TORCHINDUCTOR_CACHE_DIR", "value": f"{COMPILED_DIR}/inductor"},
+        *torch_environment(),
         {"name": Env.config, "value": config},
         {"name": Env.plan_path, "value": PLAN_PATH},
         *_revisions(deployment.spec),

@@ -86,11 +86,27 @@ def serving_mounts(spec: Spec, name: str) -> list[dict[str, Any]]:
     ]
     return [
         *model_mounts(spec, read_only=True),
-        {"name": "compiled", "mountPath": COMPILED_DIR},
+        *torch_mounts(),
         {"name": "captures", "mountPath": CAPTURES_DIR},
         dict(PLAN_MOUNT),
         *secrets,
-        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+
+
+def torch_mounts() -> list[dict[str, Any]]:
+    """Return the mounts that torch needs: its compiled kernels, and memory that processes share."""
+    return [{"name": "compiled", "mountPath": COMPILED_DIR}, {"name": "shm", "mountPath": "/dev/shm"}]
+
+
+def torch_environment() -> list[dict[str, str]]:
+    """Return the variables that place compiled kernels.
+
+    The image's own value of XDG_CACHE_HOME lies in the model cache, which is read-only for workers and may be shared.
+    """
+    return [
+        {"name": "XDG_CACHE_HOME", "value": COMPILED_DIR},
+        {"name": "TRITON_CACHE_DIR", "value": f"{COMPILED_DIR}/triton"},
+        {"name": "TORCHINDUCTOR_CACHE_DIR", "value": f"{COMPILED_DIR}/inductor"},
     ]
 
 

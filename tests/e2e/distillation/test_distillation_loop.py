@@ -8,15 +8,12 @@ conversations within minutes. ``make drafts`` runs it.
 from __future__ import annotations
 
 import os
-import random
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-from harness.client_threads import ClientThreads
+from harness.askers import Askers
 from harness.draft_files import bind_claim, delete_claim, write_noised_head
 from harness.endpoint import EQUAL_STEPS, MODEL, Endpoint
 from harness.kube import Namespace
@@ -26,16 +23,12 @@ from harness.streams import StreamTraffic, failures, unbroken_answers
 from harness.worker_faults import wait_for_ready_pods
 from kube import Cluster, Manifest, wait_for
 
-from specdecode_worker.capture import opening_hash
 from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.training.data import prompts
-from specdecode_worker.training.distillation.splits import split_of
 
 NAME, CLAIM = "distilled", "new-drafts"
 INCUMBENT = f"pvc://{CLAIM}/noised"
 SPLITS = {"train": 200, "validation": 24, "test": 72}
-"""Conversations by split, which is a hash of their openings: a verdict needs 64 of the test split."""
-ANSWER_TOKENS = 24
+"""Questions by split: a verdict needs 64 of the test split."""
 CLIENTS, ASKERS = 2, 4
 COLLECT_SECONDS, JOB_SECONDS, CANARY_SECONDS = 900, 1500, 900
 pytestmark = [
@@ -59,56 +52,6 @@ def claim(cluster: Cluster, watched: Namespace, tmp_path: Path) -> Iterator[Path
     delete_claim(cluster, watched, CLAIM, volume)
 
 
-class Askers(ClientThreads):
-    """Clients that ask different questions and permit the capture of them, while a block runs.
-
-    They repeat the questions, with other answers, when all were asked.
-    """
-
-    def __init__(self, url: str, clients: int) -> None:
-        super().__init__(clients, join_seconds=120)
-        self.asked = 0
-        self.problems: list[str] = []
-        self._url, self._questions = url, different_questions()
-
-    def _run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
-            while not self._stop.is_set():
-                with self._lock:
-                    number, self.asked = self.asked, self.asked + 1
-                try:
-                    self._ask(client, number)
-                except httpx.HTTPError as error:
-                    self.problems.append(f"{type(error).__name__}: {error}"[:300])
-                    self._stop.wait(0.5)
-
-    def _ask(self, client: httpx.Client, number: int) -> None:
-        question = self._questions[number % len(self._questions)]
-        body = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": question}],
-            "max_tokens": ANSWER_TOKENS,
-            "temperature": 0.8,
-            "seed": number,
-        }
-        answer = client.post("/v1/chat/completions", json=body, headers={"X-Specdecode-Capture": "on"})
-        answer.raise_for_status()
-
-
-def different_questions() -> list[str]:
-    """Return questions of the prompt set, as many of each split as SPLITS says, in random order."""
-    rng, left, chosen = random.Random("askers"), Counter(SPLITS), set[str]()
-    while left.total() > 0:
-        text = prompts.draw(rng).text
-        split = split_of(opening_hash(text))
-        if text not in chosen and left[split] > 0 and len(text) < 300:
-            left[split] -= 1
-            chosen.add(text)
-    questions = sorted(chosen)
-    rng.shuffle(questions)
-    return questions
-
-
 def test_captured_traffic_becomes_a_faster_draft(release: Release, watched: Namespace, claim: Path) -> None:
     release.start()
     speculation = {"mode": "Static", "draft": {"uri": INCUMBENT}}
@@ -123,16 +66,16 @@ def test_captured_traffic_becomes_a_faster_draft(release: Release, watched: Name
         old = model_hash(claim / "noised")
         assert running_hashes(endpoint) == {old}
         stages = Stages()
-        with StreamTraffic(url, MODEL, CLIENTS) as traffic, Askers(url, ASKERS) as askers:
-            command(endpoint, "distill")
+        with StreamTraffic(url, MODEL, CLIENTS) as traffic, Askers(url, ASKERS, SPLITS) as askers:
+            endpoint.command_draft("distill")
             stages.wait("Collecting", endpoint, timeout_s=60)
             stages.wait("Distilling", endpoint, timeout_s=COLLECT_SECONDS)
             stages.wait("Canary", endpoint, timeout_s=JOB_SECONDS)
             stages.wait("Promoting", endpoint, timeout_s=CANARY_SECONDS, also=("Cooldown",))
-            new = draft_status(endpoint)["current"]["hash"]
+            new = endpoint.draft_status()["current"]["hash"]
             wait_for("all workers run it", lambda: running_hashes(endpoint) == {new}, timeout_s=60)
             stages.wait("Cooldown", endpoint, timeout_s=60)
-        status = draft_status(endpoint)
+        status = endpoint.draft_status()
         print(f"\n{stages}\nrun: {status['lastRun']}\nlineage: {status['lineage'][0]}")
         assert new != old
         assert status["lastRun"]["outcome"] == "Better"
@@ -167,7 +110,7 @@ class Stages:
     def wait(self, phase: str, endpoint: Endpoint, *, timeout_s: float, also: tuple[str, ...] = ()) -> None:
         wait_for(
             f"phase {phase} ({self})",
-            lambda: draft_status(endpoint).get("phase") in (phase, *also),
+            lambda: endpoint.draft_status().get("phase") in (phase, *also),
             timeout_s=timeout_s,
             every_s=1,
         )
@@ -175,16 +118,6 @@ class Stages:
 
     def __str__(self) -> str:
         return ", ".join(f"{phase} after {seconds:.0f} s" for phase, seconds in self._reached)
-
-
-def command(endpoint: Endpoint, verb: str) -> None:
-    """Give a command as the kubectl plugin does."""
-    text = f"specdecode.io/draft-command={verb} {time.time_ns()}"
-    endpoint.namespace.kubectl("annotate", "sdd", endpoint.name, "--overwrite", text)
-
-
-def draft_status(endpoint: Endpoint) -> Manifest:
-    return endpoint.status().get("draft") or {}
 
 
 def running_hashes(endpoint: Endpoint) -> set[str]:

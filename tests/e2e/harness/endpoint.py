@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +89,14 @@ class Endpoint:
 
     def speculation(self) -> Manifest:
         return self.status().get("speculation", {})  # type: ignore[no-any-return]
+
+    def draft_status(self) -> Manifest:
+        return self.status().get("draft") or {}
+
+    def command_draft(self, verb: str) -> None:
+        """Give a command on drafts as the kubectl plugin does."""
+        text = f"specdecode.io/draft-command={verb} {time.time_ns()}"
+        self.namespace.kubectl("annotate", "sdd", self.name, "--overwrite", text)
 
     def condition(self, kind: str) -> Manifest:
         """Return the condition of this type, or a placeholder with status 'absent'."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +190,14 @@ def test_with_tls_the_job_has_the_certificate_of_the_ca_and_no_key() -> None:
     assert flags(**spec)["capture-ca"] == "/etc/specdecode/tls/ca.crt"
     secret = volume("tls-ca", **spec)["secret"]
     assert (secret["secretName"], secret["items"]) == ("demo-tls", [{"key": "ca.crt", "path": "ca.crt"}])
+
+
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"])
+def test_folders_that_torch_writes_are_mounted(variable: str) -> None:
+    (container,) = pod()["containers"]
+    folder = next(one["value"] for one in container["env"] if one["name"] == variable)
+    writable = [one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")]
+    assert any(Path(folder).is_relative_to(mounted) for mounted in writable), "the root file system is read-only"
 
 
 def test_every_mount_has_its_volume() -> None:
