@@ -92,7 +92,11 @@ class DistillationTriggerSpec(Api):
     payback: Duration = Field(
         default="168h", description="Time within which a run must save twice the device time that it takes."
     )
-    cooldown: Duration = Field(default="24h", description="Least time between the end of one run and the next one.")
+    cooldown: Duration = Field(
+        default="24h",
+        description="Time after a run or a rollout of a draft in which the operator "
+        "begins no other one by itself. Commands of a user are carried out.",
+    )
 
     @field_validator("baseline")
     @classmethod

@@ -210,6 +210,8 @@ PHASES: Mapping[Phase, Mapping[EventKind, Row]] = {
     },
     Phase.COOLDOWN: {
         EventKind.TIME_OVER: Row(phase=Phase.SERVING),
+        # Only a user requests a run here: drift and schedule wait for the end of the phase.
+        EventKind.RUN_REQUESTED: Row(phase=Phase.COLLECTING),
         EventKind.USER_CANDIDATE: _OFFERED,
         EventKind.USER_ROLLBACK: _RESTORE,
         EventKind.IMAGE_CHANGED: Row(phase=Phase.COOLDOWN, actions=_IMAGE),
@@ -249,6 +251,6 @@ IGNORED: Mapping[Phase, frozenset[EventKind]] = {
     Phase.CANARY: _JOB_EVENTS | _CAPTURE_EVENTS | _BUSY | {EventKind.CONVERGED},
     Phase.PROMOTING: _CANARY_EVENTS | _JOB_EVENTS | _CAPTURE_EVENTS | _BUSY | {EventKind.USER_PROMOTE},
     Phase.ROLLING_BACK: _CANARY_EVENTS | _JOB_EVENTS | _CAPTURE_EVENTS | _BUSY | _COMMANDS | {EventKind.USER_ROLLBACK},
-    Phase.COOLDOWN: _CANARY_EVENTS | _JOB_EVENTS | _CAPTURE_EVENTS | _COMMANDS | _ROLLOUT | {EventKind.RUN_REQUESTED},
+    Phase.COOLDOWN: _CANARY_EVENTS | _JOB_EVENTS | _CAPTURE_EVENTS | _COMMANDS | _ROLLOUT,
 }
 """Events that come too late for a phase, or that it refuses. They change nothing."""

@@ -71,7 +71,7 @@ def _refusal_of_run(spec: Spec, phase: str) -> str:
         return "distillation.capture.enabled is false; without captured requests there is nothing to train from"
     if not spec.distillation.storage.claim:
         return "distillation.storage.claim is absent; name a claim that all workers can mount"
-    return "" if phase == "Serving" else f"a run begins in phase Serving only (phase {phase})"
+    return "" if phase in ("Serving", "Cooldown") else f"a run begins in phase Serving or Cooldown (phase {phase})"
 
 
 def run_line(draft: DraftStatus | None) -> str:

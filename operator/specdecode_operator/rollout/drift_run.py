@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdecode_operator.api.v1alpha1 import Cause, Spec, seconds_of
+from specdecode_operator.api.v1alpha1 import Cause, Spec
 from specdecode_operator.drafts.lifecycle import Event
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
 from specdecode_operator.drafts.schedule import next_time
@@ -25,15 +25,15 @@ def find_drift_run(facts: Facts, record: DraftRecord) -> Detection | None:
     planned = _next_planned(spec, drift, facts.now)
     if trigger.mode == "Manual" or record.phase is not Phase.SERVING or spec.speculation.mode == "Off":
         return None
-    # Serving begins after the last run and the rollout of its draft, so the time since then is at least the cooldown.
-    if not drift.draft or (record.since and facts.now - record.since < seconds_of(trigger.cooldown)):
+    if not drift.draft:
         return None
     reason = _reason(spec, drift, planned, facts.now)
     if reason is None:
         return None
     cause, text = reason
     event = Event(kind=EventKind.RUN_REQUESTED)
-    return Detection(record=record, event=event, reason=text, cause=cause, loss=lost_share(drift))
+    since = min((task.since for task in drift.stale), default=0.0) if cause == "drift" else 0.0
+    return Detection(record=record, event=event, reason=text, cause=cause, loss=lost_share(drift), stale_since=since)
 
 
 def _reason(spec: Spec, drift: DriftState, planned: float | None, now: float) -> tuple[Cause, str] | None:

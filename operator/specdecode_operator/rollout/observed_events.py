@@ -22,8 +22,8 @@ from specdecode_worker.contract.distillation import DistillationVerdict
 
 REFUSAL_SECONDS = 10.0
 """Time after an assignment before a worker's problem counts as a refusal of it: reports may show an older problem."""
-PHASE_SECONDS: Mapping[Phase, float] = {Phase.PROMOTING: 1800.0, Phase.ROLLING_BACK: 1800.0, Phase.COOLDOWN: 3600.0}
-"""Time limits of phases: long enough for a download by every worker, and an hour between two rollouts."""
+PHASE_SECONDS: Mapping[Phase, float] = {Phase.PROMOTING: 1800.0, Phase.ROLLING_BACK: 1800.0}
+"""Time limits of phases, long enough for a download by every worker."""
 RETRY, TRAIN = "retry", "distill"
 """Commands that offer the candidate of the spec again, and that request a training run."""
 UNKNOWN_OFFER = "-"
@@ -60,6 +60,8 @@ class Detection:
     cause: Cause = "failure"
     loss: float = 0.0
     """Share of device time that a stale draft costs, where this requests a run."""
+    stale_since: float = 0.0
+    """Time of the first alarm, where drift requests a run; 0 otherwise."""
     verdict: DistillationVerdict | None = None
     """Verdict of a run's Job."""
 
@@ -182,7 +184,12 @@ def find_convergence(facts: Facts, record: DraftRecord) -> Detection | None:
 
 def find_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find a phase that lasts longer than its limit."""
-    limits = {**PHASE_SECONDS, Phase.CANARY: seconds_of(facts.deployment.spec.rollout.draft.max_duration)}
+    spec = facts.deployment.spec
+    limits = {
+        **PHASE_SECONDS,
+        Phase.CANARY: seconds_of(spec.rollout.draft.max_duration),
+        Phase.COOLDOWN: seconds_of(spec.distillation.trigger.cooldown),
+    }
     limit = limits.get(record.phase)
     if limit is None or facts.now - record.since < limit:
         return None

@@ -36,8 +36,8 @@ def obstacle_of_run(facts: Facts, record: DraftRecord) -> str:
         return "distillation.storage.claim is absent, so there is no place for the new draft"
     if spec.speculation.mode == "Off":
         return "speculation.mode is Off, so no draft is used"
-    if record.phase is not Phase.SERVING:
-        return f"the phase is {record.phase}; a run begins in phase Serving only"
+    if record.phase not in (Phase.SERVING, Phase.COOLDOWN):
+        return f"the phase is {record.phase}; a run begins in phase Serving or Cooldown"
     if not (record.current or spec_hash_of(facts)):
         return "no worker has reported the draft to go on from"
     return ""
@@ -73,7 +73,9 @@ def with_run(detection: Detection, facts: Facts) -> Detection:
         claim=spec.distillation.storage.claim or "",
         loss=detection.loss,
     )
-    update: dict[str, object] = {"run": run, "run_refusal": ""}
+    # Requests before the alarm are of the traffic that the draft was good at: learning from them repairs nothing.
+    deleted = max(record.captures_deleted_before, detection.stale_since)
+    update: dict[str, object] = {"run": run, "run_refusal": "", "captures_deleted_before": deleted}
     if not record.is_used:
         update |= {**begun_from(facts), "spec_hash": spec_hash_of(facts)}
     elif not record.spec_hash and not record.current:

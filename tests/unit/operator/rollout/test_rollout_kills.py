@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from canary import CANDIDATE, DISTILLATION, NEW, OLD, TRAINED, Canary, Pod, canary_with, capturing, distilling, verdict
+from canary import (
+    CANDIDATE,
+    COOLDOWN,
+    DISTILLATION,
+    NEW,
+    OLD,
+    TRAINED,
+    Canary,
+    Pod,
+    canary_with,
+    capturing,
+    distilling,
+    verdict,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,7 +141,7 @@ def test_every_history_ends_with_one_draft_on_all_workers(steps: list[tuple[Any,
     canary = cluster.canary
     for pod in canary.pods:
         pod.obeys = True
-    canary.change(rollout={"draft": {}})
+    canary.change(rollout={"draft": {}}, distillation=COOLDOWN)
     for _ in range(60):
         canary.now += 600
         cluster.tick()

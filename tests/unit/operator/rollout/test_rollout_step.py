@@ -57,7 +57,9 @@ def test_a_faster_candidate_is_promoted_and_the_others_follow() -> None:
     canary.until("Cooldown")
     assert [pod.draft for pod in canary.pods] == [NEW, NEW]
     assert outcomes(canary) == [("Promoted", NEW)]
-    canary.tick(3700)
+    canary.tick(86_000)
+    assert canary.phase == "Cooldown", "distillation.trigger.cooldown"
+    canary.tick(500)
     assert canary.phase == "Serving"
     canary.ticks(3)
     assert canary.phase == "Serving", "a candidate is tried once"

@@ -50,12 +50,13 @@ def test_a_command_collects_and_enough_conversations_make_a_job() -> None:
     assert canary.decision.job is None, "it is asked for until it was seen"
 
 
-def test_a_second_run_has_a_name_and_a_folder_of_its_own() -> None:
+@pytest.mark.parametrize(("waited", "phase"), [(1800, "Cooldown"), (3600, "Serving")])
+def test_a_second_run_has_a_name_and_a_folder_of_its_own(waited: float, phase: str) -> None:
     canary = running()
     canary.job_ends(verdict("worse"))
     canary.tick()
-    canary.tick(3600)
-    assert canary.phase == "Serving"
+    canary.tick(waited)
+    assert canary.phase == phase
     canary.command("distill")
     canary.tick()
     canary.pods[0].captured = 100

@@ -31,7 +31,12 @@ OLD, NEW = "0ld0ld0ld0ld", "new000new000"
 CANDIDATE = {"uri": "file:///new", "hash": NEW}
 TRAINED = "7ra1ned7ra1n"
 """Hash of the draft of a training run."""
-DISTILLATION = {"capture": {"enabled": True}, "storage": {"claim": "drafts"}, "trigger": {"minConversations": 100}}
+COOLDOWN = {"trigger": {"cooldown": "1h"}}
+DISTILLATION = {
+    "capture": {"enabled": True},
+    "storage": {"claim": "drafts"},
+    "trigger": {"minConversations": 100, "cooldown": "1h"},
+}
 
 
 def pair(index: int, gain: float, task: str = "other") -> TrialPair:
