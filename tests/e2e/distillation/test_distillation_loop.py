@@ -1,50 +1,61 @@
-"""A whole loop on the real cluster: captured traffic, a training Job, a trial on one of two workers, and a promotion.
+"""The whole loop on the real cluster: captured traffic, a training Job, a trial on one of two workers, and a promotion.
 
-The incumbent is the embedded head with noise on its weights, on a claim that workers and the Job mount. Only requests
-of one kind of client permit their capture: different questions with short answers, so that a verdict has enough
+A run begins by command, with a head that has noise on its weights, or by drift, with a head that does not know tables
+and traffic that turns from questions to tables. The heads lie on a claim that workers and the Job mount. Only requests
+of one kind of client permit their capture: different prompts with short answers, so that a verdict has enough
 conversations within minutes. ``make drafts`` runs it.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from harness.askers import Askers
-from harness.draft_files import bind_claim, delete_claim, write_noised_head
+from harness.draft_files import GOOD_URI, bind_claim, delete_claim, write_head_without_tables, write_noised_head
 from harness.endpoint import EQUAL_STEPS, MODEL, Endpoint
 from harness.kube import Namespace
 from harness.loop import deployed, with_knobs
+from harness.questions import different_questions, different_tables
 from harness.release import Release
 from harness.streams import StreamTraffic, failures, unbroken_answers
 from harness.worker_faults import wait_for_ready_pods
 from kube import Cluster, Manifest, wait_for
 
+from specdecode_worker.contract.capture import CaptureReport
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 
 NAME, CLAIM = "distilled", "new-drafts"
-INCUMBENT = f"pvc://{CLAIM}/noised"
+WORKER = Path(sys.executable).parent / "specdecode-worker"
 SPLITS = {"train": 200, "validation": 24, "test": 72}
 """Questions by split: a verdict needs 64 of the test split."""
 CLIENTS, ASKERS = 2, 4
+UNSEEN = {"train": 20, "validation": 2, "test": 10}
+BASELINE_SECONDS, DRIFT_SECONDS = 1500, 1200
 COLLECT_SECONDS, JOB_SECONDS, CANARY_SECONDS = 900, 1500, 900
 pytestmark = [
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(not os.environ.get("DRAFT_PROOFS"), reason="half an hour: DRAFT_PROOFS=1, or make drafts"),
+    pytest.mark.timeout(4800),
+    pytest.mark.skipif(not os.environ.get("DRAFT_PROOFS"), reason="an hour: DRAFT_PROOFS=1, or make drafts"),
 ]
 
 
 @pytest.fixture
 def claim(cluster: Cluster, watched: Namespace, tmp_path: Path) -> Iterator[Path]:
-    """Yield the folder of a claim that has the noised head."""
+    """Yield the folder of a claim that has both heads."""
     if not cluster.local:
         pytest.skip("the volume lies on this machine")
     folder = tmp_path / CLAIM
     folder.mkdir()
     write_noised_head(folder / "noised")
+    write_head_without_tables(folder / "no-tables")
     for parent in (tmp_path, tmp_path.parent):
         parent.chmod(0o755)
     volume = bind_claim(watched, CLAIM, folder)
@@ -53,71 +64,125 @@ def claim(cluster: Cluster, watched: Namespace, tmp_path: Path) -> Iterator[Path
 
 
 def test_captured_traffic_becomes_a_faster_draft(release: Release, watched: Namespace, claim: Path) -> None:
+    with served(release, watched, claim / "noised", distillation()) as loop:
+        loop.endpoint.command_draft("distill")
+        loop.promote()
+    print(loop.summary())
+
+
+def test_traffic_that_turns_is_learnt(release: Release, watched: Namespace, claim: Path) -> None:
+    head = claim / "no-tables"
+    trigger = {"mode": "Drift", "baseline": "5m", "minConversations": sum(SPLITS.values())}
+    with served(release, watched, head, distillation(steps=120, trigger=trigger)) as loop:
+        loop.wait_for_drift_state("the baseline is learnt", "Fresh", BASELINE_SECONDS)
+        loop.askers.questions = different_tables(SPLITS)
+        turned = time.time()
+        loop.wait_for_drift_state("drift is found", "DraftStale", DRIFT_SECONDS)
+        loop.promote()
+        oldest = oldest_record(loop.endpoint)
+    print(loop.summary())
+    assert oldest is None or oldest > turned, "captures of the questions are deleted"
+    before, after, ceiling = (tokens_per_step(uri) for uri in (f"file://{head}", f"file://{loop.promoted}", GOOD_URI))
+    recovered = (after - before) / (ceiling - before)
+    print(
+        f"tokens a step on tables: {before:.2f} before, {after:.2f} after, {ceiling:.2f} with the head that knows them"
+    )
+    assert recovered >= 0.5, f"{recovered:.0%} of the loss is recovered"
+
+
+class Loop:
+    """A deployment of two workers under load, and what happened to its draft."""
+
+    def __init__(self, endpoint: Endpoint, claim: Path, askers: Askers) -> None:
+        self.endpoint, self.askers = endpoint, askers
+        self._end: Manifest = {}
+        self._claim, self._began, self._reached = claim, time.monotonic(), list[tuple[str, float]]()
+
+    def wait(self, phase: str, *, timeout_s: float, also: tuple[str, ...] = ()) -> None:
+        def reached() -> bool:
+            assert self.endpoint.draft_status().get("phase") in (phase, *also), f"{self.endpoint.draft_status()}"
+            return True
+
+        wait_for(f"phase {phase} ({self.stages()})", reached, timeout_s=timeout_s, every_s=1)
+        self._note(phase)
+
+    def wait_for_drift_state(self, what: str, reason: str, timeout_s: float) -> None:
+        def reached() -> bool:
+            condition = self.endpoint.condition("DraftFresh")
+            assert condition["reason"] == reason, f"{condition}"
+            return True
+
+        wait_for(what, reached, timeout_s=timeout_s, every_s=2)
+        self._note(reason)
+
+    def promote(self) -> None:
+        """Go from the request to a new draft on all workers."""
+        endpoint, old = self.endpoint, running_hashes(self.endpoint)
+        self.wait("Collecting", timeout_s=60, also=("Distilling",))
+        self.wait("Distilling", timeout_s=COLLECT_SECONDS)
+        self.wait("Canary", timeout_s=JOB_SECONDS)
+        self.wait("Promoting", timeout_s=CANARY_SECONDS, also=("Cooldown",))
+        new = endpoint.draft_status()["current"]["hash"]
+        wait_for("all workers run it", lambda: running_hashes(endpoint) == {new}, timeout_s=60)
+        self.wait("Cooldown", timeout_s=60)
+        self._end = status = endpoint.draft_status()
+        assert status["lastRun"]["outcome"] == "Better", status
+        assert status["lineage"][0]["outcome"] == "Promoted", status
+        assert {new} != old
+        assert self.promoted.is_dir()
+        wait_for("captures are deleted", lambda: captured(endpoint) < SPLITS["train"], timeout_s=60)
+
+    @property
+    def promoted(self) -> Path:
+        """Folder of the promoted draft."""
+        return self._claim / "drafts" / NAME / str(self._end["current"]["hash"])
+
+    def _note(self, stage: str) -> None:
+        self._reached.append((stage, time.monotonic() - self._began))
+
+    def stages(self) -> str:
+        """Return the time of each stage since the beginning."""
+        return ", ".join(f"{stage} after {seconds:.0f} s" for stage, seconds in self._reached)
+
+    def summary(self) -> str:
+        """Return the time of each stage, the run and the trial."""
+        return f"\n{self.stages()}\nrun: {self._end['lastRun']}\nlineage: {self._end['lineage'][0]}"
+
+
+@contextmanager
+def served(release: Release, namespace: Namespace, head: Path, settings: Manifest) -> Iterator[Loop]:
+    """Serve with a head of the claim while a block runs. All texts are equal, and no pod is replaced."""
     release.start()
-    speculation = {"mode": "Static", "draft": {"uri": INCUMBENT}}
+    speculation = {"mode": "Static", "draft": {"uri": f"pvc://{CLAIM}/{head.name}"}}
     workers = {"template": with_knobs(EQUAL_STEPS)}
-    extra = {"distillation": distillation(), "rollout": {"draft": {"blockRequests": 2}}}
+    extra = {"distillation": settings, "rollout": {"draft": {"blockRequests": 2}}}
     with (
-        deployed(watched, NAME, speculation, workers, replicas=2, **extra) as endpoint,
-        watched.reach("service", NAME, 80) as url,
+        deployed(namespace, NAME, speculation, workers, replicas=2, **extra) as endpoint,
+        namespace.reach("service", NAME, 80) as url,
     ):
         wait_for_ready_pods(endpoint, 2)
         expected, before = unbroken_answers(url, MODEL), endpoint.identities()
-        old = model_hash(claim / "noised")
-        assert running_hashes(endpoint) == {old}
-        stages = Stages()
-        with StreamTraffic(url, MODEL, CLIENTS) as traffic, Askers(url, ASKERS, SPLITS) as askers:
-            endpoint.command_draft("distill")
-            stages.wait("Collecting", endpoint, timeout_s=60)
-            stages.wait("Distilling", endpoint, timeout_s=COLLECT_SECONDS)
-            stages.wait("Canary", endpoint, timeout_s=JOB_SECONDS)
-            stages.wait("Promoting", endpoint, timeout_s=CANARY_SECONDS, also=("Cooldown",))
-            new = endpoint.draft_status()["current"]["hash"]
-            wait_for("all workers run it", lambda: running_hashes(endpoint) == {new}, timeout_s=60)
-            stages.wait("Cooldown", endpoint, timeout_s=60)
-        status = endpoint.draft_status()
-        print(f"\n{stages}\nrun: {status['lastRun']}\nlineage: {status['lineage'][0]}")
-        assert new != old
-        assert status["lastRun"]["outcome"] == "Better"
-        assert status["lineage"][0]["outcome"] == "Promoted"
+        assert running_hashes(endpoint) == {model_hash(head)}
+        with StreamTraffic(url, MODEL, CLIENTS) as traffic, Askers(url, ASKERS, different_questions(SPLITS)) as askers:
+            yield Loop(endpoint, head.parent, askers)
+        print(f"{len(traffic.answers)} streamed answers compared, {askers.asked} others")
         assert endpoint.identities() == before, "no pod was replaced"
         assert askers.problems == []
         assert failures(traffic.answers, expected) == []
-        assert new in {folder.name for folder in (claim / "drafts" / NAME).iterdir()}
-        wait_for("captures are deleted", lambda: captured(endpoint) < SPLITS["train"], timeout_s=60)
 
 
-def distillation() -> Manifest:
+def distillation(steps: int = 40, trigger: Manifest | None = None) -> Manifest:
     """Return ``spec.distillation``: every request that permits it is captured, and a run takes a few minutes."""
     return {
         "capture": {"enabled": True, "share": 1, "consent": "OptIn", "maxAge": "2h"},
-        "trigger": {"minConversations": sum(SPLITS.values())},
+        "trigger": trigger or {"minConversations": sum(SPLITS.values())},
         "job": {
-            "steps": 40,
+            "steps": steps,
             "timeLimit": "20m",
             "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "6Gi"}},
         },
         "storage": {"claim": CLAIM},
     }
-
-
-class Stages:
-    """Phases of the rollout with the seconds until each was reached."""
-
-    def __init__(self) -> None:
-        self._began, self._reached = time.monotonic(), list[tuple[str, float]]()
-
-    def wait(self, phase: str, endpoint: Endpoint, *, timeout_s: float, also: tuple[str, ...] = ()) -> None:
-        wait_for(
-            f"phase {phase} ({self})",
-            lambda: endpoint.draft_status().get("phase") in (phase, *also),
-            timeout_s=timeout_s,
-            every_s=1,
-        )
-        self._reached.append((phase, time.monotonic() - self._began))
-
-    def __str__(self) -> str:
-        return ", ".join(f"{phase} after {seconds:.0f} s" for phase, seconds in self._reached)
 
 
 def running_hashes(endpoint: Endpoint) -> set[str]:
@@ -127,5 +192,27 @@ def running_hashes(endpoint: Endpoint) -> set[str]:
 
 def captured(endpoint: Endpoint) -> int:
     """Return the captured conversations of all ready workers."""
-    captures = [endpoint.report(pod).capture for pod in endpoint.ready_pods()]
-    return sum(one.conversations for one in captures if one is not None)
+    return sum(one.conversations for one in capture_reports(endpoint))
+
+
+def oldest_record(endpoint: Endpoint) -> float | None:
+    """Return the Unix time of the oldest captured conversation."""
+    return min((one.oldest for one in capture_reports(endpoint) if one.oldest is not None), default=None)
+
+
+def capture_reports(endpoint: Endpoint) -> list[CaptureReport]:
+    reports = [endpoint.report(pod).capture for pod in endpoint.ready_pods()]
+    return [one for one in reports if one is not None]
+
+
+def tokens_per_step(draft: str) -> float:
+    """Return the tokens per step of a draft on requests for tables that no run has seen."""
+    lines = [{"messages": [{"role": "user", "content": text}]} for text in different_tables(UNSEEN, seed="unseen")]
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as prompts:
+        prompts.write("".join(json.dumps(line) + "\n" for line in lines))
+        prompts.flush()
+        flags = ["--depth=3", "--max-tokens=24", "--temperature=0.8", "--threads=1", "--json"]
+        command = [WORKER, "eval", f"--draft={draft}", f"--prompts={prompts.name}", *flags]
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return float(json.loads(done.stdout)["runs"][0]["overall"]["tokens_per_step"])

@@ -20,6 +20,7 @@ from harness.draft_files import GOOD_URI, bind_claim, delete_claim
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
 from harness.loop import deployed
+from harness.questions import different_questions
 from harness.release import Release
 from harness.streams import StreamTraffic, failures, unbroken_answers
 from kube import Cluster, Manifest, wait_for
@@ -140,7 +141,7 @@ def test_killed_operators_create_one_job(endpoint: Endpoint, release: Release) -
         endpoint.command_draft("distill")
         run = wait_for_phase(endpoint, "Collecting")
         kill_operators(release)
-        with Askers(url, 2, SPLITS):
+        with Askers(url, 2, different_questions(SPLITS)):
             wait_for("the Job is created", lambda: jobs(endpoint), timeout_s=120, every_s=0.1)
         uids = [one["metadata"]["uid"] for one in jobs(endpoint)]
         kill_operators(release)
@@ -175,7 +176,7 @@ def begin(endpoint: Endpoint, state: str | None = "Running") -> str:
     """Begin a run and return its name once its Job has the state."""
     endpoint.command_draft("distill")
     run = wait_for_phase(endpoint, "Collecting", "Distilling")
-    with endpoint.namespace.reach("service", endpoint.name, 80) as url, Askers(url, 2, SPLITS):
+    with endpoint.namespace.reach("service", endpoint.name, 80) as url, Askers(url, 2, different_questions(SPLITS)):
         wait_for("the Job is created", lambda: jobs(endpoint), timeout_s=120)
     if state is not None:
         wait_for_state(endpoint, state)

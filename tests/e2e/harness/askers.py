@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import httpx
 from harness.client_threads import ClientThreads
 from harness.endpoint import MODEL
-
-from specdecode_worker.capture import opening_hash
-from specdecode_worker.training.data import prompts
-from specdecode_worker.training.distillation.splits import split_of
 
 ANSWER_TOKENS = 24
 
@@ -23,11 +17,13 @@ class Askers(ClientThreads):
     They repeat the questions, with other answers, when all were asked.
     """
 
-    def __init__(self, url: str, clients: int, splits: Mapping[str, int]) -> None:
+    def __init__(self, url: str, clients: int, questions: Sequence[str]) -> None:
         super().__init__(clients, join_seconds=120)
         self.asked = 0
         self.problems: list[str] = []
-        self._url, self._questions = url, different_questions(splits)
+        self.questions = questions
+        """They may be replaced at any time."""
+        self._url = url
 
     def _run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
@@ -41,27 +37,13 @@ class Askers(ClientThreads):
                     self._stop.wait(0.5)
 
     def _ask(self, client: httpx.Client, number: int) -> None:
-        question = self._questions[number % len(self._questions)]
+        questions = self.questions
         body = {
             "model": MODEL,
-            "messages": [{"role": "user", "content": question}],
+            "messages": [{"role": "user", "content": questions[number % len(questions)]}],
             "max_tokens": ANSWER_TOKENS,
             "temperature": 0.8,
             "seed": number,
         }
         answer = client.post("/v1/chat/completions", json=body, headers={"X-Specdecode-Capture": "on"})
         answer.raise_for_status()
-
-
-def different_questions(splits: Mapping[str, int]) -> list[str]:
-    """Return questions of the prompt set, as many of each split as ``splits`` says, in random order."""
-    rng, left, chosen = random.Random("askers"), Counter(splits), set[str]()
-    while left.total() > 0:
-        text = prompts.draw(rng).text
-        split = split_of(opening_hash(text))
-        if text not in chosen and left[split] > 0 and len(text) < 300:
-            left[split] -= 1
-            chosen.add(text)
-    questions = sorted(chosen)
-    rng.shuffle(questions)
-    return questions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,52 @@ from kube import Cluster
 
 from specdecode_worker.models.checkpoints.model_store import resolve
 
-GOOD_URI = "embedded://smollm2-135m-instruct-eagle3"
+TARGET_URI = "embedded://smollm2-135m-instruct"
+GOOD_URI = f"{TARGET_URI}-eagle3"
 
 
 def write_noised_head(head: Path, amount: float = 0.5) -> None:
     """Write the embedded head with noise of ``amount`` standard deviations on every weight. All users may read it."""
     import torch
+
+    generator = torch.Generator().manual_seed(1)
+
+    def noised(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: _with_noise(tensor, generator, amount) for name, tensor in tensors.items()}
+
+    _write_head(head, noised)
+
+
+def write_head_without_tables(head: Path) -> None:
+    """Write the embedded head as one that does not know tables: the output rows of their tokens are noise."""
+    import torch
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(resolve(TARGET_URI) / "tokenizer.json"))
+    generator = torch.Generator().manual_seed(1)
+
+    def without_tables(tensors: dict[str, Any]) -> dict[str, Any]:
+        targets = (torch.arange(len(tensors["d2t"])) + tensors["d2t"]).tolist()
+        rows = [row for row, token in enumerate(targets) if _is_of_tables(tokenizer.decode([token]))]
+        weight = tensors["lm_head.weight"].float()
+        noise = torch.randn((len(rows), weight.shape[1]), generator=generator)
+        weight[rows] = 0.3 * weight.std() * noise
+        return {**tensors, "lm_head.weight": weight.to(tensors["lm_head.weight"].dtype)}
+
+    _write_head(head, without_tables)
+
+
+def _is_of_tables(text: str) -> bool:
+    return "|" in text or "---" in text or not text.strip()
+
+
+def _write_head(head: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Write the embedded head with other tensors."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(resolve(GOOD_URI), head)
     (path,) = head.glob("*.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    tensors = {name: _with_noise(tensor, generator, amount) for name, tensor in load_file(path).items()}
+    tensors = changed(load_file(path))
     for entry in (head.parent, head, *head.iterdir()):
         entry.chmod(0o755 if entry.is_dir() else 0o644)
     save_file(tensors, path)
