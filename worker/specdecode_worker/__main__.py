@@ -6,6 +6,8 @@ The module of a command is imported only when the command runs, so that ``pull``
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from importlib import import_module
 
@@ -28,6 +30,10 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] not in COMMANDS:
         return _usage(words)
+    if os.getpid() == 1:
+        # The kernel ignores SIGTERM for the first process of a container that has no handler, so a pod that is deleted
+        # while its command is imported would last until the end of its grace period. Commands set their own handlers.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     command = import_module(f"specdecode_worker.commands.{words[0]}")
     parser = argparse.ArgumentParser(f"specdecode-worker {words[0]}", description=COMMANDS[words[0]])
     command.add_arguments(parser)

@@ -149,8 +149,8 @@ class Reconciler:
             new_events = event_notices(deployment.status, status, pending.changes)
             await record_events(parts.client, key, deployment.uid, new_events, now)
         known = parts.table.get(key)
-        if known is not None and known.pending is pending and not deployment.paused:
-            parts.table.update(key, pending=Pending(urgent=pending.urgent and not outcome.is_saved))
+        if known is not None and not deployment.paused:
+            parts.table.update(key, pending=known.pending.after(pending, is_saved=outcome.is_saved))
         return outcome
 
     # --- children ---------------------------------------------------------------------------------------------------

@@ -92,6 +92,13 @@ class Pending:
     changes: tuple[DecisionRecord, ...] = ()
     """Decisions without an Event, oldest first."""
 
+    def after(self, done: Pending, *, is_saved: bool) -> Pending:
+        """Return what is left once ``done``, an earlier value, was carried out and its Events were written."""
+        if self is done:
+            return Pending(urgent=done.urgent and not is_saved)
+        count = len(done.changes)
+        return replace(self, changes=self.changes[count:]) if self.changes[:count] == done.changes else self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentState:

@@ -30,6 +30,7 @@ SPLITS = {"train": 12, "validation": 4, "test": 4}
 CLAIM_BYTES = 20_000_000
 """Less than the weights of one draft."""
 RUN_SECONDS = 300
+NODE_LABEL = "accelerator"
 pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif(
@@ -85,17 +86,15 @@ def deploy(namespace: Namespace, name: str, claim: str) -> Iterator[Endpoint]:
 def endpoint(served: Endpoint) -> Iterator[Endpoint]:
     """Yield the deployment without a run. What a test changes in the Job's section is taken back."""
     wait_for("no run is under way", lambda: served.draft_status().get("phase") in (None, "Serving"), timeout_s=60)
-    before = served.get()["spec"]["distillation"]["job"]
     yield served
-    served.patch({"distillation": {"job": {"nodeSelector": None, **before}}})
+    served.patch({"distillation": {"job": {"nodeSelector": {NODE_LABEL: None}, "resources": resources("6Gi")}}})
 
 
 def test_deleted_pod_is_replaced_and_the_run_goes_on(endpoint: Endpoint, folders: dict[str, Path]) -> None:
     with served_meanwhile(endpoint):
         run = begin(endpoint)
         uid = job(endpoint)["metadata"]["uid"]
-        data = folders[CLAIM] / "distillation" / NAME / run / "data"
-        wait_for("captures are replayed", data.is_dir, timeout_s=RUN_SECONDS, every_s=0.2)
+        wait_for_work(folders, run)
         kill_pods(endpoint)
         wait_for("another pod", lambda: len(names_of_pods(endpoint)) == 1, timeout_s=60)
         assert job(endpoint)["metadata"]["uid"] == uid, "the same Job goes on"
@@ -104,9 +103,10 @@ def test_deleted_pod_is_replaced_and_the_run_goes_on(endpoint: Endpoint, folders
     assert ended["conversations"] > 0, ended
 
 
-def test_suspended_job_goes_on_later(endpoint: Endpoint) -> None:
+def test_suspended_job_goes_on_later(endpoint: Endpoint, folders: dict[str, Path]) -> None:
     with served_meanwhile(endpoint):
         run = begin(endpoint)
+        wait_for_work(folders, run)
         set_suspended(endpoint, True)
         wait_for_state(endpoint, "Suspended")
         wait_for("its pod is gone", lambda: not names_of_pods(endpoint), timeout_s=150)
@@ -117,7 +117,7 @@ def test_suspended_job_goes_on_later(endpoint: Endpoint) -> None:
 
 
 def test_job_without_a_node_waits_with_the_words_of_the_scheduler(endpoint: Endpoint) -> None:
-    endpoint.patch({"distillation": {"job": {"nodeSelector": {"accelerator": "none-such"}}}})
+    endpoint.patch({"distillation": {"job": {"nodeSelector": {NODE_LABEL: "none-such"}}}})
     with served_meanwhile(endpoint):
         run = begin(endpoint, state="Unschedulable")
         assert "node affinity/selector" in endpoint.draft_status()["run"]["jobReason"]
@@ -187,6 +187,12 @@ def wait_for_phase(endpoint: Endpoint, *phases: str) -> str:
     """Wait until the phase is one of these and return the name of the run."""
     wait_for(f"phase {phases}", lambda: endpoint.draft_status().get("phase") in phases, timeout_s=60)
     return str(endpoint.draft_status()["run"]["id"])
+
+
+def wait_for_work(folders: dict[str, Path], run: str) -> None:
+    """Wait until the run replays captured requests."""
+    data = folders[CLAIM] / "distillation" / NAME / run / "data"
+    wait_for("captures are replayed", data.is_dir, timeout_s=RUN_SECONDS, every_s=0.2)
 
 
 def wait_for_state(endpoint: Endpoint, state: str) -> None:

@@ -68,6 +68,8 @@ class Request:
     """Number of tokens found in the prefix cache at admission. Their blocks may be shared and are never written."""
     cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache at the first admission."""
+    renews_prefix: bool | None = None
+    """Whether a cached prefix that the draft cannot see is computed once more; None until one is found."""
     digests: list[bytes] = field(default_factory=list)
     """Digests of the first full blocks of ``tokens``, computed on demand."""
     digest_root: bytes = b""

@@ -22,6 +22,14 @@ _FOLLOWED = "followed"
 """Mark of blocks that any draft has processed, even one that was replaced since."""
 
 
+RENEW_EVERY = 4
+"""Of the requests that find a prefix without keys of their draft, every so many-th computes it once more.
+
+A draft drafts worse behind a prefix that it cannot see. After a swap, a prefix of many requests soon has the new
+draft's keys, and those of single conversations cost a quarter of the prefill that a cold cache would.
+"""
+
+
 class PrefixReuse:
     """Prefix reuse of one scheduler. If disabled, no block is found or published."""
 
@@ -37,6 +45,7 @@ class PrefixReuse:
         """
         self._root = root_digest(salt)
         self._filling: set[bytes] = set()
+        self._unseen = 0
 
     def begin_step(self) -> None:
         """Start collecting the blocks that the chunks of a new step fill."""
@@ -47,7 +56,7 @@ class PrefixReuse:
         most = self._max_reusable_blocks(request)
         blocks = self._index.find(self._digests(request, most)[:most])
         if self.draft_prefill and request.draft.draft:
-            blocks = list(takewhile(lambda block: self._index.is_marked(block, _FOLLOWED), blocks))
+            blocks = self._visible(request, blocks)
         marked = [self._index.is_marked(block, request.draft.draft) for block in blocks]
         if marked[-2:] == [True, False]:
             # The block's first owner ended before the draft had caught up with this last block. Computing one block
@@ -94,14 +103,32 @@ class PrefixReuse:
         if states:
             self._index.forget_marks(_STATES)
 
-    def _replace_useless(self, digest: bytes, draft: str) -> None:
-        """Evict the cached block for ``digest`` if it has no owner and no keys of ``draft``.
+    def _visible(self, request: Request, blocks: list[int]) -> list[int]:
+        """Return the blocks to reuse: those that a draft has processed, or those that the request's own draft sees."""
+        seen = list(takewhile(lambda block: self._index.is_marked(block, request.draft.draft), blocks))
+        if len(seen) < len(blocks) and self._renews(request):
+            return seen
+        return list(takewhile(lambda block: self._index.is_marked(block, _FOLLOWED), blocks))
 
-        The same text can then be registered with a block that has these keys.
+    def _renews(self, request: Request) -> bool:
+        """Return whether this request computes a prefix once more that its draft cannot see."""
+        if request.renews_prefix is None:
+            self._unseen += 1
+            request.renews_prefix = self._unseen % RENEW_EVERY == 0
+        return request.renews_prefix
+
+    def _replace_useless(self, digest: bytes, draft: str) -> None:
+        """Remove the block for ``digest`` from the index if it has no keys of ``draft``.
+
+        The same text can then be registered with a block that has these keys. Requests that own the old block keep it.
         """
         known = self._index.holder(digest)
-        if known is not None and draft and self._index.is_unowned(known) and not self._index.is_marked(known, draft):
+        if known is None or not draft or self._index.is_marked(known, draft):
+            return
+        if self._index.is_unowned(known):
             self._pool.evict(known)
+        else:
+            self._index.drop(known)
 
     def _max_reusable_blocks(self, request: Request) -> int:
         """Return how many leading blocks may be reused; 0 for prompt logprobs, which need a full prefill."""

@@ -256,6 +256,43 @@ def test_a_prefix_without_draft_keys_is_recomputed_once_draft_prefill_is_on() ->
     assert third.prefix == 48, "while nothing is drafted, anything will do"
 
 
+@pytest.mark.parametrize("owned", [False, True], ids=["cached", "in use"])
+def test_every_fourth_request_computes_a_prefix_without_keys_of_its_draft_once_more(owned: bool) -> None:
+    simulated = device()
+    simulated.scheduler.set_draft_prefill(True)
+    first = arrive_with_draft(simulated, "first", "old", new=40 if owned else 4)
+    simulated.step()
+    if not owned:
+        simulated.drain()
+    reused = []
+    for number in range(5):
+        one = arrive_with_draft(simulated, f"{number}", "new")
+        simulated.step()
+        simulated.step()
+        reused.append((one.prefix, one.draft.start))
+    assert reused == [(48, 48)] * 3 + [(0, 1), (48, 1)], "the fifth one's draft sees what the fourth one computed"
+    simulated.drain()
+    simulated.pool.check([])
+    assert first.finish is not None
+
+
+def test_a_request_that_waits_keeps_its_choice() -> None:
+    simulated = device(limits=Limits(1, 200))
+    simulated.scheduler.set_draft_prefill(True)
+    arrive_with_draft(simulated, "first", "old", new=4)
+    simulated.drain()
+    waiting = [arrive_with_draft(simulated, f"{number}", "new") for number in range(3)]
+    for _ in range(3):
+        simulated.drain()
+    assert [one.prefix for one in waiting] == [48, 48, 48], "a lookup while it waits counts no further request"
+
+
+def arrive_with_draft(simulated: SimulatedDevice, name: str, draft: str, new: int = 4) -> Request:
+    one = simulated.arrive(name, PROMPT, new)
+    one.draft = DraftProgress(draft)
+    return one
+
+
 def test_a_swapped_draft_ignores_the_keys_of_its_predecessor() -> None:
     drafting = Drafting()
     drafting.device_under_test_never.scheduler.forget_draft("d", states=False)
