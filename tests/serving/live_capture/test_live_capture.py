@@ -118,12 +118,12 @@ def test_pushed_plan_switches_capture_on_and_off(worker: WorkerProcess, folder: 
 
 def test_listing_has_all_records_and_later_ones_in_other_segments(worker: WorkerProcess, folder: Path) -> None:
     push(worker, RULES)
-    for count in (1, 2):
+    for stored in (1, 2):
         ask(worker)
-        wait(lambda: captured(worker).conversations == count)  # noqa: B023  # read in this turn
+        wait(lambda: captured(worker).conversations == stored)  # noqa: B023  # read in this turn
         listed = admin(worker, Route.captures, token="captures").json()["segments"]
         assert [one["name"] for one in listed] == [one.path.name for one in list_segments(folder)]
-        assert len(listed) == count
+        assert len(listed) == stored
     for one in listed:
         sent = admin(worker, f"{Route.captures}/{one['name']}", token="captures")
         assert hashlib.sha256(sent.content).hexdigest() == one["sha256"]
