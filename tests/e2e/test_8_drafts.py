@@ -8,7 +8,7 @@ test`` runs the promotion only.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from harness.streams import StreamTraffic, failures, unbroken_answers
 from harness.worker_faults import kill_pod, wait_for_ready_pods
 from kube import Cluster, Manifest, wait_for
 
+from specdecode_worker.contract import StepTime, SyntheticKnobs
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
 
@@ -29,6 +30,7 @@ NAME = "drafts"
 NOISED_URI = "file:///drafts/noised"
 VERDICT_SECONDS = 600
 CLIENTS = 6
+TASK = "code"
 pytestmark = pytest.mark.timeout(1500)
 PROOFS = pytest.mark.skipif(not os.environ.get("DRAFT_PROOFS"), reason="minutes: DRAFT_PROOFS=1, or make drafts")
 
@@ -40,30 +42,34 @@ def drafts(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the files of the incumbent lie on this machine")
     folder = tmp_path_factory.mktemp("drafts")
     write_noised_head(folder / "noised")
+    write_noised_head(folder / "twin", 0.001)
     return folder
 
 
 @contextmanager
-def two_workers(namespace: Namespace, folder: Path, draft: str) -> Iterator[Endpoint]:
+def two_workers(
+    namespace: Namespace,
+    folder: Path,
+    draft: str,
+    knobs: SyntheticKnobs = EQUAL_STEPS,
+    tasks: Sequence[Manifest] = (),
+) -> Iterator[Endpoint]:
     """Deploy two workers that draft chains of three tokens with ``draft``."""
-    template = with_knobs(EQUAL_STEPS)
+    template = with_knobs(knobs)
     template["spec"]["volumes"] = [{"name": "drafts", "hostPath": {"path": str(folder), "type": "Directory"}}]
     mounts = [{"name": "drafts", "mountPath": "/drafts", "readOnly": True}]
     template["spec"]["containers"][0]["volumeMounts"] = mounts
     template["spec"]["initContainers"] = [{"name": "pull", "volumeMounts": mounts}]
-    speculation = {"mode": "Static", "draft": {"uri": draft}}
+    speculation = {"mode": "Static", "draft": {"uri": draft}, "tasks": list(tasks)}
     with deployed(namespace, NAME, speculation, {"template": template}, replicas=2) as endpoint:
         wait_for_ready_pods(endpoint, 2)
         yield endpoint
 
 
-def offer(endpoint: Endpoint, uri: str, digest: str) -> None:
+def offer(endpoint: Endpoint, uri: str, digest: str, **settings: int) -> None:
     """Offer a candidate, with blocks that are short enough for a test."""
-    endpoint.patch({"rollout": {"draft": {"candidate": {"uri": uri, "hash": digest}, "blockRequests": 1}}})
-
-
-def draft_status(endpoint: Endpoint) -> Manifest:
-    return endpoint.status().get("draft") or {}
+    candidate = {"uri": uri, "hash": digest}
+    endpoint.patch({"rollout": {"draft": {"candidate": candidate, "blockRequests": 1, **settings}}})
 
 
 def running_hashes(endpoint: Endpoint) -> set[str]:
@@ -79,13 +85,13 @@ def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watche
         assert running_hashes(endpoint) == {model_hash(drafts / "noised")}
         with StreamTraffic(url, MODEL, CLIENTS) as traffic:
             offer(endpoint, GOOD_URI, good)
-            wait_for("a pod tries it", lambda: draft_status(endpoint).get("trial", {}).get("pod"), timeout_s=60)
+            wait_for("a pod tries it", lambda: endpoint.draft_status().get("trial", {}).get("pod"), timeout_s=60)
             wait_for("all workers run it", lambda: _is_promoted(endpoint, good), timeout_s=VERDICT_SECONDS, every_s=2)
             assert endpoint.identities() == before, "no pod was replaced"
             kill_pod(endpoint, sorted(endpoint.ready_pods())[0])
             wait_for_ready_pods(endpoint, 2)
             wait_for("the new pod runs it, too", lambda: running_hashes(endpoint) == {good}, timeout_s=60)
-        status = draft_status(endpoint)
+        status = endpoint.draft_status()
         print(f"\npromoted after {status['lineage'][0]['pairs']} pairs: {status['lastVerdict']}")
         assert status["lineage"][0]["outcome"] == "Promoted"
         differing = [problem for problem in failures(traffic.answers, expected) if problem.startswith("text differs")]
@@ -93,7 +99,7 @@ def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watche
 
 
 def _is_promoted(endpoint: Endpoint, digest: str) -> bool:
-    current = draft_status(endpoint).get("current") or {}
+    current = endpoint.draft_status().get("current") or {}
     return current.get("hash") == digest and running_hashes(endpoint) == {digest}
 
 
@@ -105,10 +111,58 @@ def test_worse_candidate_is_rolled_back(release: Release, watched: Namespace, dr
         expected, before = unbroken_answers(url, MODEL), endpoint.identities()
         with StreamTraffic(url, MODEL, CLIENTS) as traffic:
             offer(endpoint, NOISED_URI, noised)
-            wait_for("a verdict", lambda: draft_status(endpoint).get("lineage"), timeout_s=VERDICT_SECONDS, every_s=2)
+            wait_for("a verdict", lambda: endpoint.draft_status().get("lineage"), timeout_s=VERDICT_SECONDS, every_s=2)
             wait_for("all workers run the old draft", lambda: running_hashes(endpoint) == {good}, timeout_s=10)
-        (ended,) = draft_status(endpoint)["lineage"]
+        (ended,) = endpoint.draft_status()["lineage"]
         print(f"\nrolled back after {ended['pairs']} pairs: {ended['reason']}")
         assert ended["outcome"] == "RolledBack"
         assert endpoint.identities() == before
         assert failures(traffic.answers, expected) == []
+
+
+@PROOFS
+def test_candidate_with_more_tokens_per_step_and_slower_steps_is_rolled_back(
+    release: Release, watched: Namespace, drafts: Path
+) -> None:
+    release.start()
+    good, noised = model_hash(resolve(GOOD_URI)), model_hash(drafts / "noised")
+    knobs = EQUAL_STEPS.model_copy(update={"by_draft": {good: SyntheticKnobs(step_time=(StepTime(seconds=0.3),))}})
+    with two_workers(watched, drafts, NOISED_URI, knobs) as endpoint, watched.reach("service", NAME, 80) as url:
+        expected = unbroken_answers(url, MODEL)
+        with StreamTraffic(url, MODEL, CLIENTS) as traffic:
+            offer(endpoint, GOOD_URI, good)
+            ended = wait_for_end(endpoint)
+            wait_for("all workers run the old draft", lambda: running_hashes(endpoint) == {noised}, timeout_s=10)
+        assert ended["outcome"] == "RolledBack", ended
+        assert failures(traffic.answers, expected) == []
+
+
+@PROOFS
+def test_candidate_that_loses_one_task_is_not_promoted(release: Release, watched: Namespace, drafts: Path) -> None:
+    """The candidate is faster on three quarters of the traffic and on average. For one task it drafts nothing right."""
+    release.start()
+    good, twin = model_hash(resolve(GOOD_URI)), model_hash(drafts / "twin")
+    steps = EQUAL_STEPS.step_time
+    by_draft = {
+        good: SyntheticKnobs(step_time=steps, acceptance=(0.1,), task_acceptance={TASK: (1.0,)}),
+        twin: SyntheticKnobs(step_time=steps, task_acceptance={TASK: (0.0,)}),
+    }
+    knobs = EQUAL_STEPS.model_copy(update={"by_draft": by_draft})
+    tasks = [{"name": TASK}]
+    with two_workers(watched, drafts, GOOD_URI, knobs, tasks) as endpoint, watched.reach("service", NAME, 80) as url:
+        expected = unbroken_answers(url, MODEL)
+        lost = StreamTraffic(url, MODEL, 2, headers={"X-Specdecode-Task": TASK})
+        with StreamTraffic(url, MODEL, 6) as traffic, lost:
+            offer(endpoint, "file:///drafts/twin", twin, maxPairs=30)
+            ended = wait_for_end(endpoint)
+            wait_for("all workers run the old draft", lambda: running_hashes(endpoint) == {good}, timeout_s=10)
+        assert ended["outcome"] in ("RolledBack", "Undecided"), ended
+        assert failures([*traffic.answers, *lost.answers], expected) == []
+
+
+def wait_for_end(endpoint: Endpoint) -> Manifest:
+    """Wait for the end of the only trial and return its entry in the lineage."""
+    wait_for("a verdict", lambda: endpoint.draft_status().get("lineage"), timeout_s=VERDICT_SECONDS, every_s=2)
+    (ended,) = endpoint.draft_status()["lineage"]
+    print(f"\n{ended['outcome']} after {ended['pairs']} pairs: {ended['reason']}")
+    return dict(ended)

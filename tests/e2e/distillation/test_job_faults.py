@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from harness.askers import Askers
-from harness.draft_files import GOOD_URI, bind_claim, delete_claim
+from harness.draft_files import GOOD_URI, bind_claim, delete_claim, write_noised_head
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
 from harness.loop import deployed
@@ -24,6 +25,9 @@ from harness.questions import different_questions
 from harness.release import Release
 from harness.streams import StreamTraffic, failures, unbroken_answers
 from kube import Cluster, Manifest, wait_for
+
+from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.models.checkpoints.model_store import resolve
 
 NAME, CLAIM, SMALL_CLAIM = "faulty", "training", "small-training"
 SPLITS = {"train": 12, "validation": 4, "test": 4}
@@ -150,6 +154,38 @@ def test_killed_operators_create_one_job(endpoint: Endpoint, release: Release) -
         assert [one["metadata"]["uid"] for one in jobs(endpoint)] == uids, "one Job, and the same one"
         ended = wait_for_end(endpoint, run)
     assert ended["outcome"] == "NotBetter", ended
+
+
+@pytest.mark.parametrize("phase", ["Collecting", "Distilling"])
+def test_draft_of_the_user_ends_a_run(endpoint: Endpoint, folders: dict[str, Path], phase: str) -> None:
+    """Another draft in the spec replaces the workers, which then run it, and no Job is left."""
+    head = folders[CLAIM] / "of-the-user"
+    if not head.exists():
+        write_noised_head(head, 0.001)
+    if phase == "Collecting":
+        endpoint.command_draft("distill")
+        run = wait_for_phase(endpoint, "Collecting")
+    else:
+        run = begin(endpoint)
+    try:
+        began = time.monotonic()
+        endpoint.patch({"speculation": {"draft": {"uri": f"pvc://{CLAIM}/{head.name}"}}})
+        ended = wait_for_end(endpoint, run)
+        wait_for("no Job is left", lambda: not jobs(endpoint), timeout_s=60)
+        digest = model_hash(head)
+        wait_for("the worker runs it", lambda: hashes(endpoint) == {digest}, timeout_s=180, every_s=1)
+        print(f"\n{phase}: the user's draft runs after {time.monotonic() - began:.0f} s")
+        assert ended["outcome"] == "Superseded", ended
+        assert endpoint.draft_status().get("phase") == "Serving"
+    finally:
+        endpoint.patch({"speculation": {"draft": {"uri": GOOD_URI}}})
+        good = model_hash(resolve(GOOD_URI))
+        wait_for("the worker is back", lambda: hashes(endpoint) == {good}, timeout_s=180, every_s=1)
+
+
+def hashes(endpoint: Endpoint) -> set[str]:
+    """Return the drafts of the ready workers."""
+    return {endpoint.report(pod).draft.hash for pod in endpoint.ready_pods()}
 
 
 def test_full_claim_fails_the_run_with_the_reason(

@@ -77,9 +77,12 @@ class StreamTraffic(ClientThreads):
     A change of ``api_key`` holds for the next requests.
     """
 
-    def __init__(self, url: str, model: str, clients: int, api_key: str = "none") -> None:
+    def __init__(
+        self, url: str, model: str, clients: int, api_key: str = "none", headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(clients, join_seconds=180)
         self.api_key = api_key
+        self._headers = dict(headers or {})
         self.answers: list[StreamedAnswer] = []
         self._url, self._model = url, model
         self._prompts = itertools.cycle(PROMPTS)
@@ -94,7 +97,8 @@ class StreamTraffic(ClientThreads):
         while not self._stop.is_set():
             with self._lock:
                 prompt = next(self._prompts)
-            answer = stream_answer(client.with_options(api_key=self.api_key), self._model, prompt)
+            options = client.with_options(api_key=self.api_key, default_headers=self._headers)
+            answer = stream_answer(options, self._model, prompt)
             with self._lock:
                 self.answers.append(answer)
             if answer.problem:

@@ -37,3 +37,5 @@ class SyntheticKnobs(Written):
     acceptance: Profile | None = None
     task_acceptance: dict[TaskName, Profile] = Field(default_factory=dict, max_length=MAX_TASKS)
     step_time: tuple[StepTime, ...] | None = None
+    by_draft: dict[Annotated[str, Field(max_length=64)], SyntheticKnobs] = Field(default_factory=dict, max_length=8)
+    """Knobs in place of these for requests that run the draft with this hash."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
 
 from specdecode_worker.contract import OTHER_TASK, SyntheticKnobs
@@ -20,14 +21,22 @@ class Synthetic:
     @property
     def cuts(self) -> bool:
         """True if an acceptance profile is set."""
-        return self.knobs is not None and bool(self.knobs.acceptance or self.knobs.task_acceptance)
+        if self.knobs is None:
+            return False
+        return any(knobs.acceptance or knobs.task_acceptance for knobs in (self.knobs, *self.knobs.by_draft.values()))
 
-    def draw_depth_limit(self, depth: int, task: str = OTHER_TASK) -> int:
+    def draw_depth_limit(self, depth: int, task: str = OTHER_TASK, draft: str = "") -> int:
         """Draw the largest depth to which a path of ``depth`` may be accepted.
 
         Each depth is accepted with the probability in the profile of the task; the first failure ends the path.
+
+        Args:
+            depth: Drafted depth of the path.
+            task: Task of the request.
+            draft: Hash of the draft that the request runs.
         """
-        profile = self.knobs and self.knobs.task_acceptance.get(task, self.knobs.acceptance)
+        knobs = self._of(draft)
+        profile = knobs and knobs.task_acceptance.get(task, knobs.acceptance)
         if not profile:
             return depth
         for level in range(depth):
@@ -35,9 +44,20 @@ class Synthetic:
                 return level
         return depth
 
-    def least_seconds(self, sequences: int, nodes: int, context: int) -> float:
-        """Return the minimum duration of a step of this size in seconds, 0 if no row of the knobs covers it."""
-        for row in (self.knobs and self.knobs.step_time) or ():
+    def least_seconds(self, sequences: int, nodes: int, context: int, drafts: Iterable[str] = ("",)) -> float:
+        """Return the minimum duration of a step of this size in seconds, 0 if no row of the knobs covers it.
+
+        Of several ``drafts`` in one step, given by their hashes, the slowest counts.
+        """
+        times = (self._step_seconds(self._of(draft), sequences, nodes, context) for draft in set(drafts))
+        return max(times, default=0.0)
+
+    def _of(self, draft: str) -> SyntheticKnobs | None:
+        return self.knobs and self.knobs.by_draft.get(draft, self.knobs)
+
+    @staticmethod
+    def _step_seconds(knobs: SyntheticKnobs | None, sequences: int, nodes: int, context: int) -> float:
+        for row in (knobs and knobs.step_time) or ():
             if sequences <= row.max_sequences and nodes <= row.max_nodes and context <= row.max_context:
                 return row.seconds
         return 0.0

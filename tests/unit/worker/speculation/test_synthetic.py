@@ -77,3 +77,12 @@ def test_a_step_is_padded_by_the_first_matching_row(size: tuple[int, int, int], 
 def test_a_step_without_a_matching_row_is_not_padded() -> None:
     assert Synthetic(SyntheticKnobs(step_time=STEPS[:2])).least_seconds(9, 9, 9) == 0
     assert Synthetic().least_seconds(9, 9, 9) == 0
+
+
+def test_knobs_of_a_draft_replace_the_others_while_it_runs() -> None:
+    slow = SyntheticKnobs(step_time=(StepTime(seconds=0.5),), task_acceptance={"prose": (0.0,)})
+    synthetic = Synthetic(SyntheticKnobs(step_time=STEPS, by_draft={"new": slow}))
+    assert synthetic.cuts
+    assert (synthetic.draw_depth_limit(4, "prose", "new"), synthetic.draw_depth_limit(4, "prose", "old")) == (0, 4)
+    assert synthetic.least_seconds(1, 0, 1, ["old", "old"]) == 0.1
+    assert synthetic.least_seconds(1, 0, 1, ["old", "new"]) == 0.5

@@ -28,7 +28,8 @@ class StepTimer:
         began = max(step.began_seconds, self._collected_seconds)
         nodes = max(row.tree.verified - 1 for row in step.rows)
         context = max(row.request.cached for row in step.rows)
-        least = synthetic.least_seconds(len(step.rows), nodes, context)
+        drafts = (row.request.draft.draft for row in step.rows)
+        least = synthetic.least_seconds(len(step.rows), nodes, context, drafts)
         now = time.monotonic()
         if now - began < least:
             time.sleep(least - (now - began))

@@ -73,7 +73,8 @@ class StepLauncher:
         upload_rows(self._state, rows)
         knobs, emitting = self.synthetic, [row for row in rows if row.emits]
         depth_limits = tuple(
-            knobs.draw_depth_limit(row.tree.drafted_depth, row.request.submit.task) for row in emitting
+            knobs.draw_depth_limit(row.tree.drafted_depth, row.request.submit.task, row.request.draft.draft)
+            for row in emitting
         )
         queued = self._replay(rows, choice, depth_limits) or self._run(
             rows, choice, depth_limits, draft_prefill=draft_prefill
