@@ -14,6 +14,10 @@ from specdecode_operator.times import in_words
 from specdecode_operator.types import Deployment, Observation
 
 
+_MINUTE = (60, "minute")
+_UNITS = ((DAY_SECONDS, "day"), (3600, "hour"), _MINUTE)
+
+
 def draft_fresh(deployment: Deployment, observed: Observation, now: float) -> ConditionState | None:
     """Return the condition. None until a worker has reported its draft, and while no draft is used."""
     drift, kind = observed.session.learned.drift, ConditionType.draft_fresh
@@ -47,8 +51,9 @@ def _learning(drift: DriftState, duration: str, now: float) -> str:
     left = seconds_of(duration) - (now - min(began))
     if left <= 0:
         return f"{duration} had too few requests for a baseline, so it is still learnt{renewed}"
-    count, unit = (left / DAY_SECONDS, "day") if left > DAY_SECONDS else (left / 3600, "hour")
-    return f"the baseline is learnt, {math.ceil(count)} {unit if count <= 1 else unit + 's'} left{renewed}"
+    size, unit = next((one for one in _UNITS if left > one[0]), _MINUTE)
+    count = math.ceil(left / size)
+    return f"the baseline is learnt, {count} {unit if count == 1 else unit + 's'} left{renewed}"
 
 
 def _sentence(text: str) -> str:

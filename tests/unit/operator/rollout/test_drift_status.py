@@ -76,6 +76,20 @@ def explained(served: Drifting) -> str:
     return " ".join(" ".join(explain(resource, served.session.learned, served.now)).split())
 
 
+@pytest.mark.parametrize(
+    ("waited", "left"), [(5, "2 days"), (6.5, "12 hours"), (6.97, "44 minutes"), (6.9999, "1 minute")]
+)
+def test_the_condition_counts_in_the_largest_unit(waited: float, left: str) -> None:
+    served = drifting(requests_per_day=240)
+    served.serve(20)
+    began = served.session.learned.drift.own_tasks[0].began
+    assert began is not None
+    served.wait(began + waited * DAY - served.now)
+    condition = fresh(served)
+    assert condition is not None
+    assert condition.message == f"the baseline is learnt, {left} left"
+
+
 def test_the_condition_counts_the_days_of_the_baseline() -> None:
     served = drifting(requests_per_day=240)
     condition = fresh(served)
