@@ -13,7 +13,6 @@ from specdecode_operator.state.drift_state import ALL_TASKS, DriftState, TaskDri
 from specdecode_operator.times import in_words
 from specdecode_operator.types import Deployment, Observation
 
-
 _MINUTE = (60, "minute")
 _UNITS = ((DAY_SECONDS, "day"), (3600, "hour"), _MINUTE)
 
