@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test faults extra-node network-policies operator-faults crds images bench gpu gpu-carry gpu-report simulate loop router drafts outages lossless soak fuzz crd-fuzz requirements
+.PHONY: help venv demo demo-down check lint test faults extra-node network-policies operator-faults crds images bench gpu gpu-train gpu-carry gpu-report simulate loop router drafts outages lossless soak fuzz crd-fuzz requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ bench: venv ## speculation against plain decoding on the embedded model, in one 
 
 gpu: ## the gpu tests and benchmarks on this machine's GPU, in ten minutes, into a JSON and a page (out/); STAGE=... for one
 	@hack/gpu $(addprefix --stage ,$(STAGE))
+
+gpu-train: ## train the embedded draft further on this machine's GPU, in ten minutes, and compare it with before (out/)
+	@hack/gpu-train
 
 gpu-carry: venv ## what a machine with a GPU and no network lacks, as wheels, into .gpu/
 	@hack/gpu-carry
