@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from harness.askers import Askers
 from harness.draft_files import GOOD_URI, bind_claim, delete_claim, write_head_without_tables, write_noised_head
-from harness.endpoint import EQUAL_STEPS, MODEL, Endpoint
+from harness.endpoint import EQUAL_STEPS, MEMORY, MODEL, Endpoint
 from harness.kube import Namespace
 from harness.loop import deployed, with_knobs
 from harness.questions import different_questions, different_tables
@@ -37,7 +37,7 @@ NAME, CLAIM = "distilled", "new-drafts"
 WORKER = Path(sys.executable).parent / "specdecode-worker"
 SPLITS = {"train": 200, "validation": 24, "test": 72}
 """Questions by split: a verdict needs 64 of the test split."""
-CLIENTS, ASKERS = 2, 4
+CLIENTS, ASKERS = 2, 5
 UNSEEN = {"train": 20, "validation": 2, "test": 10}
 BASELINE_SECONDS, DRIFT_SECONDS = 1500, 1200
 COLLECT_SECONDS, JOB_SECONDS, CANARY_SECONDS = 900, 1500, 900
@@ -154,7 +154,8 @@ def served(release: Release, namespace: Namespace, head: Path, settings: Manifes
     """Serve with a head of the claim while a block runs. All texts are equal, and no pod is replaced."""
     release.start()
     speculation = {"mode": "Static", "draft": {"uri": f"pvc://{CLAIM}/{head.name}"}}
-    workers = {"template": with_knobs(EQUAL_STEPS)}
+    resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": MEMORY}}
+    workers = {"template": with_knobs(EQUAL_STEPS), "resources": resources}
     extra = {"distillation": settings, "rollout": {"draft": {"blockRequests": 2}}}
     with (
         deployed(namespace, NAME, speculation, workers, replicas=2, **extra) as endpoint,

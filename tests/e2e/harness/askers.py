@@ -26,15 +26,16 @@ class Askers(ClientThreads):
         self._url = url
 
     def _run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
-            while not self._stop.is_set():
-                with self._lock:
-                    number, self.asked = self.asked, self.asked + 1
-                try:
+        while not self._stop.is_set():
+            with self._lock:
+                number, self.asked = self.asked, self.asked + 1
+            try:
+                # A connection for each request, so that the Service spreads them over the workers.
+                with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
                     self._ask(client, number)
-                except httpx.HTTPError as error:
-                    self.problems.append(f"{type(error).__name__}: {error}"[:300])
-                    self._stop.wait(0.5)
+            except httpx.HTTPError as error:
+                self.problems.append(f"{type(error).__name__}: {error}"[:300])
+                self._stop.wait(0.5)
 
     def _ask(self, client: httpx.Client, number: int) -> None:
         questions = self.questions
