@@ -20,6 +20,17 @@ def run_folder(deployment: str, run: str) -> str:
     return f"distillation/{deployment}/{run}"
 
 
+def deletion_id(run: str) -> str:
+    """Return the id of the Job that deletes a run's folder, in its label."""
+    return f"{run}-delete"
+
+
+def published_hash(uri: str, prefix: str) -> str:
+    """Return the hash in the URI of a published draft; empty for other URIs."""
+    place, _, name = uri.rstrip("/").rpartition("/")
+    return name if place == prefix and _HASH.fullmatch(name) else ""
+
+
 def problem_of_draft(draft: Artifact | None, prefix: str) -> str:
     """Return why workers must not take a Job's draft; empty if they may."""
     if draft is None:

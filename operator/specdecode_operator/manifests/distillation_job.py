@@ -8,7 +8,7 @@ was.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, seconds_of
@@ -58,7 +58,11 @@ _EXAMPLE = RunRecord(id="0", started=0, draft_uri="embedded://draft", claim="cla
 
 def job_name(deployment: str, run: str) -> str:
     """Return the name of the Job: a DNS label, which is also a label of its pods."""
-    name = f"{deployment}-distill-{run}"
+    return job_label(f"{deployment}-distill-{run}")
+
+
+def job_label(name: str) -> str:
+    """Return the name of a Job, shortened to the length of a label."""
     if len(name) <= _MAX_NAME:
         return name
     return f"{name[: _MAX_NAME - 11].rstrip('-.')}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
@@ -70,17 +74,23 @@ def check_job_template(deployment: Deployment, defaults: Defaults) -> None:
         distillation_job(deployment, _EXAMPLE, defaults)
 
 
-def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> Manifest:
+def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str] = ()) -> Manifest:
     """Return the Job. ``suspend`` is absent: with a queue name, Kueue suspends the Job when it is created.
+
+    Args:
+        deployment: The resource.
+        run: Training run of the Job.
+        defaults: Values where the spec has none.
+        keep: Hashes of the published drafts that it must not delete.
 
     Raises:
         SpecError: The user's template cannot be merged.
     """
     job = deployment.spec.distillation.job
     made = metadata(deployment, job_name(deployment.name, run.id))
-    labels = _labels(made["labels"], deployment, run)
+    labels = job_labels(made["labels"], deployment, run.id)
     queue = {QUEUE_LABEL: job.queue_name} if job.queue_name else {}
-    ours = {"metadata": {"labels": labels}, "spec": _pod(deployment, run, defaults)}
+    ours = {"metadata": {"labels": labels}, "spec": _pod(deployment, run, defaults, keep)}
     template = merged(ours, job.template or {}, "distillation.job.template")
     # The labels stay, whatever the user's template says: another role would put the pod into a Service.
     template = merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
@@ -101,10 +111,10 @@ def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults)
     }
 
 
-def _labels(labels: Mapping[str, str], deployment: Deployment, run: RunRecord) -> dict[str, str]:
-    """Return the labels of the Job and its pods. No Service selects the role ``job``."""
+def job_labels(labels: Mapping[str, str], deployment: Deployment, run: str) -> dict[str, str]:
+    """Return the labels of a Job and its pods. No Service selects the role ``job``."""
     others = {key: value for key, value in labels.items() if key not in (ROLE_LABEL, VARIANT_LABEL)}
-    own = {NAME_LABEL: deployment.name, ROLE_LABEL: Role.job.value, RUN_LABEL: run.id}
+    own = {NAME_LABEL: deployment.name, ROLE_LABEL: Role.job.value, RUN_LABEL: run}
     return {**others, **own, "app.kubernetes.io/name": "specdecode-distillation"}
 
 
@@ -121,7 +131,18 @@ def _failure_policy() -> dict[str, Any]:
     }
 
 
-def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str, Any]:
+def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str]) -> dict[str, Any]:
+    return {
+        **job_pod(deployment),
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "initContainers": [_pull(deployment, run, defaults)],
+        "containers": [_distill(deployment, run, defaults, keep)],
+        "volumes": _volumes(deployment, run),
+    }
+
+
+def job_pod(deployment: Deployment) -> dict[str, Any]:
+    """Return the fields of a Job's pod apart from containers and volumes."""
     spec, job = deployment.spec, deployment.spec.distillation.job
     scheduling = {
         "nodeSelector": dict(job.node_selector),
@@ -133,16 +154,13 @@ def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
         "securityContext": pod_security_context(),
-        "initContainers": [_pull(deployment, run, defaults)],
-        "containers": [_distill(deployment, run, defaults)],
-        "volumes": _volumes(deployment, run),
         **{name: value for name, value in scheduling.items() if value},
     }
 
 
-def _container(deployment: Deployment, defaults: Defaults, name: str) -> dict[str, Any]:
+def job_container(deployment: Deployment, defaults: Defaults, name: str) -> dict[str, Any]:
+    """Return the fields that all containers of Jobs have."""
     workers, job = deployment.spec.workers, deployment.spec.distillation.job
     return {
         "name": name,
@@ -168,7 +186,7 @@ def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[st
         env.append(_from_secret("HF_TOKEN", secret.name, secret.key))
     uris = dict.fromkeys([spec.model.uri, run.draft_uri])
     return {
-        **_container(deployment, defaults, "pull"),
+        **job_container(deployment, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *uris],
         "env": env,
         "resources": spec.distillation.job.resources.model_dump(mode="json", exclude_defaults=True),
@@ -176,7 +194,7 @@ def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[st
     }
 
 
-def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str, Any]:
+def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str]) -> dict[str, Any]:
     spec = deployment.spec
     tls = [{"name": "tls-ca", "mountPath": TLS_DIR, "readOnly": True}] if spec.tls else []
     prompts = [{"name": "prompts", "mountPath": PROMPTS_DIR, "readOnly": True}] if _prompts(deployment) else []
@@ -191,16 +209,16 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict
         _from_secret(Env.capture_token, tokens_name(deployment.name), TokenScope.capture.value),
     ]
     return {
-        **_container(deployment, defaults, JOB_CONTAINER),
-        "command": ["specdecode-worker", "distill", *arguments(deployment, run)],
+        **job_container(deployment, defaults, JOB_CONTAINER),
+        "command": ["specdecode-worker", "distill", *arguments(deployment, run, keep)],
         "env": env,
         "resources": _resources(deployment),
         "volumeMounts": [*models, claim, *prompts, *tls],
     }
 
 
-def arguments(deployment: Deployment, run: RunRecord) -> list[str]:
-    """Return the flags of ``specdecode-worker distill``."""
+def arguments(deployment: Deployment, run: RunRecord, keep: Sequence[str] = ()) -> list[str]:
+    """Return the flags of ``specdecode-worker distill``. Without ``keep`` no draft is deleted."""
     spec, job = deployment.spec, deployment.spec.distillation.job
     host = f"{headless_name(deployment.name)}.{deployment.namespace}.svc"
     values: dict[str, object] = {
@@ -215,6 +233,8 @@ def arguments(deployment: Deployment, run: RunRecord) -> list[str]:
         "max-age": seconds_of(spec.distillation.capture.max_age),
         "device": "cuda" if job.devices else "cpu",
     }
+    if keep:
+        values["keep-drafts"] = ",".join(keep)
     if spec.tls:
         values["capture-ca"] = f"{TLS_DIR}/ca.crt"
     if job.golden:
@@ -225,7 +245,7 @@ def arguments(deployment: Deployment, run: RunRecord) -> list[str]:
         values["replay-share"] = 0
     if job.steps is not None:
         values["steps"] = job.steps
-    return ["--job", *(f"--{flag}={value}" for flag, value in values.items())]
+    return ["--job", "--prune", *(f"--{flag}={value}" for flag, value in values.items())]
 
 
 def _resources(deployment: Deployment) -> dict[str, Any]:

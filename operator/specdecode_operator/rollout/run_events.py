@@ -12,7 +12,7 @@ from dataclasses import replace
 from specdecode_operator.api.v1alpha1 import seconds_of
 from specdecode_operator.drafts.lifecycle import Event
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
-from specdecode_operator.drafts.run_places import problem_of_draft, published_prefix
+from specdecode_operator.drafts.run_places import deletion_id, problem_of_draft, published_prefix
 from specdecode_operator.rollout.observed_events import TRAIN, Detection, Detector, Facts, begun_from, spec_hash_of
 from specdecode_operator.state.draft_record import DraftRecord, RunRecord
 from specdecode_operator.types import Deployment, Observation, TrainingJob
@@ -127,10 +127,11 @@ def job_of_run(jobs: tuple[TrainingJob, ...], deployment: Deployment, run: RunRe
 def jobs_to_delete(
     jobs: tuple[TrainingJob, ...], deployment: Deployment, record: DraftRecord
 ) -> tuple[TrainingJob, ...]:
-    """Return the Jobs of the deployment that no run needs."""
+    """Return the Jobs of the deployment that no run needs. One that deleted a folder, or failed to, has ended."""
     wanted = record.run.id if record.run is not None and record.phase is Phase.DISTILLING else None
+    deletes = deletion_id(record.undeleted_run.id) if record.undeleted_run is not None else None
     mine = [job for job in jobs if job.owner_uid == deployment.uid and not job.deleting]
-    return tuple(job for job in mine if job.run != wanted)
+    return tuple(job for job in mine if job.run != wanted and (job.run != deletes or job.status.state.is_final))
 
 
 def is_job_due(record: DraftRecord, now: float) -> bool:

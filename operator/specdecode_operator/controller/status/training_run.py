@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from specdecode_operator import manifests
-from specdecode_operator.api.v1alpha1 import DraftRunStatus
+from specdecode_operator.api.schema import MAX_TEXT
+from specdecode_operator.api.v1alpha1 import DraftRunEndStatus, DraftRunStatus
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.rollout.run_events import captured_conversations, job_of_run
 from specdecode_operator.state.draft_record import RunRecord
@@ -36,6 +37,20 @@ def run_section(deployment: Deployment, observed: Observation, job_problem: str)
     state, reason = job_state(deployment, observed, run, job_problem)
     update = {"job": manifests.job_name(deployment.name, run.id), "job_state": state, "job_reason": reason or None}
     return shown.model_copy(update=update)
+
+
+def last_run_section(deployment: Deployment, observed: Observation, job_problem: str) -> DraftRunEndStatus | None:
+    """Return the latest run that ended, and whether its folder is still to be deleted."""
+    record = observed.session.drafts
+    last, run = record.last_run, record.undeleted_run
+    if last is None or run is None:
+        return last
+    note = f"its folder on claim {run.claim} is deleted after {iso(run.retry_at)} by Job "
+    note += manifests.deletion_job_name(deployment.name, run.id)
+    problem = job_problem if record.run is None else ""
+    if problem or run.losses:
+        note += f", which failed: {problem or run.reason}"
+    return last.model_copy(update={"reason": f"{last.reason[: MAX_TEXT - len(note) - 2]}; {note}"[:MAX_TEXT]})
 
 
 def run_progress(deployment: Deployment, observed: Observation, job_problem: str) -> str:
