@@ -51,7 +51,7 @@ def materialise(
 
 def _job(deployment: Deployment, observed: Observation, defaults: Defaults, now: float) -> Manifest | None:
     record = observed.session.drafts
-    if is_job_due(record, now) and record.run is not None:
+    if is_job_due(record, observed, now) and record.run is not None:
         uris = manifests.model_uris(deployment.spec)
         keep = needed_drafts(deployment, record, record.run.claim, uris)
         return manifests.distillation_job(deployment, record.run, defaults, keep)

@@ -37,7 +37,7 @@ def find_run_deletion(facts: Facts, record: DraftRecord) -> Detection | None:
 def run_to_delete(deployment: Deployment, observed: Observation, now: float) -> RunRecord | None:
     """Return the run whose folder a Job is to delete now; None without one, and while a Job of it exists."""
     run = observed.session.drafts.undeleted_run
-    if run is None or now < run.retry_at:
+    if run is None or now < run.retry_at or observed.jobs_problem:
         return None
     ids = (run.id, deletion_id(run.id))
     return None if any(_job_of(observed.jobs, deployment, one) for one in ids) else run

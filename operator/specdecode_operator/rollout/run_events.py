@@ -38,6 +38,8 @@ def obstacle_of_run(facts: Facts, record: DraftRecord) -> str:
         return "speculation.mode is Off, so no draft is used"
     if record.phase is not Phase.SERVING:
         return f"the phase is {record.phase}; a run begins in phase Serving only"
+    if facts.observed.jobs_problem:
+        return facts.observed.jobs_problem
     if not (record.current or spec_hash_of(facts)):
         return "no worker has reported the draft to go on from"
     return ""
@@ -93,13 +95,14 @@ def find_run_event(facts: Facts, record: DraftRecord) -> Detection | None:
         reason = f"distillation.storage.claim is {distillation.storage.claim or 'absent'} now"
         return Detection(record=record, event=Event(kind=EventKind.USER_REJECT), reason=reason, cause="user")
     if record.phase is Phase.DISTILLING:
-        return _find_job_event(facts, record, run)
+        # Jobs that cannot be listed are not lost.
+        return None if facts.observed.jobs_problem else _find_job_event(facts, record, run)
     if not distillation.capture.enabled:
         reason = "distillation.capture.enabled is false now"
         return Detection(record=record, event=Event(kind=EventKind.USER_REJECT), reason=reason, cause="user")
     needed = distillation.trigger.min_conversations
     count = captured_conversations(facts.observed, since_plan=True)
-    if count < needed:
+    if count < needed or facts.observed.jobs_problem:
         return None
     reason = f"the workers hold {count} captured conversations, of {needed} that a run needs"
     return Detection(record=record, event=Event(kind=EventKind.CAPTURES_READY), reason=reason, cause="run")
@@ -134,10 +137,11 @@ def jobs_to_delete(
     return tuple(job for job in mine if job.run != wanted and (job.run != deletes or job.status.state.is_final))
 
 
-def is_job_due(record: DraftRecord, now: float) -> bool:
+def is_job_due(record: DraftRecord, observed: Observation, now: float) -> bool:
     """Return whether the Job of the run is to be created. Creating one that exists changes nothing."""
     run = record.run
-    return record.phase is Phase.DISTILLING and run is not None and not run.job_uid and now >= run.retry_at
+    is_missing = run is not None and not run.job_uid and now >= run.retry_at
+    return record.phase is Phase.DISTILLING and is_missing and not observed.jobs_problem
 
 
 def _find_job_event(facts: Facts, record: DraftRecord, run: RunRecord) -> Detection | None:

@@ -63,6 +63,8 @@ def draft_rollout(deployment: Deployment, observed: Observation, job_problem: st
         return ConditionState(kind, "True", _under_way(record), _progress(record))
     if record.run_refusal:
         return ConditionState(kind, "False", "RunRefused", f"no run was begun: {record.run_refusal}", True)
+    if observed.jobs_problem and deployment.spec.distillation.capture.enabled:
+        return ConditionState(kind, "False", "RunRefused", f"no run can begin: {observed.jobs_problem}", True)
     if not record.is_used:
         return None
     if record.refusal:

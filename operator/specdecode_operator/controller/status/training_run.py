@@ -32,7 +32,7 @@ def run_section(deployment: Deployment, observed: Observation, job_problem: str)
     if record.phase is Phase.COLLECTING:
         needed = deployment.spec.distillation.trigger.min_conversations
         count = _stepped(captured_conversations(observed), needed)
-        problem = capture_problem(observed) or None
+        problem = observed.jobs_problem or capture_problem(observed) or None
         return shown.model_copy(update={"conversations": count, "needed": needed, "capture_problem": problem})
     state, reason = job_state(deployment, observed, run, job_problem)
     update = {"job": manifests.job_name(deployment.name, run.id), "job_state": state, "job_reason": reason or None}
@@ -47,7 +47,7 @@ def last_run_section(deployment: Deployment, observed: Observation, job_problem:
         return last
     note = f"its folder on claim {run.claim} is deleted after {iso(run.retry_at)} by Job "
     note += manifests.deletion_job_name(deployment.name, run.id)
-    problem = job_problem if record.run is None else ""
+    problem = observed.jobs_problem or (job_problem if record.run is None else "")
     if problem or run.losses:
         note += f", which failed: {problem or run.reason}"
     return last.model_copy(update={"reason": f"{last.reason[: MAX_TEXT - len(note) - 2]}; {note}"[:MAX_TEXT]})
@@ -61,7 +61,7 @@ def run_progress(deployment: Deployment, observed: Observation, job_problem: str
         return "the stored run could not be read"
     if record.phase is Phase.COLLECTING:
         needed = deployment.spec.distillation.trigger.min_conversations
-        problem = capture_problem(observed)
+        problem = observed.jobs_problem or capture_problem(observed)
         wanted = f"requests are captured until the workers hold {needed} conversations"
         return f"{wanted}; {problem}" if problem else wanted
     state, reason = job_state(deployment, observed, run, job_problem)
@@ -71,6 +71,8 @@ def run_progress(deployment: Deployment, observed: Observation, job_problem: str
 
 def job_state(deployment: Deployment, observed: Observation, run: RunRecord, problem: str) -> tuple[str, str]:
     """Return the state of a run's Job and the reason for it."""
+    if observed.jobs_problem:
+        return REFUSED, observed.jobs_problem
     job = job_of_run(observed.jobs, deployment, run)
     if job is not None:
         return str(job.status.state), job.status.reason
