@@ -12,6 +12,7 @@ from dataclasses import replace
 from specdecode_operator.api.v1alpha1 import seconds_of
 from specdecode_operator.drafts.lifecycle import Event
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
+from specdecode_operator.drafts.run_obstacle import obstacle_in_phase, obstacle_in_spec
 from specdecode_operator.drafts.run_places import deletion_id, problem_of_draft, published_prefix
 from specdecode_operator.rollout.observed_events import TRAIN, Detection, Detector, Facts, begun_from, spec_hash_of
 from specdecode_operator.state.draft_record import DraftRecord, RunRecord
@@ -27,19 +28,9 @@ RUN_PHASES = (Phase.COLLECTING, Phase.DISTILLING)
 
 def obstacle_of_run(facts: Facts, record: DraftRecord) -> str:
     """Return why no run can begin now; empty if one can."""
-    spec, distillation = facts.deployment.spec, facts.deployment.spec.distillation
-    if spec.speculation.method != "eagle3" or spec.speculation.draft is None:
-        return f"speculation.method is {spec.speculation.method}; only eagle3 drafts can be trained"
-    if not distillation.capture.enabled:
-        return "distillation.capture.enabled is false, so there are no requests to train from"
-    if not distillation.storage.claim:
-        return "distillation.storage.claim is absent, so there is no place for the new draft"
-    if spec.speculation.mode == "Off":
-        return "speculation.mode is Off, so no draft is used"
-    if record.phase is not Phase.SERVING:
-        return f"the phase is {record.phase}; a run begins in phase Serving only"
-    if facts.observed.jobs_problem:
-        return facts.observed.jobs_problem
+    known = obstacle_in_spec(facts.deployment.spec) or facts.observed.jobs_problem or obstacle_in_phase(record.phase)
+    if known:
+        return known
     if not (record.current or spec_hash_of(facts)):
         return "no worker has reported the draft to go on from"
     return ""
