@@ -12,8 +12,10 @@ def obstacle_in_spec(spec: Spec) -> str:
         return f"speculation.method is {spec.speculation.method}; only eagle3 drafts can be trained"
     if not spec.distillation.capture.enabled:
         return "distillation.capture.enabled is false, so there are no requests to train from"
-    if not spec.distillation.storage.claim:
-        return "distillation.storage.claim is absent; name a claim that all workers can mount"
+    if not spec.distillation.storage.is_set:
+        return (
+            "distillation.storage.claim is absent, and so is s3; name a claim that all workers can mount, or a bucket"
+        )
     if spec.speculation.mode == "Off":
         return "speculation.mode is Off, so no draft is used"
     return ""

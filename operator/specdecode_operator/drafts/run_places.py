@@ -10,9 +10,14 @@ _HASH = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*")
 """Form of a draft's hash. It is the name of one folder, so it has no slash and does not begin with a dot."""
 
 
-def published_prefix(claim: str, deployment: str) -> str:
-    """Return the URI below which a deployment's new drafts lie, each in a folder with its hash as the name."""
-    return f"pvc://{claim}/drafts/{deployment}"
+def published_prefix(place: str, deployment: str) -> str:
+    """Return the URI below which a deployment's new drafts lie, each in a folder with its hash as the name.
+
+    Args:
+        place: URI of the claim or of the place in a bucket.
+        deployment: Name of the deployment.
+    """
+    return f"{place}/drafts/{deployment}"
 
 
 def run_folder(deployment: str, run: str) -> str:

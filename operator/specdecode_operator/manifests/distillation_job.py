@@ -2,7 +2,7 @@
 
 It is created once and never applied again, because Kueue changes it: it sets ``suspend`` and adds node selectors.
 Checkpoints and data lie in the run's folder on the claim of new drafts, so that a new pod goes on where the last one
-was.
+was. With a bucket they lie in a folder of the pod, and a new pod begins anew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, seconds_of
-from specdecode_operator.drafts.run_places import published_prefix, run_folder
+from specdecode_operator.drafts.run_places import published_prefix
 from specdecode_operator.manifests.config import CACHE_DIR, TLS_DIR, unpinned_uris, whole_cores
 from specdecode_operator.manifests.identity import (
     NAME_LABEL,
@@ -25,11 +25,10 @@ from specdecode_operator.manifests.identity import (
     tokens_name,
 )
 from specdecode_operator.manifests.merge import merged
+from specdecode_operator.manifests.run_storage import bucket_environment, run_mount, run_out, run_volume
 from specdecode_operator.manifests.template import pod_security_context
 from specdecode_operator.manifests.volumes import (
-    CLAIMS_DIR,
     REVISIONS_PATH,
-    claim_volume,
     pull_mounts,
     secret_volume,
     volumes,
@@ -184,6 +183,7 @@ def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[st
         env.append({"name": Env.revisions_path, "value": REVISIONS_PATH})
     if secret:
         env.append(_from_secret("HF_TOKEN", secret.name, secret.key))
+    env += bucket_environment(spec)
     uris = dict.fromkeys([spec.model.uri, run.draft_uri])
     return {
         **job_container(deployment, defaults, "pull"),
@@ -198,8 +198,8 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: S
     spec = deployment.spec
     tls = [{"name": "tls-ca", "mountPath": TLS_DIR, "readOnly": True}] if spec.tls else []
     prompts = [{"name": "prompts", "mountPath": PROMPTS_DIR, "readOnly": True}] if _prompts(deployment) else []
-    claim = {"name": claim_volume(run.claim), "mountPath": f"{CLAIMS_DIR}/{run.claim}"}
-    models = [mount for mount in pull_mounts(spec) if mount["mountPath"] != claim["mountPath"]]
+    written = run_mount(run)
+    models = [mount for mount in pull_mounts(spec) if mount["mountPath"] != written["mountPath"]]
     threads = None if spec.distillation.job.devices else whole_cores(spec.distillation.job.resources)
     env = [
         {"name": "HOME", "value": "/tmp"},
@@ -207,13 +207,14 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: S
         *([{"name": "OMP_NUM_THREADS", "value": str(threads)}] if threads else []),
         *([{"name": Env.revisions_path, "value": REVISIONS_PATH}] if unpinned_uris(spec) else []),
         _from_secret(Env.capture_token, tokens_name(deployment.name), TokenScope.capture.value),
+        *bucket_environment(spec),
     ]
     return {
         **job_container(deployment, defaults, JOB_CONTAINER),
         "command": ["specdecode-worker", "distill", *arguments(deployment, run, keep)],
         "env": env,
         "resources": _resources(deployment),
-        "volumeMounts": [*models, claim, *prompts, *tls],
+        "volumeMounts": [*models, written, *prompts, *tls],
     }
 
 
@@ -225,8 +226,8 @@ def arguments(deployment: Deployment, run: RunRecord, keep: Sequence[str] = ()) 
         "model": spec.model.uri,
         "draft": run.draft_uri,
         "capture-from": f"{'https://' if spec.tls else ''}{host}:{Port.admin}",
-        "out": f"{CLAIMS_DIR}/{run.claim}/{run_folder(deployment.name, run.id)}",
-        "publish": published_prefix(run.claim, deployment.name),
+        "out": run_out(deployment.name, run),
+        "publish": published_prefix(run.place, deployment.name),
         "cache-dir": CACHE_DIR,
         "dtype": spec.model.dtype,
         "time-limit": seconds_of(job.time_limit),
@@ -257,11 +258,11 @@ def _resources(deployment: Deployment) -> dict[str, Any]:
 
 
 def _volumes(deployment: Deployment, run: RunRecord) -> list[dict[str, Any]]:
-    spec, claim = deployment.spec, claim_volume(run.claim)
-    models = {mount["name"] for mount in pull_mounts(spec)} - {claim}
+    spec, written = deployment.spec, run_volume(deployment, run)
+    models = {mount["name"] for mount in pull_mounts(spec)} - {written["name"]}
     made = [
         *(volume for volume in volumes(spec, deployment.name) if volume["name"] in models),
-        {"name": claim, "persistentVolumeClaim": {"claimName": run.claim}},
+        written,
     ]
     if sources := _prompts(deployment):
         made.append({"name": "prompts", "projected": {"sources": sources}})

@@ -57,7 +57,7 @@ def needed_drafts(deployment: Deployment, record: DraftRecord, claim: str, uris:
     known |= {entry.hash for entry in record.lineage} | set(record.uris)
     if candidate is not None:
         known.add(candidate.hash)
-    prefix = published_prefix(claim, deployment.name)
+    prefix = published_prefix(f"pvc://{claim}", deployment.name)
     named = {
         published_hash(uri, prefix) for uri in (*uris, *record.uris.values(), *([candidate.uri] if candidate else []))
     }

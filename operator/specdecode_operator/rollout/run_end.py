@@ -49,7 +49,12 @@ def with_run_end(detection: Detection, after: DraftRecord, spec: Spec, now: floa
         "last_verdict": f"run {ended.id}: {outcome}: {detection.reason}"[:1000],
         "run_outcomes": {**before.run_outcomes, outcome: before.run_outcomes.get(outcome, 0) + 1},
     }
-    if before.run is not None and before.phase is Phase.DISTILLING and outcome not in _WITHOUT_TEXT:
+    if (
+        before.run is not None
+        and before.run.claim
+        and before.phase is Phase.DISTILLING
+        and outcome not in _WITHOUT_TEXT
+    ):
         # Its Job may have left captured text. A Job of its own deletes it, as soon as the pods have ended.
         wait = {"job_uid": "", "losses": 0, "reason": "", "retry_at": now + POD_END_SECONDS}
         update["undeleted_run"] = before.run.model_copy(update=wait)

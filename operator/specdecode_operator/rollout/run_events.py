@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specdecode_operator.api.v1alpha1 import seconds_of
+from specdecode_operator.api.v1alpha1 import Spec, seconds_of
 from specdecode_operator.drafts.lifecycle import Event
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
 from specdecode_operator.drafts.run_obstacle import obstacle_in_phase, obstacle_in_spec
@@ -63,7 +63,7 @@ def with_run(detection: Detection, facts: Facts) -> Detection:
         started=facts.now,
         reason=detection.reason[:1000],
         draft_uri=record.uris.get(record.current, uri),
-        claim=spec.distillation.storage.claim or "",
+        **_storage_of(spec),
         loss=detection.loss,
     )
     update: dict[str, object] = {"run": run, "run_refusal": ""}
@@ -74,6 +74,14 @@ def with_run(detection: Detection, facts: Facts) -> Detection:
     return replace(detection, record=record.model_copy(update=update))
 
 
+def _storage_of(spec: Spec) -> dict[str, str]:
+    """Return the fields of a run that say where its files and its draft lie."""
+    storage = spec.distillation.storage
+    s3 = storage.s3
+    bucket, endpoint = (s3.uri, s3.endpoint or "") if s3 is not None else ("", "")
+    return {"claim": storage.claim or "", "bucket": bucket, "endpoint": endpoint}
+
+
 def find_run_event(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find the next event of the run that is under way."""
     if record.phase not in RUN_PHASES:
@@ -82,8 +90,9 @@ def find_run_event(facts: Facts, record: DraftRecord) -> Detection | None:
     if run is None:
         event = Event(kind=EventKind.USER_REJECT)
         return Detection(record=record, event=event, reason="the stored run could not be read")
-    if (distillation.storage.claim or "") != run.claim:
-        reason = f"distillation.storage.claim is {distillation.storage.claim or 'absent'} now"
+    storage = _storage_of(facts.deployment.spec)
+    if storage != {"claim": run.claim, "bucket": run.bucket, "endpoint": run.endpoint}:
+        reason = f"distillation.storage is {' '.join(filter(None, storage.values())) or 'absent'} now"
         return Detection(record=record, event=Event(kind=EventKind.USER_REJECT), reason=reason, cause="user")
     if record.phase is Phase.DISTILLING:
         # Jobs that cannot be listed are not lost.
@@ -177,7 +186,7 @@ def _judged(facts: Facts, record: DraftRecord, run: RunRecord, verdict: Distilla
         event = Event(kind=EventKind.JOB_NOT_BETTER)
         return Detection(record=record, event=event, reason=reason, cause="run", verdict=verdict)
     draft = verdict.draft
-    problem = problem_of_draft(draft, published_prefix(run.claim, facts.deployment.name))
+    problem = problem_of_draft(draft, published_prefix(run.place, facts.deployment.name))
     if draft is not None and not problem and draft.hash == (record.current or record.spec_hash):
         problem = f"the new draft {draft.hash[:12]} is the one in use"
     if draft is None or problem:

@@ -73,7 +73,11 @@ class RunRecord(Stored):
     draft_uri: str = ""
     """Draft that the run goes on from."""
     claim: str = ""
-    """Claim with the run's folder and the new draft."""
+    """Claim with the run's folder and the new draft; empty with a bucket."""
+    bucket: str = ""
+    """URI below which new drafts lie in a bucket; empty with a claim."""
+    endpoint: str = ""
+    """URL of the bucket's store; empty for that of AWS."""
     loss: float = 0.0
     """Share of decode device time that a stale draft costs; 0 if the run has another reason."""
     job_uid: str = ""
@@ -82,6 +86,11 @@ class RunRecord(Stored):
     """Jobs that were lost."""
     retry_at: float = 0.0
     """Time before which no Job is created."""
+
+    @property
+    def place(self) -> str:
+        """URI below which new drafts lie."""
+        return self.bucket or f"pvc://{self.claim}"
 
 
 class DraftRecord(Stored):
