@@ -169,6 +169,8 @@ class Observation:
     """Requests that routers hold because no worker is ready, by router."""
     jobs: tuple[TrainingJob, ...] = ()
     """Jobs with the deployment's name in their label, whoever owns them."""
+    jobs_problem: str = ""
+    """Reason why Jobs cannot be listed, as without the right; ``jobs`` are then out of date or missing."""
 
     @property
     def reports(self) -> tuple[Report, ...]:

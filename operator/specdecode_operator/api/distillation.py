@@ -16,7 +16,8 @@ CaptureShare = Annotated[float, Field(ge=0, le=1)]
 TRIGGER_MESSAGE = "distillation.trigger.mode Drift and Schedule need distillation.capture.enabled"
 SCHEDULE_MESSAGE = "distillation.trigger.schedule is needed with mode Schedule, and only there"
 BASELINE_MESSAGE = "distillation.trigger.baseline is at least 5m"
-STORAGE_MESSAGE = "distillation needs distillation.storage.claim: workers read the new draft from there"
+STORAGE_MESSAGE = "distillation needs distillation.storage: workers read the new draft from there"
+ONE_STORAGE_MESSAGE = "distillation.storage has a claim or s3, not both"
 METHOD_MESSAGE = "distillation.capture.enabled needs speculation.method eagle3"
 METHOD_RULE = (
     "!has(self.distillation) || !has(self.distillation.capture) || !has(self.distillation.capture.enabled)"
@@ -168,15 +169,71 @@ class DistillationJobSpec(Api):
         return 1 if self.accelerator.count is None else self.accelerator.count
 
 
+class DistillationS3Spec(Api):
+    """Bucket of trained drafts in any S3 store. A change replaces the workers and ends a run."""
+
+    bucket: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", max_length=63)] = Field(
+        description="Name of the bucket, which must exist.", examples=["models"]
+    )
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*$", max_length=200)] | None = Field(
+        default=None,
+        description="Path in the bucket. Drafts lie in PREFIX/drafts/NAME/HASH. Absent: in drafts/NAME/HASH.",
+        examples=["team-a"],
+    )
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/ ]+$", max_length=256)] | None = Field(
+        default=None,
+        description="URL of the store. With http:// there is no TLS. Absent: that of AWS in the region.",
+        examples=["https://s3.example.com"],
+    )
+    region: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] = Field(
+        default="us-east-1", description="Region of the bucket."
+    )
+    secret: Name = Field(
+        description="Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for a temporary key, AWS_SESSION_TOKEN. "
+        "The Job needs the rights to write, read and list, the workers those to read and list.",
+        examples=["models-key"],
+    )
+    scratch: Quantity = Field(
+        default="64Gi",
+        description="Most bytes of a run's data and checkpoints on its node. A new pod of the Job begins anew.",
+    )
+
+    @property
+    def uri(self) -> str:
+        """URI of the place below which drafts lie."""
+        return f"s3://{self.bucket}/{self.prefix}" if self.prefix else f"s3://{self.bucket}"
+
+
 class DistillationStorageSpec(Api):
     """Place of trained drafts and of the state of a run."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(rule("!has(self.claim) || !has(self.s3)", ONE_STORAGE_MESSAGE)),
+    )
 
     claim: Name | None = Field(
         default=None,
         description="PersistentVolumeClaim that all workers can mount (ReadWriteMany, or one node). The Job writes "
-        "drafts and checkpoints to it. A change replaces the workers. Absent: no run can be started.",
+        "drafts and checkpoints to it. A change replaces the workers. Absent: drafts go to s3, or no run can be "
+        "started.",
         examples=["drafts"],
     )
+    s3: DistillationS3Spec | None = Field(
+        default=None,
+        description="Bucket that the Job writes drafts to, where no claim can be shared. Absent: no bucket.",
+        examples=[{"bucket": "models", "secret": "models-key"}],
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """True if there is a place for drafts."""
+        return bool(self.claim) or self.s3 is not None
+
+    @model_validator(mode="after")
+    def _is_one_place(self) -> Self:
+        if self.claim and self.s3 is not None:
+            raise ValueError(ONE_STORAGE_MESSAGE)
+        return self
 
 
 class DistillationSpec(Api):
@@ -191,7 +248,7 @@ class DistillationSpec(Api):
             ),
             rule(
                 "!has(self.trigger) || !has(self.trigger.mode) || self.trigger.mode == 'Manual'"
-                " || (has(self.storage) && has(self.storage.claim))",
+                " || (has(self.storage) && (has(self.storage.claim) || has(self.storage.s3)))",
                 STORAGE_MESSAGE,
             ),
         )
@@ -214,6 +271,6 @@ class DistillationSpec(Api):
     def _can_run_by_itself(self) -> Self:
         if self.trigger.mode != "Manual" and not self.capture.enabled:
             raise ValueError(TRIGGER_MESSAGE)
-        if self.trigger.mode != "Manual" and not self.storage.claim:
+        if self.trigger.mode != "Manual" and not self.storage.is_set:
             raise ValueError(STORAGE_MESSAGE)
         return self

@@ -48,12 +48,13 @@ SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 ModelUri = Annotated[
     str,
     Field(
-        pattern=r"^(hf://[^/@ ]+/[^/@ ]+(@[^@ ]+)?|pvc://[^/ ]+/.+|file:///.+|embedded://[a-z0-9.-]+)$",
+        pattern=r"^(hf://[^/@ ]+/[^/@ ]+(@[^@ ]+)?|s3://[a-z0-9][a-z0-9.-]+/[^/ ][^ ]*|pvc://[^/ ]+/.+|file:///.+"
+        r"|embedded://[a-z0-9.-]+)$",
         max_length=512,
     ),
 ]
-"""URI of a model: hf://org/name@revision, pvc://claim/path, file:///path or embedded://name."""
-URI_FORMS = "one of hf://org/name@revision, pvc://claim/path, file:///path and embedded://name"
+"""URI of a model: hf://org/name@revision, s3://bucket/path, pvc://claim/path, file:///path or embedded://name."""
+URI_FORMS = "one of hf://org/name@revision, s3://bucket/path, pvc://claim/path, file:///path and embedded://name"
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 LabelName = Annotated[str, Field(pattern=LABEL, max_length=63)]
 """Name of a part of a pod (DNS label)."""

@@ -116,9 +116,12 @@ class Caches:
                 group.create_task(informer.run())
 
     async def wait_synced(self) -> None:
-        """Wait until all objects of every kind were listed."""
-        for informer in self.informers.values():
-            await informer.synced.wait()
+        """Wait until all objects of every kind were listed.
+
+        A refused list of Jobs is not waited for: an operator whose role is older than itself serves without training.
+        """
+        for kind, informer in self.informers.items():
+            await (informer.wait_answered() if kind == JOBS.kind else informer.synced.wait())
 
     def contact_age(self, kind: str) -> float:
         """Return the seconds since the API server last sent data on the watch of a kind."""
@@ -145,6 +148,10 @@ class Caches:
         jobs = self._jobs.of(key)
         pods = self._job_pods.of(key) if jobs else ()
         return tuple(job_of(job, pods) for job in jobs)
+
+    def jobs_problem(self, key: Key) -> str:
+        """Return why the Jobs of a deployment are not known; empty if they are."""
+        return self._jobs.refusal(key[0])
 
     def _workload(self, key: Key, role: Role) -> Workload | None:
         return next((record.workload for record in self._workloads.of(key) if record.role == role), None)

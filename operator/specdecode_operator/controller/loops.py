@@ -52,6 +52,7 @@ class Loops:
         self._applier = ChildApplier(client, caches.record)
         self._store = StateStore(client, self._applier)
         self._drafts = DraftStore(client, self._applier)
+        self._jobs = JobWriter(client)
         self._scraper = Scraper(
             table,
             workers,
@@ -75,7 +76,7 @@ class Loops:
                 store=self._store,
                 drafts=self._drafts,
                 tokens=self._tokens,
-                jobs=JobWriter(client),
+                jobs=self._jobs,
                 plan=lambda key: self.planning.add(key, changed=True),
                 published=self._scraper.nudge,
                 unconfirmed=self._check_later,
@@ -125,6 +126,7 @@ class Loops:
         self._store.forget(uid)
         self._drafts.forget(uid)
         self._tokens.forget(key, uid)
+        self._jobs.forget(key)
         metrics.forget(*key)
         namespace, name = key
         for child in manifests.child_names(name):

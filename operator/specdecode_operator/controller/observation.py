@@ -21,6 +21,7 @@ def observe(key: Key, caches: Caches, readings: Readings, session: Session) -> O
         routers=caches.routers(key),
         demand=caches.demand(key),
         jobs=caches.jobs(key),
+        jobs_problem=caches.jobs_problem(key),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specdecode_operator import manifests
+from specdecode_operator.rollout.run_deletion import needed_drafts, run_to_delete
 from specdecode_operator.rollout.run_events import is_job_due
 from specdecode_operator.state.learned import TemplateState
 from specdecode_operator.types import Defaults, Deployment, Manifest, Observation, Workload
@@ -20,7 +21,7 @@ class Materialised:
     children: tuple[Manifest, ...]
     """In the order in which they are applied: the plan before the pods that mount it."""
     job: Manifest | None
-    """Training Job to create; None if none is due."""
+    """Job to create, which trains a draft or deletes the folder of a run; None if none is due."""
 
 
 def materialise(
@@ -44,10 +45,18 @@ def materialise(
         manifests.workload(deployment, template.template, template.spec_hash, replicas),
         *_router_children(deployment, observed, defaults),
     )
-    record = observed.session.drafts
-    run = record.run if is_job_due(record, now) else None
-    job = manifests.distillation_job(deployment, run, defaults) if run is not None else None
+    job = _job(deployment, observed, defaults, now)
     return Materialised(template=template, children=children, job=job)
+
+
+def _job(deployment: Deployment, observed: Observation, defaults: Defaults, now: float) -> Manifest | None:
+    record = observed.session.drafts
+    if is_job_due(record, observed, now) and record.run is not None:
+        uris = manifests.model_uris(deployment.spec)
+        keep = needed_drafts(deployment, record, record.run.claim, uris) if record.run.claim else ()
+        return manifests.distillation_job(deployment, record.run, defaults, keep)
+    ended = run_to_delete(deployment, observed, now)
+    return None if ended is None else manifests.deletion_job(deployment, ended, defaults)
 
 
 def _are_routers_serving(deployment: Deployment, observed: Observation) -> bool:

@@ -54,12 +54,14 @@ class JobStatus:
     """State of a distillation Job with the reason for it.
 
     ``verdict`` is that of FINISHED. ``pods_failed`` counts pods that ended without a result, preempted ones included.
+    ``completed`` says that a pod ended with 0, with a verdict or without.
     """
 
     state: JobState
     reason: str = ""
     verdict: DistillationVerdict | None = None
     pods_failed: int = 0
+    completed: bool = False
 
 
 def job_status(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> JobStatus:
@@ -90,9 +92,9 @@ def _finished(verdict: DistillationVerdict | None, pods: Sequence[Mapping[str, A
     if verdict is None:
         message = _last_message(pods[-1]) if pods else "its pods are gone"
         reason = f"the Job completed without a verdict: {message or 'its termination message is empty'}"
-        return JobStatus(state=JobState.FAILED, reason=_short(reason), pods_failed=failed)
-    reason = "; ".join(verdict.reasons)
-    return JobStatus(state=JobState.FINISHED, reason=_short(reason), verdict=verdict, pods_failed=failed)
+        return JobStatus(state=JobState.FAILED, reason=_short(reason), pods_failed=failed, completed=True)
+    reason = _short("; ".join(verdict.reasons))
+    return JobStatus(state=JobState.FINISHED, reason=reason, verdict=verdict, pods_failed=failed, completed=True)
 
 
 def _failed(conditions: Mapping[str, Mapping[str, Any]], pods: Sequence[Mapping[str, Any]], failed: int) -> JobStatus:

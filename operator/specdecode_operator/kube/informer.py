@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from specdecode_operator.errors import ClusterError, Gone, Unavailable
+from specdecode_operator.errors import ClusterError, Gone, Refused, Unavailable
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.kube.object_store import KeyFunction, ObjectStore, parent_key
@@ -63,6 +63,10 @@ class Informer(Generic[T]):
         """
         self.synced = asyncio.Event()
         """Set when the first list is complete."""
+        self.answered = asyncio.Event()
+        """Set when the first list is complete or refused."""
+        self.refusal = ""
+        """Sentence of the API server while it refuses the list, as without the right; empty if it does not."""
         self.last_contact = float("-inf")
         """Time of the last answer or event of the API server, in seconds of the monotonic clock."""
         self._client = client
@@ -100,6 +104,9 @@ class Informer(Generic[T]):
                 version = await self._watch(version)
             except ClusterError as error:
                 version = ""
+                if isinstance(error, Refused):
+                    self.refusal = error.sentence
+                    self.answered.set()
                 await self._back_off(error)
 
     async def _relist(self) -> str:
@@ -115,7 +122,9 @@ class Informer(Generic[T]):
                 self._put(item)
         for namespace, name in self._store.names() - listed:
             self._notify(self._store.remove(namespace, name))
+        self.refusal = ""
         self.synced.set()
+        self.answered.set()
         return version
 
     async def _watch(self, version: str) -> str:

@@ -58,6 +58,16 @@ class InformerSet(Generic[T]):
         """Time of the oldest last contact of all namespaces, in seconds of the monotonic clock."""
         return min(informer.last_contact for informer in self._informers.values())
 
+    async def wait_answered(self) -> None:
+        """Wait until the first list of every namespace is complete or refused."""
+        for informer in self._informers.values():
+            await informer.answered.wait()
+
+    def refusal(self, namespace: str) -> str:
+        """Return why the API server refuses to list a namespace; empty if it does not."""
+        informer = self._informer(namespace)
+        return "" if informer is None else informer.refusal
+
     def get(self, namespace: str, name: str) -> T | None:
         """Return what is stored of one object, or None."""
         informer = self._informer(namespace)

@@ -1,6 +1,7 @@
 """Kubernetes objects of a deployment, as pure functions of its spec."""
 
-from specdecode_operator.manifests.config import is_pinned, unpinned_uris, worker_config
+from specdecode_operator.manifests.config import is_pinned, model_uris, unpinned_uris, worker_config
+from specdecode_operator.manifests.deletion_job import deletion_job, deletion_job_name
 from specdecode_operator.manifests.distillation_job import (
     RUN_LABEL,
     check_job_template,
@@ -65,6 +66,8 @@ __all__ = [
     "budget",
     "check_job_template",
     "child_names",
+    "deletion_job",
+    "deletion_job_name",
     "demand_config_map",
     "demand_name",
     "distillation_job",
@@ -74,6 +77,7 @@ __all__ = [
     "headless_service",
     "is_pinned",
     "job_name",
+    "model_uris",
     "plan_config_map",
     "plan_name",
     "pod_template",

@@ -2,17 +2,17 @@
 
 It is created once and never applied again, because Kueue changes it: it sets ``suspend`` and adds node selectors.
 Checkpoints and data lie in the run's folder on the claim of new drafts, so that a new pod goes on where the last one
-was.
+was. With a bucket they lie in a folder of the pod, and a new pod begins anew.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, seconds_of
-from specdecode_operator.drafts.run_places import published_prefix, run_folder
+from specdecode_operator.drafts.run_places import published_prefix
 from specdecode_operator.manifests.config import CACHE_DIR, TLS_DIR, unpinned_uris, whole_cores
 from specdecode_operator.manifests.identity import (
     NAME_LABEL,
@@ -25,11 +25,10 @@ from specdecode_operator.manifests.identity import (
     tokens_name,
 )
 from specdecode_operator.manifests.merge import merged
+from specdecode_operator.manifests.run_storage import bucket_environment, run_mount, run_out, run_volume
 from specdecode_operator.manifests.template import pod_security_context
 from specdecode_operator.manifests.volumes import (
-    CLAIMS_DIR,
     REVISIONS_PATH,
-    claim_volume,
     pull_mounts,
     secret_volume,
     torch_environment,
@@ -60,7 +59,11 @@ _EXAMPLE = RunRecord(id="0", started=0, draft_uri="embedded://draft", claim="cla
 
 def job_name(deployment: str, run: str) -> str:
     """Return the name of the Job: a DNS label, which is also a label of its pods."""
-    name = f"{deployment}-distill-{run}"
+    return job_label(f"{deployment}-distill-{run}")
+
+
+def job_label(name: str) -> str:
+    """Return the name of a Job, shortened to the length of a label."""
     if len(name) <= _MAX_NAME:
         return name
     return f"{name[: _MAX_NAME - 11].rstrip('-.')}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
@@ -72,17 +75,23 @@ def check_job_template(deployment: Deployment, defaults: Defaults) -> None:
         distillation_job(deployment, _EXAMPLE, defaults)
 
 
-def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> Manifest:
+def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str] = ()) -> Manifest:
     """Return the Job. ``suspend`` is absent: with a queue name, Kueue suspends the Job when it is created.
+
+    Args:
+        deployment: The resource.
+        run: Training run of the Job.
+        defaults: Values where the spec has none.
+        keep: Hashes of the published drafts that it must not delete.
 
     Raises:
         SpecError: The user's template cannot be merged.
     """
     job = deployment.spec.distillation.job
     made = metadata(deployment, job_name(deployment.name, run.id))
-    labels = _labels(made["labels"], deployment, run)
+    labels = job_labels(made["labels"], deployment, run.id)
     queue = {QUEUE_LABEL: job.queue_name} if job.queue_name else {}
-    ours = {"metadata": {"labels": labels}, "spec": _pod(deployment, run, defaults)}
+    ours = {"metadata": {"labels": labels}, "spec": _pod(deployment, run, defaults, keep)}
     template = merged(ours, job.template or {}, "distillation.job.template")
     # The labels stay, whatever the user's template says: another role would put the pod into a Service.
     template = merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
@@ -103,10 +112,10 @@ def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults)
     }
 
 
-def _labels(labels: Mapping[str, str], deployment: Deployment, run: RunRecord) -> dict[str, str]:
-    """Return the labels of the Job and its pods. No Service selects the role ``job``."""
+def job_labels(labels: Mapping[str, str], deployment: Deployment, run: str) -> dict[str, str]:
+    """Return the labels of a Job and its pods. No Service selects the role ``job``."""
     others = {key: value for key, value in labels.items() if key not in (ROLE_LABEL, VARIANT_LABEL)}
-    own = {NAME_LABEL: deployment.name, ROLE_LABEL: Role.job.value, RUN_LABEL: run.id}
+    own = {NAME_LABEL: deployment.name, ROLE_LABEL: Role.job.value, RUN_LABEL: run}
     return {**others, **own, "app.kubernetes.io/name": "specdecode-distillation"}
 
 
@@ -123,7 +132,18 @@ def _failure_policy() -> dict[str, Any]:
     }
 
 
-def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str, Any]:
+def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str]) -> dict[str, Any]:
+    return {
+        **job_pod(deployment),
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "initContainers": [_pull(deployment, run, defaults)],
+        "containers": [_distill(deployment, run, defaults, keep)],
+        "volumes": _volumes(deployment, run),
+    }
+
+
+def job_pod(deployment: Deployment) -> dict[str, Any]:
+    """Return the fields of a Job's pod apart from containers and volumes."""
     spec, job = deployment.spec, deployment.spec.distillation.job
     scheduling = {
         "nodeSelector": dict(job.node_selector),
@@ -135,16 +155,13 @@ def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
         "securityContext": pod_security_context(),
-        "initContainers": [_pull(deployment, run, defaults)],
-        "containers": [_distill(deployment, run, defaults)],
-        "volumes": _volumes(deployment, run),
         **{name: value for name, value in scheduling.items() if value},
     }
 
 
-def _container(deployment: Deployment, defaults: Defaults, name: str) -> dict[str, Any]:
+def job_container(deployment: Deployment, defaults: Defaults, name: str) -> dict[str, Any]:
+    """Return the fields that all containers of Jobs have."""
     workers, job = deployment.spec.workers, deployment.spec.distillation.job
     return {
         "name": name,
@@ -168,9 +185,10 @@ def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[st
         env.append({"name": Env.revisions_path, "value": REVISIONS_PATH})
     if secret:
         env.append(_from_secret("HF_TOKEN", secret.name, secret.key))
+    env += bucket_environment(spec)
     uris = dict.fromkeys([spec.model.uri, run.draft_uri])
     return {
-        **_container(deployment, defaults, "pull"),
+        **job_container(deployment, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *uris],
         "env": env,
         "resources": spec.distillation.job.resources.model_dump(mode="json", exclude_defaults=True),
@@ -178,12 +196,12 @@ def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[st
     }
 
 
-def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str, Any]:
+def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str]) -> dict[str, Any]:
     spec = deployment.spec
     tls = [{"name": "tls-ca", "mountPath": TLS_DIR, "readOnly": True}] if spec.tls else []
     prompts = [{"name": "prompts", "mountPath": PROMPTS_DIR, "readOnly": True}] if _prompts(deployment) else []
-    claim = {"name": claim_volume(run.claim), "mountPath": f"{CLAIMS_DIR}/{run.claim}"}
-    models = [mount for mount in pull_mounts(spec) if mount["mountPath"] != claim["mountPath"]]
+    written = run_mount(run)
+    models = [mount for mount in pull_mounts(spec) if mount["mountPath"] != written["mountPath"]]
     threads = None if spec.distillation.job.devices else whole_cores(spec.distillation.job.resources)
     env = [
         {"name": "HOME", "value": "/tmp"},
@@ -191,32 +209,35 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict
         *([{"name": "OMP_NUM_THREADS", "value": str(threads)}] if threads else []),
         *([{"name": Env.revisions_path, "value": REVISIONS_PATH}] if unpinned_uris(spec) else []),
         _from_secret(Env.capture_token, tokens_name(deployment.name), TokenScope.capture.value),
+        *bucket_environment(spec),
     ]
     return {
-        **_container(deployment, defaults, JOB_CONTAINER),
-        "command": ["specdecode-worker", "distill", *arguments(deployment, run)],
+        **job_container(deployment, defaults, JOB_CONTAINER),
+        "command": ["specdecode-worker", "distill", *arguments(deployment, run, keep)],
         "env": env,
         "resources": _resources(deployment),
-        "volumeMounts": [*models, claim, *torch_mounts(), *prompts, *tls],
+        "volumeMounts": [*models, written, *torch_mounts(), *prompts, *tls],
     }
 
 
-def arguments(deployment: Deployment, run: RunRecord) -> list[str]:
-    """Return the flags of ``specdecode-worker distill``."""
+def arguments(deployment: Deployment, run: RunRecord, keep: Sequence[str] = ()) -> list[str]:
+    """Return the flags of ``specdecode-worker distill``. Without ``keep`` no draft is deleted."""
     spec, job = deployment.spec, deployment.spec.distillation.job
     host = f"{headless_name(deployment.name)}.{deployment.namespace}.svc"
     values: dict[str, object] = {
         "model": spec.model.uri,
         "draft": run.draft_uri,
         "capture-from": f"{'https://' if spec.tls else ''}{host}:{Port.admin}",
-        "out": f"{CLAIMS_DIR}/{run.claim}/{run_folder(deployment.name, run.id)}",
-        "publish": published_prefix(run.claim, deployment.name),
+        "out": run_out(deployment.name, run),
+        "publish": published_prefix(run.place, deployment.name),
         "cache-dir": CACHE_DIR,
         "dtype": spec.model.dtype,
         "time-limit": seconds_of(job.time_limit),
         "max-age": seconds_of(spec.distillation.capture.max_age),
         "device": "cuda" if job.devices else "cpu",
     }
+    if keep:
+        values["keep-drafts"] = ",".join(keep)
     if spec.tls:
         values["capture-ca"] = f"{TLS_DIR}/ca.crt"
     if job.golden:
@@ -227,7 +248,7 @@ def arguments(deployment: Deployment, run: RunRecord) -> list[str]:
         values["replay-share"] = 0
     if job.steps is not None:
         values["steps"] = job.steps
-    return ["--job", *(f"--{flag}={value}" for flag, value in values.items())]
+    return ["--job", "--prune", *(f"--{flag}={value}" for flag, value in values.items())]
 
 
 def _resources(deployment: Deployment) -> dict[str, Any]:
@@ -239,11 +260,11 @@ def _resources(deployment: Deployment) -> dict[str, Any]:
 
 
 def _volumes(deployment: Deployment, run: RunRecord) -> list[dict[str, Any]]:
-    spec, claim = deployment.spec, claim_volume(run.claim)
-    shared = {mount["name"] for mount in (*pull_mounts(spec), *torch_mounts())} - {claim}
+    spec, written = deployment.spec, run_volume(deployment, run)
+    shared = {mount["name"] for mount in (*pull_mounts(spec), *torch_mounts())} - {written["name"]}
     made = [
         *(volume for volume in volumes(spec, deployment.name) if volume["name"] in shared),
-        {"name": claim, "persistentVolumeClaim": {"claimName": run.claim}},
+        written,
     ]
     if sources := _prompts(deployment):
         made.append({"name": "prompts", "projected": {"sources": sources}})

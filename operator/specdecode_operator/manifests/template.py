@@ -11,6 +11,7 @@ from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, unpinned_uris, worker_config
 from specdecode_operator.manifests.identity import selector
 from specdecode_operator.manifests.merge import merged
+from specdecode_operator.manifests.run_storage import bucket_environment
 from specdecode_operator.manifests.scheduling import scheduling
 from specdecode_operator.manifests.volumes import (
     PLAN_PATH,
@@ -53,6 +54,7 @@ def rolling_hash(spec: Spec) -> str:
         "drain": spec.drain.model_dump(mode="json", exclude_defaults=True),
         "storage": spec.storage.model_dump(mode="json", exclude_defaults=True),
         **({"drafts_claim": spec.distillation.storage.claim} if spec.distillation.storage.claim else {}),
+        **({"drafts_bucket": environment} if (environment := bucket_environment(spec)) else {}),
     }
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -149,6 +151,7 @@ def _pull(spec: Spec, defaults: Defaults) -> dict[str, Any]:
         {"name": "HOME", "value": "/tmp"},
         *_revisions(spec),
         *([{"name": "HF_TOKEN", "valueFrom": token}] if token else []),
+        *bucket_environment(spec),
     ]
     return {
         **_container(spec, defaults, "pull"),
@@ -196,6 +199,7 @@ def _environment(deployment: Deployment) -> list[dict[str, Any]]:
         *_revisions(deployment.spec),
         {"name": Env.pod_name, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         *([{"name": "OMP_NUM_THREADS", "value": str(count)}] if count else []),
+        *bucket_environment(deployment.spec),
     ]
     users = [
         variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in deployment.spec.workers.env

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import DraftStatus, DraftVersionStatus, Spec
+from specdecode_operator.api.v1alpha1 import DraftStatus, DraftVersionStatus
+from specdecode_operator.drafts.run_obstacle import obstacle_in_phase, obstacle_in_spec
 from specdecode_operator.plugin.overview import spec_of, status_of
 from specdecode_operator.plugin.text import age, figure, table, word, wrapped
 
@@ -56,22 +57,11 @@ def refusal_of(command: str, resource: dict[str, Any]) -> str:
     if command == "reject" and phase not in ("Collecting", "Distilling", "Canary", "Promoting"):
         return f"no draft is trained, tried or promoted now (phase {phase})"
     if command == "distill":
-        return _refusal_of_run(spec_of(resource), phase)
+        return obstacle_in_spec(spec_of(resource)) or obstacle_in_phase(phase)
     is_open = phase in ("Canary", "Promoting")
     if command == "rollback" and not is_open and (draft is None or draft.previous is None):
         return f"there is no draft to return to (phase {phase})"
     return ""
-
-
-def _refusal_of_run(spec: Spec, phase: str) -> str:
-    """Return why no training run can begin; empty if one can."""
-    if spec.speculation.method != "eagle3":
-        return f"speculation.method is {spec.speculation.method}; only eagle3 drafts can be trained"
-    if not spec.distillation.capture.enabled:
-        return "distillation.capture.enabled is false; without captured requests there is nothing to train from"
-    if not spec.distillation.storage.claim:
-        return "distillation.storage.claim is absent; name a claim that all workers can mount"
-    return "" if phase in ("Serving", "Cooldown") else f"a run begins in phase Serving or Cooldown (phase {phase})"
 
 
 def run_line(draft: DraftStatus | None) -> str:

@@ -17,6 +17,7 @@ from specdecode_operator.drafts.lifecycle_table import Action, EventKind, Mode, 
 from specdecode_operator.rollout.assignment import choose_canary
 from specdecode_operator.rollout.drift_run import find_drift_run
 from specdecode_operator.rollout.observed_events import DETECTORS, OFFERS, UNKNOWN_OFFER, Detection, Facts, offer_of
+from specdecode_operator.rollout.run_deletion import find_run_deletion
 from specdecode_operator.rollout.run_end import with_run_end
 from specdecode_operator.rollout.run_events import RUN_DETECTORS, with_run
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
@@ -66,7 +67,7 @@ def step_rollout(deployment: Deployment, observed: Observation, *, now: float) -
     if record.is_used:
         spec = deployment.spec.rollout.draft
         record = record.model_copy(update={"mode": Mode(spec.mode), "failure_limit": spec.failure_limit})
-    for detect in (*(DETECTORS if record.is_used else OFFERS), find_drift_run, *RUN_DETECTORS):
+    for detect in (*(DETECTORS if record.is_used else OFFERS), find_drift_run, *RUN_DETECTORS, find_run_deletion):
         detection = detect(facts, record)
         if detection is not None:
             record, change = _advanced(with_run(detection, facts), facts)

@@ -23,6 +23,10 @@ _OUTCOMES: dict[EventKind, RunOutcome] = {
     EventKind.TARGET_CHANGED: "Superseded",
 }
 """Outcome of a run by the event that ended it."""
+_WITHOUT_TEXT = ("Better", "NotBetter", "Poisoned")
+"""Outcomes of runs whose Job deleted their text before it wrote its verdict."""
+POD_END_SECONDS = 180.0
+"""Time in which the pods of a deleted Job have ended: their grace period and a minute."""
 
 
 def with_run_end(detection: Detection, after: DraftRecord, spec: Spec, now: float) -> DraftRecord:
@@ -45,6 +49,15 @@ def with_run_end(detection: Detection, after: DraftRecord, spec: Spec, now: floa
         "last_verdict": f"run {ended.id}: {outcome}: {detection.reason}"[:1000],
         "run_outcomes": {**before.run_outcomes, outcome: before.run_outcomes.get(outcome, 0) + 1},
     }
+    if (
+        before.run is not None
+        and before.run.claim
+        and before.phase is Phase.DISTILLING
+        and outcome not in _WITHOUT_TEXT
+    ):
+        # Its Job may have left captured text. A Job of its own deletes it, as soon as the pods have ended.
+        wait = {"job_uid": "", "losses": 0, "reason": "", "retry_at": now + POD_END_SECONDS}
+        update["undeleted_run"] = before.run.model_copy(update=wait)
     if outcome in ("Better", "NotBetter"):
         update["runs_not_better"] = 0 if outcome == "Better" else before.runs_not_better + 1
         update["run_device_seconds"] = ended.device_seconds

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specdecode_operator.api.v1alpha1 import seconds_of
+from specdecode_operator.api.v1alpha1 import Spec, seconds_of
 from specdecode_operator.drafts.lifecycle import Event
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
-from specdecode_operator.drafts.run_places import problem_of_draft, published_prefix
+from specdecode_operator.drafts.run_obstacle import obstacle_in_phase, obstacle_in_spec
+from specdecode_operator.drafts.run_places import deletion_id, problem_of_draft, published_prefix
 from specdecode_operator.rollout.observed_events import TRAIN, Detection, Detector, Facts, begun_from, spec_hash_of
 from specdecode_operator.state.draft_record import DraftRecord, RunRecord
 from specdecode_operator.types import Deployment, Observation, TrainingJob
@@ -27,17 +28,9 @@ RUN_PHASES = (Phase.COLLECTING, Phase.DISTILLING)
 
 def obstacle_of_run(facts: Facts, record: DraftRecord) -> str:
     """Return why no run can begin now; empty if one can."""
-    spec, distillation = facts.deployment.spec, facts.deployment.spec.distillation
-    if spec.speculation.method != "eagle3" or spec.speculation.draft is None:
-        return f"speculation.method is {spec.speculation.method}; only eagle3 drafts can be trained"
-    if not distillation.capture.enabled:
-        return "distillation.capture.enabled is false, so there are no requests to train from"
-    if not distillation.storage.claim:
-        return "distillation.storage.claim is absent, so there is no place for the new draft"
-    if spec.speculation.mode == "Off":
-        return "speculation.mode is Off, so no draft is used"
-    if record.phase not in (Phase.SERVING, Phase.COOLDOWN):
-        return f"the phase is {record.phase}; a run begins in phase Serving or Cooldown"
+    known = obstacle_in_spec(facts.deployment.spec) or facts.observed.jobs_problem or obstacle_in_phase(record.phase)
+    if known:
+        return known
     if not (record.current or spec_hash_of(facts)):
         return "no worker has reported the draft to go on from"
     return ""
@@ -70,7 +63,7 @@ def with_run(detection: Detection, facts: Facts) -> Detection:
         started=facts.now,
         reason=detection.reason[:1000],
         draft_uri=record.uris.get(record.current, uri),
-        claim=spec.distillation.storage.claim or "",
+        **_storage_of(spec),
         loss=detection.loss,
     )
     # Requests before the alarm are of the traffic that the draft was good at: learning from them repairs nothing.
@@ -83,6 +76,14 @@ def with_run(detection: Detection, facts: Facts) -> Detection:
     return replace(detection, record=record.model_copy(update=update))
 
 
+def _storage_of(spec: Spec) -> dict[str, str]:
+    """Return the fields of a run that say where its files and its draft lie."""
+    storage = spec.distillation.storage
+    s3 = storage.s3
+    bucket, endpoint = (s3.uri, s3.endpoint or "") if s3 is not None else ("", "")
+    return {"claim": storage.claim or "", "bucket": bucket, "endpoint": endpoint}
+
+
 def find_run_event(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find the next event of the run that is under way."""
     if record.phase not in RUN_PHASES:
@@ -91,33 +92,37 @@ def find_run_event(facts: Facts, record: DraftRecord) -> Detection | None:
     if run is None:
         event = Event(kind=EventKind.USER_REJECT)
         return Detection(record=record, event=event, reason="the stored run could not be read")
-    if (distillation.storage.claim or "") != run.claim:
-        reason = f"distillation.storage.claim is {distillation.storage.claim or 'absent'} now"
+    storage = _storage_of(facts.deployment.spec)
+    if storage != {"claim": run.claim, "bucket": run.bucket, "endpoint": run.endpoint}:
+        reason = f"distillation.storage is {' '.join(filter(None, storage.values())) or 'absent'} now"
         return Detection(record=record, event=Event(kind=EventKind.USER_REJECT), reason=reason, cause="user")
     if record.phase is Phase.DISTILLING:
-        return _find_job_event(facts, record, run)
+        # Jobs that cannot be listed are not lost.
+        return None if facts.observed.jobs_problem else _find_job_event(facts, record, run)
     if not distillation.capture.enabled:
         reason = "distillation.capture.enabled is false now"
         return Detection(record=record, event=Event(kind=EventKind.USER_REJECT), reason=reason, cause="user")
     needed = distillation.trigger.min_conversations
-    count = captured_conversations(facts.observed, since_plan=True)
-    if count < needed:
+    count = captured_conversations(facts.observed, record, since_plan=True)
+    if count < needed or facts.observed.jobs_problem:
         return None
     reason = f"the workers hold {count} captured conversations, of {needed} that a run needs"
     return Detection(record=record, event=Event(kind=EventKind.CAPTURES_READY), reason=reason, cause="run")
 
 
-def captured_conversations(observed: Observation, *, since_plan: bool = False) -> int:
+def captured_conversations(observed: Observation, record: DraftRecord, *, since_plan: bool = False) -> int:
     """Return the captured conversations of all workers.
 
     Args:
         observed: Workers with their reports.
-        since_plan: Count workers only that follow the latest plan. Others may not have deleted yet what it says.
+        record: Rollout, which has the time before which captures are deleted. A worker that holds older ones has not
+            deleted them yet, and does not count.
+        since_plan: Count workers only that follow the latest plan.
     """
-    plan = observed.session.learned.plan
+    plan, deleted = observed.session.learned.plan, record.captures_deleted_before
     least = plan.version if since_plan and plan is not None else 0
-    reports = [report for report in observed.reports if report.plan.version >= least]
-    return sum(report.capture.conversations for report in reports if report.capture is not None)
+    captures = [report.capture for report in observed.reports if report.plan.version >= least and report.capture]
+    return sum(one.conversations for one in captures if one.oldest is None or one.oldest >= deleted)
 
 
 def job_of_run(jobs: tuple[TrainingJob, ...], deployment: Deployment, run: RunRecord) -> TrainingJob | None:
@@ -129,16 +134,18 @@ def job_of_run(jobs: tuple[TrainingJob, ...], deployment: Deployment, run: RunRe
 def jobs_to_delete(
     jobs: tuple[TrainingJob, ...], deployment: Deployment, record: DraftRecord
 ) -> tuple[TrainingJob, ...]:
-    """Return the Jobs of the deployment that no run needs."""
+    """Return the Jobs of the deployment that no run needs. One that deleted a folder, or failed to, has ended."""
     wanted = record.run.id if record.run is not None and record.phase is Phase.DISTILLING else None
+    deletes = deletion_id(record.undeleted_run.id) if record.undeleted_run is not None else None
     mine = [job for job in jobs if job.owner_uid == deployment.uid and not job.deleting]
-    return tuple(job for job in mine if job.run != wanted)
+    return tuple(job for job in mine if job.run != wanted and (job.run != deletes or job.status.state.is_final))
 
 
-def is_job_due(record: DraftRecord, now: float) -> bool:
+def is_job_due(record: DraftRecord, observed: Observation, now: float) -> bool:
     """Return whether the Job of the run is to be created. Creating one that exists changes nothing."""
     run = record.run
-    return record.phase is Phase.DISTILLING and run is not None and not run.job_uid and now >= run.retry_at
+    is_missing = run is not None and not run.job_uid and now >= run.retry_at
+    return record.phase is Phase.DISTILLING and is_missing and not observed.jobs_problem
 
 
 def _find_job_event(facts: Facts, record: DraftRecord, run: RunRecord) -> Detection | None:
@@ -183,7 +190,7 @@ def _judged(facts: Facts, record: DraftRecord, run: RunRecord, verdict: Distilla
         event = Event(kind=EventKind.JOB_NOT_BETTER)
         return Detection(record=record, event=event, reason=reason, cause="run", verdict=verdict)
     draft = verdict.draft
-    problem = problem_of_draft(draft, published_prefix(run.claim, facts.deployment.name))
+    problem = problem_of_draft(draft, published_prefix(run.place, facts.deployment.name))
     if draft is not None and not problem and draft.hash == (record.current or record.spec_hash):
         problem = f"the new draft {draft.hash[:12]} is the one in use"
     if draft is None or problem:
@@ -214,7 +221,7 @@ def find_run_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
         limit += seconds_of(distillation.job.time_limit)
     if record.phase not in RUN_PHASES or facts.now - record.since < limit:
         return None
-    count = captured_conversations(facts.observed)
+    count = captured_conversations(facts.observed, record)
     what = f" with {count} of {distillation.trigger.min_conversations} captured conversations"
     reason = f"{record.phase} lasted {limit:.0f} s{what if record.phase is Phase.COLLECTING else ''}"
     return Detection(record=record, event=Event(kind=EventKind.TIME_OVER), reason=reason)

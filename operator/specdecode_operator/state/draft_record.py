@@ -5,7 +5,7 @@
 | `lifecycle` | 1 | phase, drafts by hash, what was observed of the spec, and the last verdict |
 | `trial` | 1 | the trial that runs: pod, settings, and the differences of its pairs |
 | `lineage` | 1 | candidates that were tried, the newest first |
-| `run` | 1 | the training run that is under way, and the latest one that ended |
+| `run` | 1 | the training run that is under way, the latest one that ended, and one whose folder is to be deleted |
 
 Sections are encoded as those of ``<name>-state`` (`state.compact`). A section that cannot be read is left out. Without
 `lifecycle` the draft of the spec serves, and ``problem`` says why. Other sections are of a newer operator; the store
@@ -73,7 +73,11 @@ class RunRecord(Stored):
     draft_uri: str = ""
     """Draft that the run goes on from."""
     claim: str = ""
-    """Claim with the run's folder and the new draft."""
+    """Claim with the run's folder and the new draft; empty with a bucket."""
+    bucket: str = ""
+    """URI below which new drafts lie in a bucket; empty with a claim."""
+    endpoint: str = ""
+    """URL of the bucket's store; empty for that of AWS."""
     loss: float = 0.0
     """Share of decode device time that a stale draft costs; 0 if the run has another reason."""
     job_uid: str = ""
@@ -82,6 +86,11 @@ class RunRecord(Stored):
     """Jobs that were lost."""
     retry_at: float = 0.0
     """Time before which no Job is created."""
+
+    @property
+    def place(self) -> str:
+        """URI below which new drafts lie."""
+        return self.bucket or f"pvc://{self.claim}"
 
 
 class DraftRecord(Stored):
@@ -134,6 +143,9 @@ class DraftRecord(Stored):
     """Verdicts in a row that were not better."""
     trial: TrialRecord | None = Field(default=None, exclude=True)
     run: RunRecord | None = Field(default=None, exclude=True)
+    undeleted_run: RunRecord | None = Field(default=None, exclude=True)
+    """Run that ended without a verdict, so that its folder may hold captured text. ``retry_at`` is the time before
+    which no Job deletes it, ``losses`` the number of such Jobs that failed, and ``reason`` that of the latest one."""
     last_run: DraftRunEndStatus | None = Field(default=None, exclude=True)
     lineage: tuple[DraftLineageStatus, ...] = Field(default=(), exclude=True)
 
@@ -175,9 +187,11 @@ def render_drafts(record: DraftRecord) -> dict[str, str]:
         entries = [entry.model_dump(mode="json", by_alias=True) for entry in record.lineage]
         data["lineage"] = encode(VERSIONS["lineage"], {"entries": entries})
     if record.run is not None or record.last_run is not None:
-        run = record.run.model_dump(mode="json") if record.run else None
+        run, undeleted = (
+            one.model_dump(mode="json") if one is not None else None for one in (record.run, record.undeleted_run)
+        )
         last = record.last_run.model_dump(mode="json", by_alias=True) if record.last_run else None
-        data["run"] = encode(VERSIONS["run"], {"run": run, "last": last})
+        data["run"] = encode(VERSIONS["run"], {"run": run, "last": last, "undeleted": undeleted})
     return data
 
 
@@ -190,9 +204,8 @@ def parse_drafts(data: Mapping[str, str]) -> tuple[DraftRecord, tuple[str, ...]]
         problem = "; ".join(problems) if problems else "section lifecycle: it is missing"
         return UNUSED.model_copy(update={"problem": problem[:1000], "lineage": lineage}), (problem,)
     trial = _read(data, "trial", problems, _trial)
-    run, last_run = _read(data, "run", problems, _runs) or (None, None)
-    sections = {"trial": trial, "lineage": lineage, "run": run, "last_run": last_run}
-    return lifecycle.model_copy(update=sections), tuple(problems)
+    runs = _read(data, "run", problems, _runs) or {}
+    return lifecycle.model_copy(update={"trial": trial, "lineage": lineage, **runs}), tuple(problems)
 
 
 def unknown_drafts(data: Mapping[str, str]) -> dict[str, str]:
@@ -217,13 +230,14 @@ def _trial(text: str) -> TrialRecord:
     return TrialRecord.model_validate(json.loads(text)["trial"])
 
 
-def _runs(text: str) -> tuple[RunRecord | None, DraftRunEndStatus | None]:
+def _runs(text: str) -> dict[str, RunRecord | DraftRunEndStatus | None]:
     content = json.loads(text)
-    run, last = content["run"], content["last"]
-    return (
-        None if run is None else RunRecord.model_validate(run),
-        None if last is None else DraftRunEndStatus.model_validate(last),
-    )
+    run, last, undeleted = content["run"], content["last"], content.get("undeleted")
+    return {
+        "run": None if run is None else RunRecord.model_validate(run),
+        "last_run": None if last is None else DraftRunEndStatus.model_validate(last),
+        "undeleted_run": None if undeleted is None else RunRecord.model_validate(undeleted),
+    }
 
 
 def _lineage(text: str) -> tuple[DraftLineageStatus, ...]:

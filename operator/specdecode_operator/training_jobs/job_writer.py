@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 class Refusal:
     """Latest refused creation of a Job."""
 
+    name: str
+    """Name of the Job."""
     message: str
     attempts: int
     retry_at: float
@@ -35,8 +37,8 @@ class JobWriter:
     def __init__(self, client: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
-        self._refused: dict[tuple[str, str], Refusal] = {}
-        """By namespace and name of the Job."""
+        self._refused: dict[Key, Refusal] = {}
+        """By key of the deployment, which wants one Job at a time."""
 
     async def carry_out(self, key: Key, wanted: Manifest | None, ended: Iterable[TrainingJob]) -> str:
         """Create the wanted Job and delete those that ended.
@@ -60,20 +62,27 @@ class JobWriter:
                 log.info("%s/%s: Job %s was replaced meanwhile", *key, job.name)
             except ClusterError as error:
                 log.warning("%s/%s: %s", *key, error)
+        name = wanted["metadata"]["name"] if wanted is not None else ""
+        refused = self._refused.get(key)
+        if refused is not None and refused.name != name:
+            del self._refused[key]
+            refused = None
         if wanted is None:
             return ""
-        place = (key[0], wanted["metadata"]["name"])
-        refused = self._refused.get(place)
         if refused is not None and self._clock() < refused.retry_at:
             return refused.message
         problem = await self._create(wanted)
         if not problem:
-            self._refused.pop(place, None)
+            self._refused.pop(key, None)
             return ""
         attempts = refused.attempts + 1 if refused else 1
         pause = back_off(attempts, first=FIRST_RETRY_SECONDS, most=MAX_RETRY_SECONDS)
-        self._refused[place] = Refusal(problem, attempts, self._clock() + pause)
+        self._refused[key] = Refusal(name, problem, attempts, self._clock() + pause)
         return problem
+
+    def forget(self, key: Key) -> None:
+        """Forget the refusal of a deployment that was deleted."""
+        self._refused.pop(key, None)
 
     async def _create(self, wanted: Manifest) -> str:
         metadata = wanted["metadata"]

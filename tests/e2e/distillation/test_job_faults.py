@@ -26,6 +26,7 @@ from harness.release import Release
 from harness.streams import StreamTraffic, failures, unbroken_answers
 from kube import Cluster, Manifest, wait_for
 
+from specdecode_operator.manifests import RUN_LABEL
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
 
@@ -252,7 +253,9 @@ def wait_for_end(endpoint: Endpoint, run: str) -> Manifest:
 
 
 def jobs(endpoint: Endpoint) -> list[Manifest]:
-    return endpoint.namespace.list("jobs", endpoint.labels)
+    """Return the Jobs that train. Others delete the folder of a run."""
+    listed = endpoint.namespace.list("jobs", endpoint.labels)
+    return [one for one in listed if not one["metadata"]["labels"][RUN_LABEL].endswith("-delete")]
 
 
 def job(endpoint: Endpoint) -> Manifest:

@@ -19,7 +19,7 @@ from specdecode_worker.capture.redaction import Hook, load_hook, redact_and_enco
 from specdecode_worker.capture.retention import Retention
 from specdecode_worker.capture.segments import SegmentWriter
 from specdecode_worker.capture.subject_keys import SubjectKeys, UserHashes
-from specdecode_worker.capture.user_deletion import DeletionCounts, delete_user_records
+from specdecode_worker.capture.user_deletion import DeletionCounts, delete_hashed_records
 from specdecode_worker.contract import CaptureConfig
 from specdecode_worker.contract.capture import Consent
 
@@ -101,7 +101,7 @@ class Recorder:
         with self._writing:
             queued = self._queue.discard(lambda item: hashes.matches(item.record.user))
         self.counts.drop(Dropped.deleted, queued)
-        counts = delete_user_records(self.folder, user, self._subjects.known().values())
+        counts = delete_hashed_records(self.folder, hashes)
         counts.queued = queued
         return counts
 

@@ -1,8 +1,8 @@
 """Finished segments of a folder, as a worker lists and serves them for distillation.
 
 A segment is finished when no writer appends to it any more. Writers close a segment after
-``Retention.segment_seconds``, so its name, which has its time, is enough to know. The only writer of a folder closes its
-segment for a listing, so that the listing has all records.
+``Retention.segment_seconds``, so its name, which has its time, is enough to know. The only writer of a folder closes
+its segment for a listing, so that the listing has all records.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Command ``capture``: keep the retention of captured requests while no worker runs, and delete those of a user."""
+"""Command ``capture``: keep the retention of captured requests while no worker runs, and delete those of a user.
+
+It also deletes runs of `distill`, which hold copies of captured requests.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from specdecode_worker.capture.user_deletion import delete_user_records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands ``sweep`` and ``delete`` to ``parser``."""
-    commands = parser.add_subparsers(dest="action", required=True, metavar="sweep|delete")
+    """Add the subcommands ``sweep``, ``delete`` and ``prune`` to ``parser``."""
+    commands = parser.add_subparsers(dest="action", required=True, metavar="sweep|delete|prune")
     sweep = commands.add_parser("sweep", help="delete the segments whose records exceed their maximum age")
     sweep.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of `serve --capture`, or `distill --out`")
     sweep.add_argument("--max-age", type=float, metavar="S", help="seconds (default: that of the last worker)")
@@ -30,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     delete.add_argument("--user", required=True, metavar="ID", help="value of the field `user` of the requests")
     delete.add_argument("--token-file", type=Path, metavar="FILE",
                         help="admin tokens with the scope operator, one a line, for folders without keys")  # fmt: skip
+    prune = commands.add_parser("prune", help="delete a run of `distill` that goes on no more, and the runs before it")
+    prune.add_argument("folders", nargs="+", type=Path, metavar="DIR",
+                       help="of `distill --out`, named by the time of the run in hexadecimal digits")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         return 1
     for folder in args.folders:
         try:
-            if _is_run(folder):
+            if args.action == "prune":
+                codes.append(_prune(folder))
+            elif _is_run(folder):
                 codes.append(_delete_from_run(folder, args, keys))
             else:
                 codes.append(
@@ -63,6 +71,15 @@ def _keys(args: argparse.Namespace) -> list[bytes]:
         return keys + [derived_key(token) for token in args.token_file.read_text().split()]
     except (OSError, UnicodeDecodeError) as error:
         raise FolderUnusable(f"{args.token_file} cannot be read: {getattr(error, 'strerror', error)}") from None
+
+
+def _prune(folder: Path) -> int:
+    """Delete a run and those before it, and return the exit code."""
+    from specdecode_worker.training.distillation.run_pruning import began_seconds, delete_runs
+
+    if began_seconds(folder) is None:
+        raise FolderUnusable(f"{folder} is not named by the time of a run of `distill`")
+    return 0 if delete_runs(folder, lambda line: print(line, file=sys.stderr), with_own=True) else 1
 
 
 def _is_run(folder: Path) -> bool:

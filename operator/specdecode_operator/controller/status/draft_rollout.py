@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, DraftTrialStatus, DraftVersionStatus
 from specdecode_operator.controller.status.condition_state import ConditionState
-from specdecode_operator.controller.status.training_run import run_progress, run_section
+from specdecode_operator.controller.status.training_run import last_run_section, run_progress, run_section
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.rollout.observed_events import offer_of
 from specdecode_operator.rollout.run_events import RUN_PHASES
@@ -41,7 +41,7 @@ def draft_section(deployment: Deployment, observed: Observation, job_problem: st
             "phase": str(record.phase),
             "trial": _trial(record.trial) if record.trial and record.phase is Phase.CANARY else None,
             "run": run_section(deployment, observed, job_problem),
-            "last_run": record.last_run,
+            "last_run": last_run_section(deployment, observed, job_problem),
             "last_verdict": record.last_verdict or None,
         }
     )
@@ -63,6 +63,8 @@ def draft_rollout(deployment: Deployment, observed: Observation, job_problem: st
         return ConditionState(kind, "True", _under_way(record), _progress(record))
     if record.run_refusal:
         return ConditionState(kind, "False", "RunRefused", f"no run was begun: {record.run_refusal}", True)
+    if observed.jobs_problem and deployment.spec.distillation.capture.enabled:
+        return ConditionState(kind, "False", "RunRefused", f"no run can begin: {observed.jobs_problem}", True)
     if not record.is_used:
         return None
     if record.refusal:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from specdecode_operator import manifests
-from specdecode_operator.api.v1alpha1 import DraftRunStatus
+from specdecode_operator.api.schema import MAX_TEXT
+from specdecode_operator.api.v1alpha1 import DraftRunEndStatus, DraftRunStatus
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.rollout.run_events import captured_conversations, job_of_run
 from specdecode_operator.state.draft_record import RunRecord
@@ -30,12 +31,26 @@ def run_section(deployment: Deployment, observed: Observation, job_problem: str)
     shown = DraftRunStatus(id=run.id, started=iso(run.started), reason=run.reason, losses=run.losses)
     if record.phase is Phase.COLLECTING:
         needed = deployment.spec.distillation.trigger.min_conversations
-        count = _stepped(captured_conversations(observed), needed)
-        problem = capture_problem(observed) or None
+        count = _stepped(captured_conversations(observed, record), needed)
+        problem = observed.jobs_problem or capture_problem(observed) or None
         return shown.model_copy(update={"conversations": count, "needed": needed, "capture_problem": problem})
     state, reason = job_state(deployment, observed, run, job_problem)
     update = {"job": manifests.job_name(deployment.name, run.id), "job_state": state, "job_reason": reason or None}
     return shown.model_copy(update=update)
+
+
+def last_run_section(deployment: Deployment, observed: Observation, job_problem: str) -> DraftRunEndStatus | None:
+    """Return the latest run that ended, and whether its folder is still to be deleted."""
+    record = observed.session.drafts
+    last, run = record.last_run, record.undeleted_run
+    if last is None or run is None:
+        return last
+    note = f"its folder on claim {run.claim} is deleted after {iso(run.retry_at)} by Job "
+    note += manifests.deletion_job_name(deployment.name, run.id)
+    problem = observed.jobs_problem or (job_problem if record.run is None else "")
+    if problem or run.losses:
+        note += f", which failed: {problem or run.reason}"
+    return last.model_copy(update={"reason": f"{last.reason[: MAX_TEXT - len(note) - 2]}; {note}"[:MAX_TEXT]})
 
 
 def run_progress(deployment: Deployment, observed: Observation, job_problem: str) -> str:
@@ -46,7 +61,7 @@ def run_progress(deployment: Deployment, observed: Observation, job_problem: str
         return "the stored run could not be read"
     if record.phase is Phase.COLLECTING:
         needed = deployment.spec.distillation.trigger.min_conversations
-        problem = capture_problem(observed)
+        problem = observed.jobs_problem or capture_problem(observed)
         wanted = f"requests are captured until the workers hold {needed} conversations"
         return f"{wanted}; {problem}" if problem else wanted
     state, reason = job_state(deployment, observed, run, job_problem)
@@ -56,6 +71,8 @@ def run_progress(deployment: Deployment, observed: Observation, job_problem: str
 
 def job_state(deployment: Deployment, observed: Observation, run: RunRecord, problem: str) -> tuple[str, str]:
     """Return the state of a run's Job and the reason for it."""
+    if observed.jobs_problem:
+        return REFUSED, observed.jobs_problem
     job = job_of_run(observed.jobs, deployment, run)
     if job is not None:
         return str(job.status.state), job.status.reason

@@ -125,7 +125,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "needs scaling.minReplicas above 0",
     ),
     ({"storage": {"modelCache": {"pvc": "a", "hostPath": "/a"}}}, "not both"),
-    ({"model": {"uri": "s3://bucket/model"}}, "uri"),
+    ({"model": {"uri": "ftp://host/model"}}, "uri"),
     ({"model": {"uri": "hf://no-organisation"}}, "uri"),
     ({"speculation": {"depth": {"max": 99}}}, "max"),
     ({"speculation": {"tasks": [{"name": "Not A Label"}]}}, "name"),

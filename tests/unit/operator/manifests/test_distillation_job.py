@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Deployment, Manifest
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import distill
+from specdecode_worker.commands.common import distillation_job as distill_job
 from specdecode_worker.contract import Env
 
-RUN = RunRecord(id="g3", started=1.0, draft_uri="hf://org/head", claim="drafts")
+RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
 
 
 def deployment(settings: dict[str, Any] | None = None, **spec: Any) -> Deployment:
@@ -45,8 +47,8 @@ def container(settings: dict[str, Any] | None = None, **spec: Any) -> dict[str, 
 
 def flags(settings: dict[str, Any] | None = None, **spec: Any) -> dict[str, str]:
     command = container(settings, **spec)["command"]
-    assert command[:3] == ["specdecode-worker", "distill", "--job"]
-    return dict(word.removeprefix("--").split("=", 1) for word in command[3:])
+    assert command[:4] == ["specdecode-worker", "distill", "--job", "--prune"]
+    return dict(word.removeprefix("--").split("=", 1) for word in command[4:])
 
 
 def volume(name: str, settings: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def volume(name: str, settings: dict[str, Any] | None = None, **spec: Any) -> di
 
 def test_no_service_selects_the_pods_and_the_deployment_owns_the_job() -> None:
     made = job()
-    assert (made["apiVersion"], made["kind"], made["metadata"]["name"]) == ("batch/v1", "Job", "demo-distill-g3")
+    assert (made["apiVersion"], made["kind"], made["metadata"]["name"]) == ("batch/v1", "Job", "demo-distill-6740f2a1")
     (owner,) = made["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["controller"]) == ("SpecDecodeDeployment", True)
     for labels in (made["metadata"]["labels"], made["spec"]["template"]["metadata"]["labels"]):
@@ -113,7 +115,7 @@ def test_only_distill_writes_the_claim_and_each_run_has_its_folder() -> None:
     }
     assert mounts["distill"] == [{"name": "claim-drafts", "mountPath": "/mnt/pvc/drafts"}]
     assert mounts["pull"] == [{"name": "claim-drafts", "mountPath": "/mnt/pvc/drafts", "readOnly": True}]
-    assert flags()["out"] == "/mnt/pvc/drafts/distillation/demo/g3", "a new pod goes on there"
+    assert flags()["out"] == "/mnt/pvc/drafts/distillation/demo/6740f2a1", "a new pod goes on there"
     assert flags()["publish"] == "pvc://drafts/drafts/demo"
 
 
@@ -200,6 +202,12 @@ def test_folders_that_torch_writes_are_mounted(variable: str) -> None:
     assert any(Path(folder).is_relative_to(mounted) for mounted in writable), "the root file system is read-only"
 
 
+def test_drafts_to_keep_are_on_the_command_line() -> None:
+    assert "keep-drafts" not in flags(), "without hashes no draft is deleted"
+    made = distillation_job(deployment(), RUN, DEFAULTS, ("0a", "1b"))
+    assert "--keep-drafts=0a,1b" in made["spec"]["template"]["spec"]["containers"][0]["command"]
+
+
 def test_every_mount_has_its_volume() -> None:
     made = pod({"replayPrompts": "r", "golden": "g"}, tls={"secretName": "t"})
     names = {one["name"] for one in made["volumes"]}
@@ -215,7 +223,9 @@ def test_command_line_is_one_that_distill_takes(settings: dict[str, Any], monkey
     words = container(settings)["command"][1:]
     assert main(words) == 0
     (args,) = seen
+    distill_job.check_job_flags(argparse.ArgumentParser(), args)
     assert args.job
+    assert args.prune
     assert args.steps == settings.get("steps", 2000)
     assert (args.replay_prompts is None) == (args.replay_share == 0)
     assert (args.golden is None) == ("golden" not in settings)

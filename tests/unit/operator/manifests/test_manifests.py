@@ -307,6 +307,7 @@ ROLLING: list[dict[str, Any]] = [
     {"drain": {"gracePeriodSeconds": 61}},
     {"storage": {"modelCache": {"hostPath": "/x"}}},
     {"distillation": {"storage": {"claim": "drafts"}}},
+    {"distillation": {"storage": {"s3": {"bucket": "drafts", "secret": "key"}}}},
 ]
 
 

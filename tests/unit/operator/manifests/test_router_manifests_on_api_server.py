@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fleet import DEFAULTS, deployment_with
 from kube import Cluster, KubectlError
+from operator_account import grant
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import GROUP
@@ -17,7 +18,6 @@ from specdecode_operator.types import Deployment, Manifest
 
 pytestmark = pytest.mark.cluster
 OPERATOR = "operator"
-RBAC = "rbac.authorization.k8s.io"
 
 
 def children(deployment: Deployment) -> list[Manifest]:
@@ -44,27 +44,10 @@ def deployment(cluster: Cluster, namespace: str) -> Deployment:
 @pytest.fixture
 def operator(cluster: Cluster, namespace: str) -> str:
     """Return the flag of an account with the rights of the operator in the namespace, and nothing else."""
-    rules = [
-        {"apiGroups": [group], "resources": [resource], "verbs": sorted(verbs)}
-        for (group, resource), verbs in PERMISSIONS.items()
-    ]
-    reference = {"apiGroup": RBAC, "kind": "Role", "name": OPERATOR}
-    subject = {"kind": "ServiceAccount", "name": OPERATOR, "namespace": namespace}
-    cluster.apply(
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": OPERATOR}},
-        {"apiVersion": f"{RBAC}/v1", "kind": "Role", "metadata": {"name": OPERATOR}, "rules": rules},
-        {
-            "apiVersion": f"{RBAC}/v1",
-            "kind": "RoleBinding",
-            "metadata": {"name": OPERATOR},
-            "roleRef": reference,
-            "subjects": [subject],
-        },
-        namespace=namespace,
-    )
+    account = grant(cluster, namespace, OPERATOR, PERMISSIONS)
     labels = ("pod-security.kubernetes.io/enforce=restricted", "--overwrite")
     cluster.kubectl("label", "namespace", namespace, *labels)
-    return f"--as=system:serviceaccount:{namespace}:{OPERATOR}"
+    return account
 
 
 def send(cluster: Cluster, manifest: Manifest, *flags: str) -> str:

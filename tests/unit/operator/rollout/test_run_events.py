@@ -78,6 +78,22 @@ def test_conversations_that_the_plan_deletes_do_not_count() -> None:
     assert canary.phase == "Distilling"
 
 
+def test_a_worker_that_has_not_deleted_yet_does_not_count() -> None:
+    """A worker follows the plan, and deletes what it forbids a moment later."""
+    canary = capturing()
+    canary.session = replace(canary.session, drafts=canary.record.model_copy(update={"captures_deleted_before": 900.0}))
+    canary.command("distill")
+    canary.tick()
+    for pod in canary.pods:
+        pod.captured, pod.oldest = 100, 899.0
+    canary.ticks(2)
+    assert canary.phase == "Collecting"
+    assert canary.record.run is not None
+    canary.pods[1].oldest = 900.0
+    canary.tick()
+    assert canary.phase == "Distilling"
+
+
 @pytest.mark.parametrize(
     ("distillation", "words"),
     [

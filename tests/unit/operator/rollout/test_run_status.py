@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from canary import TRAINED, Canary, capturing, distilling, verdict
+from canary import DISTILLATION, TRAINED, Canary, capturing, distilling, verdict
 from fleet import workload_with
 
 from specdecode_operator import metrics, run_metrics
@@ -174,6 +174,34 @@ def test_a_refused_command_is_shown_and_the_plugin_refuses_it_first() -> None:
     assert "distillation.storage.claim is absent" in refusal_of("distill", resource_of(canary))
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"speculation": {"method": "medusa"}, "distillation": {}},
+        {"speculation": {"mode": "Off"}},
+        {"distillation": {"storage": {}}},
+        {"distillation": {"capture": {"enabled": False}}},
+    ],
+    ids=["method", "mode", "claim", "capture"],
+)
+def test_operator_and_plugin_refuse_a_run_in_the_same_words(spec: dict[str, Any]) -> None:
+    canary = capturing()
+    canary.change(**{"distillation": DISTILLATION, **spec})
+    canary.command("distill")
+    canary.tick()
+    shown(canary)
+    assert canary.record.run_refusal
+    assert refusal_of("distill", resource_of(canary)) == canary.record.run_refusal
+
+
+def test_operator_and_plugin_refuse_a_second_run_in_the_same_words() -> None:
+    canary = collecting()
+    canary.command("distill")
+    canary.tick()
+    shown(canary)
+    assert refusal_of("distill", resource_of(canary)) == canary.record.run_refusal != ""
+
+
 def test_the_plugin_says_which_commands_a_run_takes() -> None:
     canary = capturing()
     shown(canary)
@@ -182,4 +210,4 @@ def test_the_plugin_says_which_commands_a_run_takes() -> None:
     canary = collecting()
     shown(canary)
     assert refusal_of("reject", resource_of(canary)) == ""
-    assert "phase Collecting" in refusal_of("distill", resource_of(canary))
+    assert "phase is Collecting" in refusal_of("distill", resource_of(canary))

@@ -63,6 +63,7 @@ class Pod:
     obeys: bool = True
     clock: float = 0
     captured: int | None = None
+    oldest: float | None = None
     """Captured conversations; None while the plan switches no capture on."""
     deleted_before: float = 0
     drafted: int = 0
@@ -93,7 +94,7 @@ class Pod:
             draft=DraftState(method="eagle3", hash=self.draft, swap_problem=self.swap_problem),
             plan=PlanState(uid=self.plan.uid, version=self.plan.version, draft=self.plan.draft),
             trial=self.trial,
-            capture=None if self.captured is None else CaptureReport(conversations=self.captured),
+            capture=None if self.captured is None else CaptureReport(conversations=self.captured, oldest=self.oldest),
             drafts=self.drafted,
             acceptance=(
                 AcceptanceCell(

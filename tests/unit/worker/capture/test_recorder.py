@@ -143,6 +143,18 @@ def test_old_segments_are_deleted_while_idle(tmp_path: Path) -> None:
     made.close()
 
 
+def test_deletion_of_a_user_reads_the_keys_of_the_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recorder(tmp_path)
+    made.enqueue(msgspec.structs.replace(record(0), user=made.subject_of("ann")))
+    made.close()
+    (key,) = tmp_path.glob("*.subject-key")
+    reads: list[Path] = []
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, *words: (reads.append(self), read_text(self, *words))[1])
+    assert made.delete_user("ann").records == 1
+    assert reads.count(key) == 1
+
+
 def test_records_of_a_user_are_deleted_from_folder_and_queue(tmp_path: Path, held: threading.Event) -> None:
     made = recorder(tmp_path, redact="redaction_hooks:hanging")
     ann, bob = (msgspec.structs.replace(record(n), user=made.subject_of(u)) for n, u in ((0, "ann"), (1, "bob")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,16 @@ from specdecode_worker.contract.distillation import DistillationVerdict
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.termination import write_termination_message
 from specdecode_worker.training.distillation.job_result import failure_document, verdict_document
-from specdecode_worker.training.distillation.publication import PREFIX_FORMS, check_place, publish
+from specdecode_worker.training.distillation.publication import PREFIX_FORMS, check_place, local_place, publish
 from specdecode_worker.training.distillation.record_shards import Interrupted
 from specdecode_worker.training.distillation.run_clock import RunClock
-from specdecode_worker.training.distillation.run_deletion import delete_data
+from specdecode_worker.training.distillation.run_pruning import (
+    began_seconds,
+    delete_drafts,
+    delete_runs,
+    delete_text,
+)
+from specdecode_worker.training.errors import PublishFailed
 
 MAX_NOT_REPRODUCED = 0.2
 """Largest share of captured text that the target need not reproduce. Near ties of logits lose a few per cent."""
@@ -37,6 +44,14 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         "--keep-data", action="store_true",
         help="with --job: keep the captured text in OUT/data after the verdict, for --replay of the next run",
     )  # fmt: skip
+    parser.add_argument(
+        "--prune", action="store_true",
+        help="with --job: delete the folders of earlier runs next to OUT, whose name is the run's time in hex digits",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep-drafts", metavar="HASH[,HASH]",
+        help="with --prune: delete the drafts below --publish that are older than the run and have other hashes",
+    )  # fmt: skip
 
 
 def check_job_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -45,23 +60,32 @@ def check_job_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--publish needs --job: the published place is part of the Job's document")
     if args.keep_data and not args.job:
         parser.error("--keep-data needs --job: without it the data are kept")
+    if args.prune and (not args.job or began_seconds(args.out) is None):
+        parser.error("--prune needs --job and an --out whose name is the time of the run in hexadecimal digits")
+    if args.keep_drafts is not None and not args.prune:
+        parser.error("--keep-drafts needs --prune")
 
 
 def run_as_job(distill: Callable[[], dict[str, Any]], args: argparse.Namespace, clock: RunClock) -> DistillationVerdict:
     """Run ``distill``, write the document of its result as the termination message and return it.
 
-    The captured text of the run is deleted with its verdict, and where it is poisoned: a further run then fetches anew.
+    The text of the run is deleted with its verdict, and where it is poisoned: a further run then fetches anew. With
+    --prune, earlier runs are deleted before the work, and again after it: a process of theirs may have ended since.
 
     Raises:
         Interrupted: The run was stopped by a signal. It has no result yet.
     """
     try:
+        if args.prune:
+            _prune(args)
         if args.publish is not None:
             check_place(args.publish)
         document = distill()
         result = verdict_document(document, _placed_draft(args), clock.seconds)
         if not args.keep_data:
-            delete_data(args.out)
+            delete_text(args.out, _log)
+        if args.prune:
+            delete_runs(args.out, _log)
     except Interrupted:
         raise
     except Exception as error:
@@ -69,7 +93,7 @@ def run_as_job(distill: Callable[[], dict[str, Any]], args: argparse.Namespace, 
         result = failure_document(error, clock.seconds)
         if result.failure == "poisoned":
             delete_fetched(args.out)
-            delete_data(args.out)
+            delete_text(args.out, _log)
     write_termination_message(result.message())
     return result
 
@@ -80,3 +104,22 @@ def _placed_draft(args: argparse.Namespace) -> Artifact:
     if args.publish is not None:
         return publish(head, args.publish)
     return Artifact(uri=args.head_uri or f"file://{head.resolve()}", hash=model_hash(head))
+
+
+def _prune(args: argparse.Namespace) -> None:
+    """Delete earlier runs, and drafts that are not to be kept. What cannot be deleted ends no run."""
+    delete_runs(args.out, _log)
+    if args.publish is None or args.keep_drafts is None:
+        return
+    try:
+        place = local_place(args.publish)
+    except PublishFailed:  # `check_place` says so
+        return
+    if place is not None:
+        began = began_seconds(args.out)
+        assert began is not None, "check_job_flags"
+        delete_drafts(place, frozenset(args.keep_drafts.split(",")), began, _log)
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -34,13 +34,23 @@ def check_place(prefix: str) -> None:
         with _publish_errors():
             object_store.check_bucket(prefix)
         return
-    parent = _folder(prefix, "0").parent
+    parent = local_place(prefix)
+    assert parent is not None, "not in a bucket"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         raise PublishFailed(f"{parent} cannot be written: {error}; mount the claim writable") from error
+
+
+def local_place(prefix: str) -> Path | None:
+    """Return the folder that drafts are published in; None if it is in a bucket.
+
+    Raises:
+        PublishFailed: The place does not exist.
+    """
+    return None if prefix.startswith("s3://") else _folder(prefix, "0").parent
 
 
 def publish(head: Path, prefix: str) -> Artifact:

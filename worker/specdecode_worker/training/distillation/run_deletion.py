@@ -6,7 +6,6 @@ replaying records starts that stage again. Weights and counts of a run are not c
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import get_args
@@ -48,11 +47,6 @@ def delete_expired_from_runs(runs: Iterable[Path], oldest_seconds: float, log: C
             continue
         if count:
             log(f"distill: {count} expired records deleted from {run}")
-
-
-def delete_data(run: Path) -> None:
-    """Delete the captured text of a run and what was made of it. The run cannot go on, and no run can replay it."""
-    shutil.rmtree(run / "data", ignore_errors=True)
 
 
 def delete_from_run(folder: Path, unwanted: Unwanted) -> int:

@@ -1,0 +1,189 @@
+"""Deletion of the folder of a run without a verdict, and the drafts that a Job keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from canary import CANDIDATE, DISTILLATION, NEW, OLD, TRAINED, Canary, distilling, verdict
+from fleet import deployment_with, workload_with
+
+from specdecode_operator.api.v1alpha1 import DraftLineageStatus
+from specdecode_operator.controller.status import status_of
+from specdecode_operator.drafts.job_status import JobState, JobStatus
+from specdecode_operator.rollout.run_deletion import FIRST_RETRY_SECONDS, needed_drafts
+from specdecode_operator.rollout.run_end import POD_END_SECONDS
+from specdecode_operator.state.draft_record import DraftRecord
+from specdecode_operator.types import Observation, Outcome
+
+DELETED = JobStatus(state=JobState.FAILED, completed=True)
+REFUSED = JobStatus(state=JobState.FAILED, reason="Read-only file system")
+
+
+def running() -> Canary:
+    canary = distilling()
+    canary.ticks(2)
+    assert len(canary.jobs) == 1
+    return canary
+
+
+def failed() -> Canary:
+    """Return a deployment whose run has just failed, with its Job deleted."""
+    canary = running()
+    canary.job_ends(JobStatus(state=JobState.OUT_OF_MEMORY, reason="OOMKilled"))
+    canary.tick()
+    assert (canary.phase, canary.jobs) == ("Cooldown", [])
+    return canary
+
+
+def deletions(canary: Canary) -> list[str]:
+    return [name for name in canary.created_jobs if "-delete-" in name]
+
+
+def reason_of(canary: Canary, problem: str = "") -> str:
+    assert canary.decision is not None
+    workers = tuple(pod.worker() for pod in canary.pods)
+    observed = Observation(workload=workload_with(2), workers=workers, session=canary.session, jobs=tuple(canary.jobs))
+    status = status_of(canary.deployment, observed, canary.decision, Outcome(job_problem=problem), now=canary.now)
+    assert status.draft is not None
+    assert status.draft.last_run is not None
+    return status.draft.last_run.reason
+
+
+def test_a_failed_run_is_deleted_once_when_its_pods_have_ended() -> None:
+    canary = failed()
+    run = canary.record.undeleted_run
+    assert run is not None
+    canary.tick(POD_END_SECONDS - 1)
+    assert deletions(canary) == [], "its pods may still write"
+    assert "is deleted after 1970-" in reason_of(canary)
+    canary.tick(1)
+    assert deletions(canary) == [f"demo-delete-{run.id}"]
+    canary.ticks(3)
+    assert len(deletions(canary)) == 1
+    canary.job_ends(DELETED)
+    canary.tick()
+    assert (canary.record.undeleted_run, canary.jobs) == (None, [])
+    assert reason_of(canary) == "Job " + f"demo-distill-{run.id}: OutOfMemory: OOMKilled"
+    canary.tick(10_000)
+    assert len(deletions(canary)) == 1
+
+
+@pytest.mark.parametrize("end", ["better", "worse", "poisoned"])
+def test_a_run_that_deleted_its_text_needs_no_other_job(end: str) -> None:
+    canary = running()
+    canary.job_ends(verdict("failed", failure="poisoned") if end == "poisoned" else verdict(end))
+    canary.tick()
+    assert canary.record.last_run is not None
+    assert canary.record.undeleted_run is None
+
+
+@pytest.mark.parametrize("how", ["document", "reject", "time", "claim", "draft", "lost"])
+def test_every_other_end_of_a_job_deletes_the_run(how: str) -> None:
+    canary = running()
+    run = canary.record.run
+    match how:
+        case "document":
+            canary.job_ends(verdict("failed", failure="disk-full"))
+        case "reject":
+            canary.command("reject")
+        case "time":
+            canary.now += 341 * 3600
+        case "claim":
+            canary.change(distillation={**DISTILLATION, "storage": {"claim": "another"}})
+        case "draft":
+            canary.change(speculation={"draft": {"uri": "file:///mine"}}, distillation=DISTILLATION)
+        case _:
+            for _ in range(3):
+                canary.jobs = []
+                canary.tick()
+                canary.tick(150 if canary.phase == "Distilling" else 0)
+                canary.tick(0)
+    canary.tick()
+    assert run is not None
+    assert canary.record.undeleted_run is not None
+    assert (canary.record.undeleted_run.id, canary.record.undeleted_run.claim) == (run.id, "drafts")
+    canary.tick(POD_END_SECONDS)
+    assert deletions(canary) == [f"demo-delete-{run.id}"]
+
+
+def test_a_deletion_that_fails_is_repeated_later_and_the_status_says_why() -> None:
+    canary = failed()
+    canary.tick(POD_END_SECONDS)
+    assert "which failed: quota" in reason_of(canary, "quota")
+    canary.job_ends(REFUSED)
+    canary.tick()
+    assert canary.jobs == []
+    assert "which failed: Read-only file system" in reason_of(canary)
+    canary.tick(FIRST_RETRY_SECONDS - 10)
+    assert len(deletions(canary)) == 1
+    canary.tick(10)
+    assert len(deletions(canary)) == 2
+    canary.restart_operator()
+    canary.tick()
+    assert len(deletions(canary)) == 2, "another operator knows of it"
+    canary.job_ends(DELETED)
+    canary.tick()
+    assert canary.record.undeleted_run is None
+
+
+def test_a_run_is_not_deleted_while_its_job_exists() -> None:
+    canary = failed()
+    canary.tick(POD_END_SECONDS - 1, push=False)
+    run = canary.record.undeleted_run
+    assert run is not None
+    canary.tick(1)
+    ended = replace(canary.jobs[0], name="held", run=run.id, deleting=True)
+    canary.jobs = [ended]
+    assert canary.tick(push=False).job is None
+    canary.jobs = []
+    assert canary.tick(push=False).job is not None
+
+
+def test_a_new_run_trains_while_the_last_one_is_deleted() -> None:
+    canary = failed()
+    canary.tick(3600)
+    (deletes,) = canary.jobs
+    canary.command("distill")
+    canary.tick()
+    canary.pods[0].captured = 100
+    canary.ticks(3)
+    assert canary.phase == "Distilling"
+    assert [job.name for job in canary.jobs] == [deletes.name, canary.created_jobs[-1]]
+    canary.jobs[0] = replace(deletes, status=DELETED)
+    canary.tick()
+    assert canary.phase == "Distilling"
+    assert [job.name for job in canary.jobs] == [canary.created_jobs[-1]]
+
+
+def needed(record: DraftRecord, *uris: str, **spec: Any) -> set[str]:
+    return set(needed_drafts(deployment_with(**spec), record, "drafts", uris))
+
+
+def test_drafts_that_may_be_assigned_or_were_tried_are_needed() -> None:
+    entry = DraftLineageStatus(hash="tried", time="t", outcome="RolledBack", pairs=1, reason="r")
+    record = DraftRecord(
+        current="current",
+        previous="previous",
+        candidate="candidate",
+        spec_hash=OLD,
+        uris={TRAINED: "x"},
+        lineage=(entry,),
+    )
+    assert needed(record) == {"current", "previous", "candidate", OLD, TRAINED, "tried"}
+    assert needed(DraftRecord(previous=None)) == set()
+    assert needed(DraftRecord(), rollout={"draft": {"candidate": CANDIDATE}}) == {NEW}
+
+
+def test_drafts_that_the_spec_names_by_their_place_are_needed() -> None:
+    own, others = "pvc://drafts/drafts/demo/0a1b", "pvc://drafts/drafts/other/2c3d"
+    assert needed(DraftRecord(), own, f"{own}/", others, "pvc://claim/drafts/demo/4e5f", "hf://org/name") == {"0a1b"}
+
+
+def test_the_job_of_a_run_keeps_the_draft_in_use() -> None:
+    canary = distilling()
+    assert canary.decision is not None
+    job = canary.decision.job
+    assert job is not None
+    assert f"--keep-drafts={OLD}" in job["spec"]["template"]["spec"]["containers"][0]["command"]

@@ -1,0 +1,312 @@
+"""Deletion of earlier runs and of drafts that are not needed: nothing else goes, whatever lies on the claim."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from job_runs import read, run
+
+from specdecode_worker.__main__ import main
+from specdecode_worker.models.checkpoints import model_store
+from specdecode_worker.training.distillation import run_pruning
+from specdecode_worker.training.distillation.pipeline import Distillation
+from specdecode_worker.training.distillation.run_pruning import (
+    RUN_FILES,
+    RUN_FOLDERS,
+    TEXT_FOLDERS,
+    delete_drafts,
+    delete_runs,
+)
+
+OWN, EARLIER, EARLIEST, LATER = "6740f2a1", "6740f2a0", "6730aaaa", "6740f2a2"
+BEGAN = int(OWN, 16)
+
+
+def log(_: str) -> None:
+    """Ignore a line."""
+
+
+def make_run(folder: Path) -> Path:
+    """Make everything that a run leaves."""
+    for name in RUN_FOLDERS:
+        (folder / name / "train").mkdir(parents=True)
+        (folder / name / "train" / "shard").write_text("text")
+    for name in RUN_FILES:
+        (folder / name).write_text("x")
+    return folder
+
+
+def make_draft(place: Path, draft: str, *, lineage: str | None = None, age: float = 10.0) -> Path:
+    """Make a published draft that is ``age`` seconds older than the run OWN."""
+    folder = place / draft
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("w")
+    (folder / "lineage.json").write_text(json.dumps({"draft": draft if lineage is None else lineage}))
+    os.utime(folder, (BEGAN - age, BEGAN - age))
+    return folder
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Return everything below a folder, without following links."""
+    entries = {}
+    for path in sorted(folder.rglob("*")):
+        kind = os.readlink(path) if path.is_symlink() else path.read_text() if path.is_file() else "folder"
+        entries[str(path.relative_to(folder))] = kind
+    return entries
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Return the folder of a deployment's runs on a claim: two earlier ones, its own, and a later one."""
+    folder = tmp_path / "claim" / "distillation" / "demo"
+    for name in (EARLIEST, EARLIER, OWN, LATER):
+        make_run(folder / name)
+    return folder
+
+
+def test_earlier_runs_go_and_the_own_and_later_ones_stay(runs: Path) -> None:
+    other = make_run(runs.parent / "other" / EARLIER)
+    before = {name: tree(folder) for name, folder in (("own", runs / OWN), ("later", runs / LATER), ("other", other))}
+    assert delete_runs(runs / OWN, log)
+    assert sorted(path.name for path in runs.iterdir()) == [OWN, LATER]
+    assert before == {"own": tree(runs / OWN), "later": tree(runs / LATER), "other": tree(other)}
+    assert delete_runs(runs / OWN, log, with_own=True)
+    assert [path.name for path in runs.iterdir()] == [LATER]
+    assert delete_runs(runs / "nothing" / OWN, log), "a claim without runs"
+
+
+def test_what_distill_does_not_make_stays(runs: Path) -> None:
+    (runs / "notes").mkdir()
+    (runs / "notes" / "data").mkdir()
+    (runs / "6740f29f").write_text("a file with the name of a run")
+    (runs / EARLIER / "mine.txt").write_text("mine")
+    (runs / EARLIEST / "verdict.json").unlink()
+    (runs / EARLIEST / "verdict.json").mkdir()
+    lines: list[str] = []
+    assert delete_runs(runs / OWN, lines.append)
+    assert sorted(path.name for path in runs.iterdir()) == [EARLIEST, "6740f29f", EARLIER, OWN, LATER, "notes"]
+    assert (runs / "notes" / "data").is_dir()
+    assert tree(runs / EARLIER) == {"mine.txt": "mine"}, "its text is gone all the same"
+    assert tree(runs / EARLIEST) == {"verdict.json": "folder"}
+    assert any("did not make mine.txt" in line for line in lines)
+
+
+@pytest.mark.parametrize("place", ["run", "entry", "inside", "deployment", "root"])
+def test_links_are_not_followed(place: str, runs: Path, tmp_path: Path) -> None:
+    outside = make_run(tmp_path / "outside" / EARLIER)
+    before = tree(tmp_path / "outside")
+    own = runs / OWN
+    match place:
+        case "run":
+            (runs / "6740f29f").symlink_to(outside, target_is_directory=True)
+        case "entry":
+            shutil.rmtree(runs / EARLIER / "data")
+            (runs / EARLIER / "data").symlink_to(outside / "data", target_is_directory=True)
+            (runs / EARLIER / "clock.json").unlink()
+            (runs / EARLIER / "clock.json").symlink_to(outside / "clock.json")
+        case "inside":
+            (runs / EARLIER / "data" / "link").symlink_to(outside, target_is_directory=True)
+        case "deployment":
+            own = runs.with_name("linked") / OWN
+            own.parent.symlink_to(outside.parent, target_is_directory=True)
+        case _:
+            own = tmp_path / "root" / "demo" / OWN
+            make_run(tmp_path / "real" / "demo" / EARLIER)
+            own.parent.parent.symlink_to(tmp_path / "real", target_is_directory=True)
+    delete_runs(own, log)
+    assert tree(tmp_path / "outside") == before
+    assert not (tmp_path / "real").exists() or (tmp_path / "real" / "demo" / EARLIER / "data").is_dir()
+    if place == "run":
+        assert (runs / "6740f29f").is_symlink()
+    if place == "entry":
+        assert set(tree(runs / EARLIER)) == {"clock.json", "data"}
+    if place == "inside":
+        assert not (runs / EARLIER).exists()
+
+
+@pytest.mark.parametrize("deletions", range(1, 12, 3))
+def test_a_deletion_that_was_killed_is_completed_by_the_next(
+    deletions: int, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, real = [deletions], os.unlink
+
+    def killed(*words: object, **names: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        real(*words, **names)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            delete_runs(runs / OWN, log)
+    assert sum(kind != "folder" for kind in tree(runs / EARLIEST).values()) < len(RUN_FOLDERS | RUN_FILES)
+    assert delete_runs(runs / OWN, log)
+    assert sorted(path.name for path in runs.iterdir()) == [OWN, LATER]
+
+
+def test_text_goes_first(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[str] = []
+    real = run_pruning._remove
+    monkeypatch.setattr(run_pruning, "_remove", lambda folder: (gone.append(folder.name), real(folder)))
+    delete_runs(runs / EARLIEST, log, with_own=True)
+    assert set(gone[: len(TEXT_FOLDERS)]) == TEXT_FOLDERS
+
+
+def test_a_file_system_that_refuses_is_named(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    lines: list[str] = []
+    assert not delete_runs(runs / OWN, lines.append)
+    assert any("Read-only file system" in line for line in lines)
+    assert main(["capture", "prune", str(runs / OWN)]) == 1
+
+
+NEEDED, OLD, NEWER, FOREIGN = "0123456789abcdef", "1123456789abcdef", "2123456789abcdef", "3123456789abcdef"
+
+
+def test_drafts_go_unless_they_are_needed_or_newer_than_the_run(tmp_path: Path) -> None:
+    place = tmp_path / "drafts" / "demo"
+    other = make_draft(place.with_name("other"), OLD)
+    make_draft(place, NEEDED)
+    make_draft(place, OLD)
+    make_draft(place, NEWER, age=-10)
+    assert delete_drafts(place, {NEEDED}, BEGAN, log)
+    assert sorted(path.name for path in place.iterdir()) == [NEEDED, NEWER]
+    assert other.is_dir()
+
+
+@pytest.mark.parametrize(
+    "form", ["no lineage", "another hash", "list", "torn", "folder inside", "link", "name", "file"]
+)
+def test_folders_that_distill_did_not_publish_stay(form: str, tmp_path: Path) -> None:
+    place = tmp_path / "drafts" / "demo"
+    folder = make_draft(place, FOREIGN)
+    match form:
+        case "no lineage":
+            (folder / "lineage.json").unlink()
+        case "another hash":
+            (folder / "lineage.json").write_text(json.dumps({"draft": OLD}))
+        case "list":
+            (folder / "lineage.json").write_text("[]")
+        case "torn":
+            (folder / "lineage.json").write_text("{")
+        case "folder inside":
+            (folder / "mine").mkdir()
+        case "link":
+            moved = folder.rename(tmp_path / FOREIGN)
+            folder.symlink_to(moved, target_is_directory=True)
+        case "name":
+            folder.rename(place / "week-47")
+        case _:
+            (folder / "notes.txt").write_text("mine")
+    os.utime(place / "week-47" if form == "name" else folder, (BEGAN - 9, BEGAN - 9))
+    before = tree(tmp_path)
+    assert delete_drafts(place, frozenset(), BEGAN, log)
+    assert tree(tmp_path) == before
+
+
+def test_a_draft_disappears_at_once_and_its_deletion_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "drafts" / "demo"
+    make_draft(place, OLD)
+    (place / f".{NEWER}.abcd").mkdir()  # a publication that runs now
+    (place / ".snapshot").mkdir()
+
+    def killed(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_pruning, "_remove", killed)
+        with pytest.raises(KeyboardInterrupt):
+            delete_drafts(place, frozenset(), BEGAN, log)
+    assert not (place / OLD).exists()
+    (place / f".{FOREIGN}.abcd").mkdir()  # of a publication that was killed
+    os.utime(place / f".{FOREIGN}.abcd", (BEGAN - 9, BEGAN - 9))
+    assert delete_drafts(place, frozenset(), BEGAN, log)
+    assert sorted(path.name for path in place.iterdir()) == [f".{NEWER}.abcd", ".snapshot"]
+
+
+@pytest.fixture
+def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a mounted claim named ``heads``, with earlier runs and drafts."""
+    monkeypatch.setattr(model_store, "CLAIMS", tmp_path / "mnt")
+    folder = tmp_path / "mnt" / "heads"
+    make_run(folder / "distillation" / "demo" / EARLIER)
+    make_run(folder / "distillation" / "other" / EARLIER)
+    for draft in (NEEDED, OLD):
+        make_draft(folder / "drafts" / "demo", draft)
+    return folder
+
+
+def test_a_job_deletes_earlier_runs_and_goes_on_with_its_own(
+    flags: list[str], claim: Path, message: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = claim / "distillation" / "demo" / OWN
+    more = ["--prune", f"--keep-drafts={NEEDED}", "--publish", "pvc://heads/drafts/demo"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "_compare_with_deployed", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+        assert run(flags, out, *more) == 0
+    assert read(message).failure == "error"
+    assert not (out.parent / EARLIER).exists()
+    assert [path.name for path in (claim / "drafts" / "demo").iterdir()] == [NEEDED]
+    assert (claim / "distillation" / "other" / EARLIER / "data").is_dir()
+    assert {path.name for path in out.iterdir()} <= RUN_FOLDERS | RUN_FILES
+    summary = (out / "data" / "summary.json").stat().st_ino
+    answers = [(path.name, path.stat().st_ino) for path in sorted((out / "golden").iterdir())]
+    make_run(out.parent / EARLIER)  # of a process that ended late
+
+    def seen(*_: object) -> bool:
+        make_run(out.parent / EARLIEST)
+        assert (out / "data" / "summary.json").stat().st_ino == summary, "a resumed run keeps its data"
+        assert [(path.name, path.stat().st_ino) for path in sorted((out / "golden").iterdir())] == answers
+        return False
+
+    monkeypatch.setattr(Distillation, "_check_not_poisoned", seen)
+    assert run(flags, out, *more) == 0
+    verdict = read(message)
+    assert verdict.verdict == "inconclusive"
+    assert verdict.draft is not None
+    assert [path.name for path in out.parent.iterdir()] == [OWN], "runs that appeared meanwhile are deleted at the end"
+    assert not (set(os.listdir(out)) & TEXT_FOLDERS)
+    assert {path.name for path in (claim / "drafts" / "demo").iterdir()} == {NEEDED, verdict.draft.hash}
+    assert run(flags, out, *more) == 0, "a Job that is repeated names the same draft"
+    assert read(message).draft == verdict.draft
+    assert main(["capture", "prune", str(out)]) == 0
+    assert list(out.parent.iterdir()) == [], "a real run has nothing of an unknown form"
+
+
+def test_a_job_with_keep_data_keeps_its_text(flags: list[str], claim: Path, message: Path) -> None:
+    out = claim / "distillation" / "demo" / OWN
+    assert run(flags, out, "--prune", "--keep-data") == 0
+    assert read(message).verdict == "inconclusive"
+    assert (out / "data").is_dir()
+    assert sorted(path.name for path in (claim / "drafts" / "demo").iterdir()) == [NEEDED, OLD], "no hashes are named"
+
+
+@pytest.mark.parametrize(
+    ("out", "more", "named"),
+    [("next", ["--prune"], "hexadecimal"), (OWN, ["--keep-drafts", NEEDED], "needs --prune")],
+)
+def test_wrong_flags_end_with_64(
+    out: str, more: list[str], named: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(flags, tmp_path / out, *more)
+    assert ended.value.code == 64
+    assert named in capsys.readouterr().err
+
+
+def test_prune_refuses_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "training" / "mine")
+    assert main(["capture", "prune", str(tmp_path / "training" / "mine")]) == 1
+    assert "not named by the time of a run" in capsys.readouterr().err
+    assert (tmp_path / "training" / "mine" / "data").is_dir()
