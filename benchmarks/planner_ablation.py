@@ -91,7 +91,7 @@ def _best_together(self: Any, now: Any, free: Any) -> Any:
     tasks = tuple(task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks)
     around = replace(self, tasks=tasks)
     plain = tuple((task.name, task.least) for task in tasks)
-    choices = self.evaluate([now, plain, *around.best_by_passes()])
+    choices = self.evaluate([now, plain, *around.best_by_depth()])
     return choices[now], choices[plain], choices
 
 
@@ -101,7 +101,7 @@ def _dwell_of_all(state: Any, hysteresis: Any, changed_at: float) -> float:
 
 RULES: dict[str, Callable[[], None]] = {
     "stop": _set_rule("_stopped", []),
-    "fewer passes": _set_rule("_fewer_passes", []),
+    "fewer passes": _set_rule("_smaller", []),
     "gain": _set_rule("_is_worth_it", False),
     "trial": _set_rule("_trial_value", -1.0),
     "outdated": _set_rule("_is_outdated", False),

@@ -61,7 +61,7 @@ class LoadDecision:
             return []
         if any(isinstance(state_of(row, self.now), Trial) for row in self.rows):
             return self._after_trial()
-        return self._stopped() or (self._fewer_passes() if self.is_suspended else self._improved())
+        return self._stopped() or (self._smaller() if self.is_suspended else self._improved())
 
     def _is_measuring(self) -> bool:
         """Return whether rows that draft wait for reliable estimates with their first change.
@@ -86,8 +86,8 @@ class LoadDecision:
                 return list(self._to(group, now, best, "loses", LOSES))
         return []
 
-    def _fewer_passes(self) -> list[Change]:
-        """Return fewer draft passes where the guards suspend speculation: the change itself costs nothing.
+    def _smaller(self) -> list[Change]:
+        """Return a shallower shape where the guards suspend speculation: the change itself costs nothing.
 
         A smaller shape must be believed to be better than the present one: otherwise the estimates err, and as much for
         the smaller shape.
@@ -97,7 +97,7 @@ class LoadDecision:
         fewer = [
             choice
             for choice in self._fast_enough(plain, choices)
-            if choice.passes < now.passes
+            if choice.depth < now.depth
             and (choice.is_plain or (choice.rank < now.rank and self.search.gain(plain, choice) > self._least_gain))
         ]
         best = min(fewer, key=lambda choice: choice.rank, default=now)

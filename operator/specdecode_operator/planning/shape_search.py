@@ -1,15 +1,15 @@
 """The best shapes of all tasks at one load, and how sure one choice is to be better than another.
 
-The time of a step depends on the whole batch, so shapes are chosen jointly. For each number of draft passes, the nodes
-of all tasks are ordered by survival, and every prefix of that order is a candidate. This is exact: a step's time
-depends on how many nodes there are and not on which, and no node is likelier than its parent.
+The time of a step depends on the whole batch, so shapes are chosen jointly. For each depth, the nodes of all tasks are
+ordered by survival, and every prefix of that order is a candidate. This is exact where all tasks draft by one method: a
+step's time depends on its draft passes and on how many nodes there are, and no node is likelier than its parent.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.planning.workload import Objective, TaskLoad
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import Method, TreeShape, draft_passes
 
 Shapes = tuple[tuple[str, TreeShape], ...]
 """The shape of every task, in the order of the search's tasks."""
@@ -42,6 +42,8 @@ class Choice:
     shapes: Shapes
     seconds: Estimate
     """Time of the mean step of the mean sequence."""
+    passes: int
+    """Most draft passes of a step."""
     by_task: dict[str, float]
     """Expected tokens of a step."""
     shares: dict[str, float]
@@ -62,7 +64,7 @@ class Choice:
         return self.violation, self.per_token
 
     @property
-    def passes(self) -> int:
+    def depth(self) -> int:
         return max(shape.depth for _, shape in self.shapes)
 
     @property
@@ -91,7 +93,7 @@ class ShapeSearch:
     def best(self, now: Shapes, free: Collection[str]) -> tuple[Choice, Choice, dict[Shapes, Choice]]:
         """Return the present choice, plain decoding, and all candidates by shapes, while only ``free`` tasks change.
 
-        Candidates are the best shapes for each number of draft passes, for all free tasks together and for each alone.
+        Candidates are the best shapes for each depth, for all free tasks together and for each alone.
         """
         key = now, tuple(free)
         if key not in self.known:
@@ -105,7 +107,7 @@ class ShapeSearch:
             tasks=tuple(task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks),
         )
         plain = tuple((task.name, task.least) for task in around.tasks)
-        joint = list(around.best_by_passes())
+        joint = list(around.best_by_depth())
         alone = [
             tuple((name, shape if name == task else before[name]) for name, shape in shapes)
             for shapes in joint
@@ -115,18 +117,19 @@ class ShapeSearch:
         choices = self.evaluate([now, plain, *joint, *alone])
         return choices[now], choices[plain], choices
 
-    def best_by_passes(self) -> Iterator[Shapes]:
-        """Yield the best shapes of each number of draft passes, the fewest passes first."""
-        fewest = max(task.least.depth for task in self.tasks)
-        for passes in range(fewest, max([fewest, *(task.most_depth for task in self.tasks)]) + 1):
-            shapes = self._best_of(passes)
+    def best_by_depth(self) -> Iterator[Shapes]:
+        """Yield the best shapes of each depth, the least depth first."""
+        least = max(task.least.depth for task in self.tasks)
+        for depth in range(least, max([least, *(task.most_depth for task in self.tasks)]) + 1):
+            shapes = self._best_of(depth)
             if shapes is not None:
                 yield shapes
 
     def evaluate(self, candidates: Iterable[Shapes]) -> dict[Shapes, Choice]:
         """Return every candidate with its step time and tokens."""
         mixes = {shapes: self._mix(shapes) for shapes in candidates}
-        met = {shapes: batches(shapes, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
+        methods = {task.name: task.bounds.method for task in self.tasks}
+        met = {shapes: batches(shapes, methods, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
         times = self.times.predict(self.load, (one.batch for each in met.values() for one in each))
         return {shapes: self._choice(shapes, *mix, met[shapes], times) for shapes, mix in mixes.items()}
 
@@ -216,23 +219,27 @@ class ShapeSearch:
         violation = self.objective.violation(
             seconds.mean, (tokens[name] * seconds.mean / own for name, own in by_task.items())
         )
-        return Choice(shapes, seconds, tokens, shares, mean, violation)
+        passes = max(one.batch.passes for one in met)
+        return Choice(shapes, seconds, passes, tokens, shares, mean, violation)
 
-    def _best_of(self, passes: int) -> Shapes | None:
-        """Return the best prefix of all nodes by survival among those that are ``passes`` deep."""
+    def _best_of(self, depth: int) -> Shapes | None:
+        """Return the best prefix of all nodes by survival among those that are ``depth`` deep."""
         paths = {task.name: list(paths_of(task.least)) for task in self.tasks}
         tokens = {task.name: task.acceptance.tokens(task.least) for task in self.tasks}
         verified = 1 + sum(task.share * task.least.nodes for task in self.tasks)
-        mean, depth = sum(task.share * tokens[task.name] for task in self.tasks), max(t.least.depth for t in self.tasks)
+        mean, deepest = sum(task.share * tokens[task.name] for task in self.tasks), 0
+        passes = 0
+        for task in self.tasks:
+            deepest, passes = max(deepest, task.least.depth), max(passes, task.bounds.passes(task.least.depth))
         best: tuple[tuple[float, float], dict[str, int]] | None = None
-        for step in (None, *self._by_survival(passes)):
+        for step in (None, *self._by_survival(depth)):
             if step is not None:
                 task, node = step
                 paths[task.name].append(node.path)
                 tokens[task.name] += node.survival
                 verified, mean = verified + task.share, mean + task.share * node.survival
-                depth = max(depth, len(node.path))
-            if depth == passes:
+                deepest, passes = max(deepest, len(node.path)), max(passes, task.bounds.passes(len(node.path)))
+            if deepest == depth:
                 seconds = self.times.mean(self.load, Batch(passes, verified))
                 rank = self.objective.violation(seconds, tokens.values()), seconds / mean
                 if best is None or rank < best[0]:
@@ -241,34 +248,36 @@ class ShapeSearch:
             return None
         return tuple((task.name, shape_of(paths[task.name][: best[1][task.name]])) for task in self.tasks)
 
-    def _by_survival(self, passes: int) -> list[tuple[TaskLoad, Node]]:
+    def _by_survival(self, depth: int) -> list[tuple[TaskLoad, Node]]:
         """Return the nodes beyond the least shapes that the bounds allow, of all tasks, likeliest first."""
         found: list[tuple[TaskLoad, Node]] = []
         for task in self.tasks:
             bounds, least = task.bounds, set[Path](paths_of(task.least))
             if task.held is None:
-                nodes = task.acceptance.best_nodes(min(passes, bounds.most), bounds.top_k, bounds.max_nodes)
+                nodes = task.acceptance.best_nodes(min(depth, bounds.most), bounds.top_k, bounds.max_nodes)
                 more = [node for node in nodes if node.path not in least]
                 found += [(task, node) for node in more[: bounds.max_nodes - bounds.least]]
         return sorted(found, key=lambda step: (step[1].order, step[0].name))
 
 
-def batches(shapes: Shapes, shares: dict[str, float], sequences: float) -> list[Met]:
+def batches(shapes: Shapes, methods: Mapping[str, Method], shares: Mapping[str, float], sequences: float) -> list[Met]:
     """Return the batches that a sequence of each task is in; the weights of a task sum to 1.
 
-    The deepest shape in a batch decides how many passes a step takes. The other sequences are drawn by ``shares``.
+    The shape with most draft passes in a batch decides how many a step makes. The other sequences are drawn by
+    ``shares``.
     """
+    passes = {name: draft_passes(methods[name], shape.depth) for name, shape in shapes}
     others, found = max(0.0, sequences - 1), list[Met]()
     for name, own in shapes:
         met, below = list[Met](), 0.0
-        for depth in sorted({shape.depth for _, shape in shapes}):
-            inside = [(shares[task], shape.nodes) for task, shape in shapes if shape.depth <= depth]
+        for most in sorted(set(passes.values())):
+            inside = [(shares[task], shape.nodes) for task, shape in shapes if passes[task] <= most]
             share = min(1.0, sum(weight for weight, _ in inside))
             chance = share**others
-            if depth >= own.depth:
+            if most >= passes[name]:
                 nodes = sum(weight * count for weight, count in inside) / share if share > 0 else 0.0
                 verified = 1 + (own.nodes + others * nodes) / (1 + others)
-                met.append(Met(name, Batch(depth, round(verified, 1)), chance - below))
+                met.append(Met(name, Batch(most, round(verified, 1)), chance - below))
                 below = chance
         often = [one for one in met if one.weight >= TUNING.min_share] or met
         total = sum(one.weight for one in often)
