@@ -8,7 +8,6 @@ step's time depends on its draft passes and on how many nodes there are, and no 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
@@ -76,6 +75,10 @@ class Choice:
         return self.seconds.weight > 0
 
 
+Found = tuple[Choice, Choice, list[Choice]]
+"""The present choice, plain decoding, and candidates."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShapeSearch:
     """Search at one load. ``requests`` is the number of requests that the mix of tasks was measured on."""
@@ -85,37 +88,35 @@ class ShapeSearch:
     tasks: tuple[TaskLoad, ...]
     objective: Objective
     requests: float = math.inf
-    slopes: dict[tuple[str, Shapes], dict[Position, float]] = field(default_factory=dict)
-    known: dict[tuple[Shapes, tuple[str, ...]], tuple[Choice, Choice, dict[Shapes, Choice]]] = field(
-        default_factory=dict
-    )
+    known: dict[tuple[Shapes, tuple[str, ...]], Found] = field(default_factory=dict)
 
-    def best(self, now: Shapes, free: Collection[str]) -> tuple[Choice, Choice, dict[Shapes, Choice]]:
-        """Return the present choice, plain decoding, and all candidates by shapes, while only ``free`` tasks change.
+    def best(self, now: Shapes, free: Collection[str]) -> Found:
+        """Return the present choice, plain decoding, and the candidates that are fast enough for the objective.
 
-        Candidates are the best shapes for each depth, for all free tasks together and for each alone.
+        Only ``free`` tasks change. Candidates are the best shapes for each depth, of all free tasks and of one alone.
         """
         key = now, tuple(free)
         if key not in self.known:
-            self.known[key] = self._best(now, free)
+            before, least = dict(now), self.objective.min_speedup
+            tasks = (task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks)
+            around = replace(self, tasks=tuple(tasks))
+            plain_shapes = tuple((task.name, task.least) for task in around.tasks)
+            joint = list(around.best_by_depth())
+            alone = (
+                tuple((name, shape if name == task else before[name]) for name, shape in shapes)
+                for shapes in joint
+                for task in free
+                if len(free) > 1
+            )
+            found = around.evaluate([now, plain_shapes, *joint, *alone])
+            plain = found[plain_shapes]
+            fast = [
+                choice
+                for choice in found.values()
+                if least <= 1 or choice.is_plain or choice.per_token * least <= plain.per_token
+            ]
+            self.known[key] = found[now], plain, fast
         return self.known[key]
-
-    def _best(self, now: Shapes, free: Collection[str]) -> tuple[Choice, Choice, dict[Shapes, Choice]]:
-        before = dict(now)
-        around = replace(
-            self,
-            tasks=tuple(task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks),
-        )
-        plain = tuple((task.name, task.least) for task in around.tasks)
-        joint = list(around.best_by_depth())
-        alone = [
-            tuple((name, shape if name == task else before[name]) for name, shape in shapes)
-            for shapes in joint
-            for task in free
-            if len(free) > 1
-        ]
-        choices = self.evaluate([now, plain, *joint, *alone])
-        return choices[now], choices[plain], choices
 
     def best_by_depth(self) -> Iterator[Shapes]:
         """Yield the best shapes of each depth, the least depth first."""
@@ -127,8 +128,8 @@ class ShapeSearch:
 
     def evaluate(self, candidates: Iterable[Shapes]) -> dict[Shapes, Choice]:
         """Return every candidate with its step time and tokens."""
-        mixes = {shapes: self._mix(shapes) for shapes in candidates}
         methods = {task.name: task.bounds.method for task in self.tasks}
+        mixes = {shapes: self._mix(shapes) for shapes in candidates}
         met = {shapes: batches(shapes, methods, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
         times = self.times.predict(self.load, (one.batch for each in met.values() for one in each))
         return {shapes: self._choice(shapes, *mix, met[shapes], times) for shapes, mix in mixes.items()}
@@ -146,10 +147,10 @@ class ShapeSearch:
             time = min(time, (math.log(one.seconds.mean / two.seconds.mean) / 2) ** 2)
         return math.sqrt(time + sum(self._tokens_variance(task, one, two) for task in self.tasks))
 
-    def confidence(self, one: Choice, two: Choice, least: float = 0.0) -> float:
-        """Return P(gain > ``least``), with the gain taken as normal."""
-        distance, error = self.gain(one, two) - least, self.gain_error(one, two)
-        return NORMAL.cdf(distance / error) if error > 0 else float(distance > 0)
+    def confidence(self, one: Choice, two: Choice) -> float:
+        """Return P(gain > 0), with the gain taken as normal."""
+        gain, error = self.gain(one, two), self.gain_error(one, two)
+        return NORMAL.cdf(gain / error) if error > 0 else float(gain > 0)
 
     def moving_demand(self, one: Choice, two: Choice) -> float:
         """Return the share of the tokens that belongs to tasks with a different shape."""
@@ -158,9 +159,11 @@ class ShapeSearch:
 
     def tokens_variance(self, choice: Choice) -> float:
         """Return the variance of log(expected tokens per step)."""
-        rates = ((task.acceptance.rate(at).variance, slope) for task in self.tasks
-                 for at, slope in self._slopes(task, choice).items())  # fmt: skip
-        return sum(slope**2 * variance for variance, slope in rates)
+        return sum(
+            slope**2 * task.acceptance.rate(at).variance
+            for task in self.tasks
+            for at, slope in self._slopes(task, choice).items()
+        )
 
     def _tokens_variance(self, task: TaskLoad, one: Choice, two: Choice) -> float:
         """Return one task's part of the variance of log(tokens of two / tokens of one).
@@ -185,68 +188,59 @@ class ShapeSearch:
 
         Half of it comes through the tokens of its sequences, half through their number.
         """
-        key = task.name, choice.shapes
-        if key not in self.slopes:
-            weight = choice.shares[task.name] * (1 + choice.by_task[task.name] / choice.tokens) / 2
-            shape = dict(choice.shapes)[task.name]
-            self.slopes[key] = {at: weight * slope for at, slope in task.acceptance.slopes(shape).items()}
-        return self.slopes[key]
+        weight = choice.shares[task.name] * (1 + choice.by_task[task.name] / choice.tokens) / 2
+        shape = dict(choice.shapes)[task.name]
+        return {at: weight * slope for at, slope in task.acceptance.slopes(shape).items()}
 
-    def _mix(self, shapes: Shapes) -> tuple[dict[str, float], dict[str, float], float]:
-        """Return tokens of a step and share of the sequences, both by task, and the mean tokens.
+    def _mix(self, shapes: Shapes) -> tuple[dict[str, float], dict[str, float]]:
+        """Return tokens of a step and share of the sequences, both by task.
 
         With open arrivals a task's share follows demand / tokens; with a fixed number of clients it does not change.
         Counters do not tell which, so the share is the geometric mean of both.
         """
         tokens = {task.name: task.acceptance.tokens(shape) for task, (_, shape) in zip(self.tasks, shapes, strict=True)}
         raw = {task.name: math.sqrt(task.share * task.demand / tokens[task.name]) for task in self.tasks}
-        shares = {name: share / sum(raw.values()) for name, share in raw.items()}
-        return tokens, shares, sum(share * tokens[name] for name, share in shares.items())
+        return tokens, {name: share / sum(raw.values()) for name, share in raw.items()}
 
     def _choice(
         self,
         shapes: Shapes,
         tokens: dict[str, float],
         shares: dict[str, float],
-        mean: float,
         met: list[Met],
         times: dict[Batch, Estimate],
     ) -> Choice:
-        by_task: defaultdict[str, float] = defaultdict(float)
-        for one in met:
-            by_task[one.task] += one.weight * times[one.batch].mean
         seconds = _mean([(shares[one.task] * one.weight, times[one.batch]) for one in met])
-        violation = self.objective.violation(
-            seconds.mean, (tokens[name] * seconds.mean / own for name, own in by_task.items())
-        )
-        passes = max(one.batch.passes for one in met)
-        return Choice(shapes, seconds, passes, tokens, shares, mean, violation)
+        own = dict.fromkeys(tokens, 0.0)
+        for one in met:
+            own[one.task] += one.weight * times[one.batch].mean
+        violation = self.objective.violation(seconds.mean, (tokens[name] * seconds.mean / own[name] for name in tokens))
+        mean = sum(share * tokens[name] for name, share in shares.items())
+        return Choice(shapes, seconds, max(one.batch.passes for one in met), tokens, shares, mean, violation)
 
     def _best_of(self, depth: int) -> Shapes | None:
         """Return the best prefix of all nodes by survival among those that are ``depth`` deep."""
-        paths = {task.name: list(paths_of(task.least)) for task in self.tasks}
         tokens = {task.name: task.acceptance.tokens(task.least) for task in self.tasks}
         verified = 1 + sum(task.share * task.least.nodes for task in self.tasks)
-        mean, deepest = sum(task.share * tokens[task.name] for task in self.tasks), 0
-        passes = 0
-        for task in self.tasks:
-            deepest, passes = max(deepest, task.least.depth), max(passes, task.bounds.passes(task.least.depth))
-        best: tuple[tuple[float, float], dict[str, int]] | None = None
-        for step in (None, *self._by_survival(depth)):
-            if step is not None:
-                task, node = step
-                paths[task.name].append(node.path)
-                tokens[task.name] += node.survival
-                verified, mean = verified + task.share, mean + task.share * node.survival
+        deepest = max(task.least.depth for task in self.tasks)
+        passes = max(task.bounds.passes(task.least.depth) for task in self.tasks)
+        steps, best, least = self._by_survival(depth), None, (math.inf, math.inf)
+        for count in range(len(steps) + 1):
+            if count:
+                task, node = steps[count - 1]
+                verified, tokens[task.name] = verified + task.share, tokens[task.name] + node.survival
                 deepest, passes = max(deepest, len(node.path)), max(passes, task.bounds.passes(len(node.path)))
             if deepest == depth:
                 seconds = self.times.mean(self.load, Batch(passes, verified))
+                mean = sum(task.share * tokens[task.name] for task in self.tasks)
                 rank = self.objective.violation(seconds, tokens.values()), seconds / mean
-                if best is None or rank < best[0]:
-                    best = rank, {name: len(found) for name, found in paths.items()}
+                best, least = (count, rank) if rank < least else (best, least)
         if best is None:
             return None
-        return tuple((task.name, shape_of(paths[task.name][: best[1][task.name]])) for task in self.tasks)
+        paths = {task.name: list(paths_of(task.least)) for task in self.tasks}
+        for task, node in steps[:best]:
+            paths[task.name].append(node.path)
+        return tuple((name, shape_of(found)) for name, found in paths.items())
 
     def _by_survival(self, depth: int) -> list[tuple[TaskLoad, Node]]:
         """Return the nodes beyond the least shapes that the bounds allow, of all tasks, likeliest first."""
@@ -279,7 +273,7 @@ def batches(shapes: Shapes, methods: Mapping[str, Method], shares: Mapping[str, 
                 verified = 1 + (own.nodes + others * nodes) / (1 + others)
                 met.append(Met(name, Batch(most, round(verified, 1)), chance - below))
                 below = chance
-        often = [one for one in met if one.weight >= TUNING.min_share] or met
+        often = [one for one in met if one.weight >= TUNING.least_share] or met
         total = sum(one.weight for one in often)
         found += [one._replace(weight=one.weight / total) for one in often]
     return found
@@ -290,7 +284,7 @@ def _mean(parts: list[tuple[float, Estimate]]) -> Estimate:
     if len(parts) == 1:
         return parts[0][1]
     heaviest = max(weight for weight, _ in parts)
-    often = [seconds for weight, seconds in parts if weight >= heaviest / 4]
+    often = [seconds for weight, seconds in parts if weight >= heaviest / 2]
     return Estimate(
         sum(weight * seconds.mean for weight, seconds in parts),
         sum(weight * math.sqrt(seconds.variance) for weight, seconds in parts) ** 2,

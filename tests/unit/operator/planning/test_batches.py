@@ -55,6 +55,6 @@ def test_every_task_meets_something_and_nothing_shallower_than_itself(
     for one in batches(shapes, dict.fromkeys(shares, "eagle3"), shares, sequences):
         weights[one.task] += one.weight  # type: ignore[assignment]
         assert one.batch.passes >= dict(shapes)[one.task].depth
-        assert TUNING.min_share <= one.weight <= 1 + 1e-9
+        assert TUNING.least_share <= one.weight <= 1 + 1e-9
         assert 1 <= one.batch.verified <= 1.05 + max(shape.nodes for _, shape in shapes)
     assert dict(weights) == pytest.approx(dict.fromkeys(shares, 1.0))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.planning import Chosen, buckets, choose
-from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.loads import Load, buckets
+from specdecode_operator.planning.plan_rows import Chosen, choose
 from specdecode_operator.planning.step_time_model import features
 from specdecode_operator.planning.task_bounds import bounds_of, follows, names, plans
 from specdecode_operator.planning.workload import Objective, Prompt
