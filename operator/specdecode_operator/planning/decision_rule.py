@@ -9,7 +9,7 @@ drifts while it is not measured (restless bandits; Whittle, 1988).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
@@ -86,7 +86,7 @@ class LoadDecision:
         if self._bound(now, plain, TUNING.z) <= TUNING.measured_error - math.log(self.search.objective.min_speedup):
             return []
         better = [choice for choice in choices if self._bound(now, choice, TUNING.z) > 0]
-        return list(self._to(group, now, min(better, key=_rank, default=plain), "loses", LOSES))
+        return self._to(group, now, min(better, key=_rank, default=plain), "loses", LOSES)
 
     def _smaller(self) -> list[Change]:
         """Return a shallower shape where the guards suspend speculation: the change itself costs nothing.
@@ -105,7 +105,7 @@ class LoadDecision:
         best = min(smaller, key=_rank, default=now)
         if not group or best is now or (best.is_plain and self.search.gain(now, best) < 2 * TUNING.measured_error):
             return []
-        return list(self._to(group, now, best, "loses", SUSPENDED, gain_over=plain if best is not plain else now))
+        return self._to(group, now, best, "loses", SUSPENDED)
 
     def _improved(self) -> list[Change]:
         """Return the best of the choices that are surely worth a change, or else of those that are worth a trial."""
@@ -118,11 +118,11 @@ class LoadDecision:
         outdated = all(self._is_outdated(row) for row in group)
         gains = [other for other in others if other.passes <= timed and self._is_worth_it(now, other, outdated)]
         if gains:
-            return list(self._to(group, now, min(gains, key=_rank), "gain", OUTDATED if outdated else ""))
+            return self._to(group, now, min(gains, key=_rank), "gain", OUTDATED if outdated else "")
         trials = [other for other in others if self._trial_value(now, other) > 0]
         best = max(trials, key=lambda choice: self._bound(now, choice, TUNING.z), default=now)
         why = f"a trial, worth {100 * self._trial_value(now, best):.1f} % beyond the cost of its changes; "
-        return list(self._to(group, now, best, "probe" if now.is_plain else "trial", why, is_trial=True))
+        return self._to(group, now, best, "probe" if now.is_plain else "trial", why, is_trial=True)
 
     def _after_trial(self) -> list[Change]:
         """Return the better of the timed shapes, once the shapes on trial were timed or their time is over."""
@@ -131,9 +131,10 @@ class LoadDecision:
         is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
         if not is_timed and self.now - since < TUNING.window_seconds:
             return []
-        best = min((choice for choice in choices if choice.is_timed), key=_rank, default=now)
-        best = best if self.search.gain(now, best) > 0 else now
-        return list(self._to(self.rows, now, best, "trial", "after a trial; "))
+        best = min(
+            (each for each in choices if each.is_timed and self.search.gain(now, each) > 0), key=_rank, default=now
+        )
+        return self._to(self.rows, now, best, "trial", "after a trial; ")
 
     # --- what a change is worth ---------------------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ class LoadDecision:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _best(self, group: Iterable[RowState]) -> Found:
+    def _best(self, group: Sequence[RowState]) -> Found:
         return self.search.best(tuple((row.task, row.shape) for row in self.rows), [row.task for row in group])
 
     def _has_changes_left(self, row: RowState) -> bool:
@@ -221,24 +222,22 @@ class LoadDecision:
         return max((*rates, *times), default=0.0)
 
     def _to(
-        self,
-        group: Iterable[RowState],
-        now: Choice,
-        best: Choice,
-        cause: Cause,
-        why: str,
-        *,
-        is_trial: bool = False,
-        gain_over: Choice | None = None,
-    ) -> Iterator[Change]:
-        """Yield the rows of ``group`` whose shape changes or whose trial ends; its end is no change of its own."""
-        after, gain = dict(best.shapes), math.expm1(self.search.gain(gain_over or now, best))
+        self, group: Sequence[RowState], now: Choice, best: Choice, cause: Cause, why: str, *, is_trial: bool = False
+    ) -> list[Change]:
+        """Return the rows of ``group`` whose shape changes or whose trial ends; its end is no change of its own."""
+        after, gain = dict(best.shapes), math.expm1(self.search.gain(now, best))
         ends = any(is_timed_now(row) for row in group)
-        for row in group:
-            if ends or after[row.task] != row.shape:
-                moved = next_row(row, after[row.task], self.now, is_trial=is_trial, counts=not ends)
-                reason = why + self._reason(row.task, now, best)
-                yield Change(row=moved, before=row.shape, gain=gain, cause=cause, reason=reason)
+        return [
+            Change(
+                row=next_row(row, after[row.task], self.now, is_trial=is_trial, counts=not ends),
+                before=row.shape,
+                gain=gain,
+                cause=cause,
+                reason=why + self._reason(row.task, now, best),
+            )
+            for row in group
+            if ends or after[row.task] != row.shape
+        ]
 
     def _reason(self, name: str, now: Choice, best: Choice) -> str:
         task = next(task for task in self.search.tasks if task.name == name)

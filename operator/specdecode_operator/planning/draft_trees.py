@@ -95,13 +95,13 @@ def positions(path: Path) -> Iterable[Position]:
     return ((depth, not any(path[: depth - 1]), rank) for depth, rank in enumerate(path, start=1))
 
 
-@lru_cache(maxsize=32)
+@lru_cache
 def chain_of(depth: int) -> TreeShape:
     """Return the chain of ``depth``, cached because shapes are validated."""
     return TreeShape.chain(depth)
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def paths_of(shape: TreeShape) -> tuple[Path, ...]:
     """Return the path of every node, in the order of the shape."""
     found: list[Path] = [()]
@@ -115,7 +115,7 @@ def shape_of(paths: Iterable[Path]) -> TreeShape:
     return _tree(frozenset(paths))
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def _tree(paths: frozenset[Path]) -> TreeShape:
     order: list[Path] = sorted(paths, key=lambda path: (len(path), path))
     index = {(): 0, **{path: number for number, path in enumerate(order, start=1)}}

@@ -45,16 +45,11 @@ def joined(
         keep: Share of ``before`` that is not forgotten.
         changed: Test for a change point.
     """
-    older, new = apart(before, gathered, fresh, keep)
+    older, new = before.minus(gathered).times(keep), gathered.times(keep).plus(fresh)
     contradicted = changed(older, new)
     if contradicted:
         older = older.times(min(1, TUNING.contradicted_weight * new.weight / older.weight))
     return older.plus(new), new, contradicted
-
-
-def apart(before: Evidence, gathered: Evidence, fresh: Evidence, keep: float) -> tuple[Evidence, Evidence]:
-    """Return the older and the new evidence."""
-    return before.minus(gathered).times(keep), gathered.times(keep).plus(fresh)
 
 
 def kept_share(count: float, seconds: float, half_life: float) -> float:

@@ -200,21 +200,17 @@ def _wander(learned: LearnedState, delta: Delta) -> float:
     """
     most = min(1.0, max(TUNING.carried_error**2, TUNING.wander_limit * learned.wander))
     known = {CellKey.of(cell): Moments(cell.values) for cell in learned.costs}
-    squares = [
-        (min(most, _excess(known[key], fresh)), fresh.seconds)
-        for key, fresh in delta.steps.items()
-        if not key.prefill and key in known and known[key].count >= TUNING.min_samples and fresh.count > 2
-    ]
-    seconds = sum(weight for _, weight in squares)
-    mean = sum(square * weight for square, weight in squares) / seconds if seconds else learned.wander
-    return rounded(learned.wander + TUNING.wander_share * (mean - learned.wander))
-
-
-def _excess(before: Moments, fresh: Moments) -> float:
-    """Return the squared relative error of the old mean, less its noise."""
-    gap = (before.mean_seconds - fresh.mean_seconds) ** 2
-    noise = before.variance / before.count + max(before.variance, fresh.variance) / fresh.count
-    return max(0.0, gap - noise) / before.mean_seconds**2
+    excesses, weights = list[float](), list[float]()
+    for key, fresh in delta.steps.items():
+        if not key.prefill and key in known and known[key].count >= TUNING.min_samples and fresh.count > 2:
+            before = known[key]
+            noise = before.variance / before.count + max(before.variance, fresh.variance) / fresh.count
+            excess = (before.mean_seconds - fresh.mean_seconds) ** 2 - noise
+            excesses.append(fresh.seconds * min(most, max(0.0, excess) / before.mean_seconds**2))
+            weights.append(fresh.seconds)
+    if not weights:
+        return learned.wander
+    return rounded(learned.wander + TUNING.wander_share * (sum(excesses) / sum(weights) - learned.wander))
 
 
 def _prefill(known: tuple[float, ...], delta: Delta) -> tuple[float, ...]:

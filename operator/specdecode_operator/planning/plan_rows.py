@@ -60,22 +60,15 @@ def choose(
 ) -> Chosen:
     """Decide the rows of the present load, and every ``window_seconds`` those of all loads.
 
-    Args:
-        speculation: Bounds, objectives and hysteresis.
-        learned: Estimates and rows.
-        found: Buckets of the plan.
-        max_num_seqs: Most sequences of one worker.
-        now: Operator's clock, in seconds.
-        held_back: Loads at which the guards of all workers suspend speculation.
-        kv_tokens: Size of one worker's cache; None if unknown.
-        prompt: Cost of reading the mean prompt.
+    ``max_num_seqs`` and ``kv_tokens`` (None if unknown) are those of one worker. The guards of all workers suspend
+    speculation at the loads ``held_back``.
     """
     rows = list(rows_of(speculation, learned, found))
     changes = [change for row in rows if (change := _within_bounds(row, speculation, now))]
     after = {_key(row): row for row in (*rows, *(change.row for change in changes))}
     bounded = {_load_of(change.row) for change in changes}
     times, model = StepTimeModel.fit(learned.costs, learned.wander), AcceptanceModel(learned, speculation)
-    objective, swept_at = Objective.of(speculation.objective, prompt or Prompt()), _swept_at(learned, now)
+    objective, swept_at = Objective(speculation.objective, prompt or Prompt()), _swept_at(learned, now)
     for at in {_load_of(row): None for row in rows}:
         group, is_present = (
             [row for row in after.values() if _load_of(row) == at],
@@ -133,7 +126,7 @@ def rows_of(speculation: SpeculationSpec, learned: LearnedState, found: Buckets)
 
 def basis_of(speculation: SpeculationSpec, learned: LearnedState, *others: object) -> bytes:
     """Return a digest of everything that a choice is made from, except for the time."""
-    digest = hashlib.blake2b(learned.model_dump_json(include=READ).encode(), digest_size=16)
+    digest = hashlib.blake2b(learned.model_dump_json(include=READ).encode())
     digest.update(f"{speculation.model_dump_json()}{others!r}".encode())
     return digest.digest()
 

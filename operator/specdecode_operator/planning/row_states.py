@@ -41,14 +41,9 @@ def is_timed_now(row: RowState) -> bool:
 
 
 def next_row(row: RowState, shape: TreeShape, now: float, *, is_trial: bool = False, counts: bool = True) -> RowState:
-    """Return the row after a change to ``shape``, or after the end of its trial.
+    """Return the row after a change to ``shape``, which runs to be timed if ``is_trial``, or after the end of a trial.
 
-    Args:
-        row: Row before.
-        shape: Shape that it runs from now on.
-        now: Operator's clock, in seconds.
-        is_trial: The shape runs to be timed.
-        counts: The change counts against the changes of the hour. The end of a trial does not.
+    ``counts`` says whether the change counts against the changes of the hour. The end of a trial does not.
     """
     return row.running(
         shape,

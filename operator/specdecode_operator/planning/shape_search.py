@@ -23,6 +23,8 @@ from specdecode_worker.contract import Method, TreeShape, draft_passes
 
 Shapes = tuple[tuple[str, TreeShape], ...]
 """The shape of every task, in the order of the search's tasks."""
+Mix = tuple[dict[str, float], dict[str, float]]
+"""Tokens of a step, and share of the sequences, both by task."""
 NORMAL = NormalDist()
 
 
@@ -132,7 +134,7 @@ class ShapeSearch:
         mixes = {shapes: self._mix(shapes) for shapes in candidates}
         met = {shapes: batches(shapes, methods, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
         times = self.times.predict(self.load, (one.batch for each in met.values() for one in each))
-        return {shapes: self._choice(shapes, *mix, met[shapes], times) for shapes, mix in mixes.items()}
+        return {shapes: self._choice(shapes, mix, met[shapes], times) for shapes, mix in mixes.items()}
 
     def gain(self, one: Choice, two: Choice) -> float:
         """Return log(time per token of ``one`` / of ``two``). While an objective is missed, how much less it is."""
@@ -192,8 +194,8 @@ class ShapeSearch:
         shape = dict(choice.shapes)[task.name]
         return {at: weight * slope for at, slope in task.acceptance.slopes(shape).items()}
 
-    def _mix(self, shapes: Shapes) -> tuple[dict[str, float], dict[str, float]]:
-        """Return tokens of a step and share of the sequences, both by task.
+    def _mix(self, shapes: Shapes) -> Mix:
+        """Return the mix while ``shapes`` run.
 
         With open arrivals a task's share follows demand / tokens; with a fixed number of clients it does not change.
         Counters do not tell which, so the share is the geometric mean of both.
@@ -202,14 +204,8 @@ class ShapeSearch:
         raw = {task.name: math.sqrt(task.share * task.demand / tokens[task.name]) for task in self.tasks}
         return tokens, {name: share / sum(raw.values()) for name, share in raw.items()}
 
-    def _choice(
-        self,
-        shapes: Shapes,
-        tokens: dict[str, float],
-        shares: dict[str, float],
-        met: list[Met],
-        times: dict[Batch, Estimate],
-    ) -> Choice:
+    def _choice(self, shapes: Shapes, mix: Mix, met: list[Met], times: dict[Batch, Estimate]) -> Choice:
+        tokens, shares = mix
         seconds = _mean([(shares[one.task] * one.weight, times[one.batch]) for one in met])
         own = dict.fromkeys(tokens, 0.0)
         for one in met:

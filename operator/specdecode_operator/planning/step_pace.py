@@ -56,7 +56,7 @@ def pace(
     if times is None:
         return None
     per_prompt_token = prompt_token_seconds(learned, times)
-    context, objective = bucket_of(found.context, request.context), Objective.of(speculation.objective, prompt)
+    context, objective = bucket_of(found.context, request.context), Objective(speculation.objective, prompt)
     rows = [
         row.running(bounds_of(speculation, row.task).nearest(row.shape))
         for row in rows_of(speculation, learned, found)

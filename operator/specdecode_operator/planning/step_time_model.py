@@ -19,10 +19,11 @@ from specdecode_operator.planning.estimates import Estimate
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import StepTimeCell
-from specdecode_operator.telemetry.counters import PAIRS, K
+from specdecode_operator.telemetry.counters import PAIRS, K, Moments
 from specdecode_worker.contract import FEATURES, Buckets
 
 _ROWS, _COLUMNS = np.array(PAIRS).T
+_OF_A_SEQUENCE = [FEATURES.index(name) for name in ("sequences", "verify_tokens", "kv_tokens")]
 Array = NDArray[np.float64]
 
 
@@ -74,15 +75,14 @@ class StepTimeModel:
         known = [cost for cost in timed if cost.values[1] > TUNING.least_seconds * cost.values[0]]
         if not known:
             return None
-        values = np.array([cost.values for cost in known])
-        count, mean = values[:, 0], values[:, 1] / values[:, 0]
-        polls = np.array([max(1.0, cost.polls) for cost in known])
-        variance = np.maximum(0.0, values[:, 2] / count - mean**2) / count + wander / polls * mean**2
+        sums = [Moments(cost.values) for cost in known]
+        count, mean, noise = np.array([(each.count, each.mean_seconds, each.variance) for each in sums]).T
+        variance = noise / count + wander / np.array([max(1.0, cost.polls) for cost in known]) * mean**2
         drafts = np.array([float(cost.draft_passes > 0) for cost in known])
-        x = np.column_stack([values[:, 4 : 4 + K], count * drafts])
-        xt = np.column_stack([values[:, 4 + K : 4 + 2 * K], values[:, 1] * drafts])
+        x = np.column_stack([np.array([each.x for each in sums]), count * drafts])
+        xt = np.column_stack([np.array([each.xt for each in sums]), count * mean * drafts])
         xx = np.zeros((len(known), K + 1, K + 1))
-        xx[:, _ROWS, _COLUMNS] = xx[:, _COLUMNS, _ROWS] = values[:, 4 + 2 * K :]
+        xx[:, _ROWS, _COLUMNS] = xx[:, _COLUMNS, _ROWS] = np.array([each.xx for each in sums])
         xx[:, K] = xx[:, :, K] = x * drafts[:, None]
         mean_x = x / count[:, None]
         scale = np.append(np.maximum(TUNING.least_seconds, mean_x[:, :K].max(axis=0)), 1.0)
@@ -90,7 +90,7 @@ class StepTimeModel:
         precision = np.eye(K + 1) / mean.mean() ** 2 + np.tensordot(weights, xx, 1) / np.outer(scale, scale)
         covariance = _inverse(precision)
         coefficients = covariance @ (weights @ xt / scale) / scale
-        sequences, verified, kv_tokens = np.maximum(TUNING.least_seconds, mean_x[:, 1:4].T)
+        sequences, verified, kv_tokens = np.maximum(TUNING.least_seconds, mean_x[:, _OF_A_SEQUENCE].T)
         columns = sequences, verified / sequences, kv_tokens / sequences, count, mean, variance, mean_x @ coefficients
         cells = tuple(
             _Cell(cost.draft_passes, cost.context_bucket, cost.at, cost.changed_at, *kind)

@@ -49,7 +49,8 @@ def bounds_of(speculation: SpeculationSpec, name: str) -> Bounds:
     task = _task(speculation, name)
     mode = task.mode or ("Static" if speculation.mode == "Static" else "Auto")
     least, most, initial = _depths(speculation, task.depth or TaskDepthSpec())
-    tree, method = speculation.tree, _method(speculation, task)
+    tree, methods = speculation.tree, {draft.name: draft.method for draft in speculation.drafts}
+    method = methods.get(task.draft or "", speculation.method)
     if "Off" in (mode, speculation.mode) or speculation.method == "none":
         return Bounds(0, 0, 0, tree.max_nodes, 1, method)
     if mode == "Static":
@@ -70,10 +71,6 @@ def names(speculation: SpeculationSpec) -> tuple[str, ...]:
 
 def _task(speculation: SpeculationSpec, name: str) -> TaskSpec:
     return next((task for task in speculation.tasks if task.name == name), TaskSpec(name=name))
-
-
-def _method(speculation: SpeculationSpec, task: TaskSpec) -> Method:
-    return next((draft.method for draft in speculation.drafts if draft.name == task.draft), speculation.method)
 
 
 def _depths(speculation: SpeculationSpec, own: TaskDepthSpec) -> tuple[int, int, int]:

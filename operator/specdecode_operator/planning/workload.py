@@ -39,24 +39,16 @@ class Prompt(NamedTuple):
     seconds: float = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Objective:
-    """Objectives of a deployment in seconds; None asks for nothing."""
+    """Objectives of a deployment, and the prompt that a first token waits for."""
 
-    itl_seconds: float | None = None
-    ttft_seconds: float | None = None
-    min_speedup: float = 1
+    asked: ObjectiveSpec = field(default_factory=ObjectiveSpec)
     prompt: Prompt = field(default_factory=Prompt)
 
-    @classmethod
-    def of(cls, objective: ObjectiveSpec, prompt: Prompt) -> Objective:
-        itl, ttft = objective.itl_milliseconds, objective.ttft_milliseconds
-        return cls(
-            itl_seconds=itl and itl / 1000,
-            ttft_seconds=ttft and ttft / 1000,
-            min_speedup=objective.min_speedup or 1.0,
-            prompt=prompt,
-        )
+    @property
+    def min_speedup(self) -> float:
+        return self.asked.min_speedup or 1.0
 
     def violation(self, step_seconds: float, tokens: Iterable[float]) -> float:
         """Return by how much the worst objective is missed, as a share of it. ``tokens`` are those of a step by task.
@@ -64,11 +56,11 @@ class Objective:
         A prompt waits for half a step under way, and is then read. Waiting for a slot is left to scaling.
         """
         worst = 1.0
-        if self.itl_seconds is not None:
-            worst = max(worst, step_seconds / min(tokens, default=1.0) / self.itl_seconds)
-        if self.ttft_seconds is not None:
+        if self.asked.itl_milliseconds is not None:
+            worst = max(worst, 1000 * step_seconds / min(tokens, default=1.0) / self.asked.itl_milliseconds)
+        if self.asked.ttft_milliseconds is not None:
             first = 0.5 * step_seconds + self.prompt.steps * (step_seconds + self.prompt.seconds)
-            worst = max(worst, first / self.ttft_seconds)
+            worst = max(worst, 1000 * first / self.asked.ttft_milliseconds)
         return worst - 1
 
 
