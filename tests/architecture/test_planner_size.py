@@ -31,13 +31,13 @@ def test_constants() -> None:
     "module", [module for module in MODULES if module.stem != "tuning"], ids=lambda path: path.stem
 )
 def test_numbers_are_in_tuning(module: Path) -> None:
-    numbers = (node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Constant))
-    found = {(node.lineno, node.value) for node in numbers if isinstance(node.value, (int, float))}
-    assert {(line, value) for line, value in found if value not in PLAIN} == set()
+    constants = (node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Constant))
+    numbers = {(node.lineno, node.value) for node in constants if isinstance(node.value, (int, float))}
+    assert {(line, value) for line, value in numbers if value not in PLAIN} == set()
 
 
 def test_every_constant_says_what_it_is() -> None:
-    """A line with the unit or the purpose stands below each of them."""
+    """The text below each constant has its unit or purpose."""
     (tuning,) = (
         node for node in ast.parse((PLANNING / "tuning.py").read_text()).body if isinstance(node, ast.ClassDef)
     )
