@@ -38,7 +38,6 @@ from specdecode_operator.planning import (
     workload,
 )
 from specdecode_operator.planning.decision_rule import LoadDecision
-from specdecode_operator.planning.shape_search import ShapeSearch
 from specdecode_operator.planning.tuning import TUNING, Tuning
 from specdecode_simulator.policies.registry import SCALERS
 from specdecode_simulator.records.recordings import library, nearest, tuned
@@ -86,22 +85,13 @@ def _unknown_requests(learned: Any, tasks: Iterable[str]) -> dict[str, float]:
     return dict.fromkeys(tasks, math.inf)
 
 
-def _best_together(self: Any, now: Any, free: Any) -> Any:
-    before = dict(now)
-    tasks = tuple(task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks)
-    around = replace(self, tasks=tasks)
-    plain = tuple((task.name, task.least) for task in tasks)
-    choices = self.evaluate([now, plain, *around.best_by_passes()])
-    return choices[now], choices[plain], choices
-
-
-def _dwell_of_all(state: Any, hysteresis: Any, changed_at: float) -> float:
-    return float(hysteresis.min_dwell_seconds * TUNING.growth ** (2 * max(0, len(state.changes) - 1)))
+def _all_changes(self: Any, row: Any) -> tuple[float, ...]:
+    return row_states.recent_changes(row, self.now)
 
 
 RULES: dict[str, Callable[[], None]] = {
     "stop": _set_rule("_stopped", []),
-    "fewer passes": _set_rule("_fewer_passes", []),
+    "fewer passes": _set_rule("_smaller", []),
     "gain": _set_rule("_is_worth_it", False),
     "trial": _set_rule("_trial_value", -1.0),
     "outdated": _set_rule("_is_outdated", False),
@@ -110,7 +100,7 @@ RULES: dict[str, Callable[[], None]] = {
     "stay": lambda: set_everywhere(plan_rows, "_staying", lambda busy, moved: iter(())),
     "design effect": lambda: set_everywhere(acceptance_model, "design_effect", lambda learned, task: 1.0),
     "request variance": lambda: set_tuning(request_spread=0.0),
-    "doubt of deeper rates": lambda: set_everywhere(learning, "_doubt_deeper", lambda *_: None),
+    "doubt of deeper rates": lambda: set_everywhere(learning, "_doubted", lambda cell: cell),
     "change points of rates": lambda: set_everywhere(estimates, "rate_changed", lambda *_, **__: False),
     "change points of times": lambda: set_everywhere(estimates, "time_changed", lambda *_, **__: False),
     "wander": lambda: set_everywhere(learning, "_wander", lambda learned, delta: 0.0),
@@ -123,9 +113,8 @@ RULES: dict[str, Callable[[], None]] = {
     "requests of a task": lambda: set_everywhere(workload, "_requests_by_task", _unknown_requests),
     "correlation of depths": lambda: set_tuning(depth_correlation=0.0),
     "prior of all tasks": lambda: set_tuning(task_prior_drafts=0.1),
-    "changes of one task alone": lambda: setattr(ShapeSearch, "_best", _best_together),
     "tasks that are active": _set_rule("_is_active", True),
-    "change points against the dwell": lambda: set_everywhere(row_states, "dwell_seconds", _dwell_of_all),
+    "change points against the dwell": lambda: setattr(LoadDecision, "_counted_changes", _all_changes),
     "measuring": _set_rule("_is_measuring", False),
     "drift": lambda: set_tuning(drift_per_dwell=0.0),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from specdecode_operator import manifests, planning
+from specdecode_operator import manifests
 from specdecode_operator.decision import in_use
 from specdecode_operator.decision.drift_stage import watch_drift
 from specdecode_operator.decision.learn_stage import Learnt, learn
@@ -21,6 +21,8 @@ from specdecode_operator.decision.record_stage import Recorded, is_urgent, recor
 from specdecode_operator.decision.revisions import settle_revisions
 from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
 from specdecode_operator.health.remediation import Remediation, heal_from
+from specdecode_operator.planning import acceptance_model, loads, task_bounds
+from specdecode_operator.planning import figures as measurements
 from specdecode_operator.rollout.rollout_step import step_rollout
 from specdecode_operator.rollout.run_events import jobs_to_delete
 from specdecode_operator.state.learned import LearnedState
@@ -47,7 +49,7 @@ def decide(
     Raises:
         SpecError: The spec asks for something impossible; the message says what to change.
     """
-    buckets = planning.buckets(deployment.spec.workers.max_num_seqs)
+    buckets = loads.buckets(deployment.spec.workers.max_num_seqs)
     rollout = step_rollout(deployment, observed, now=now)
     observed = replace(observed, session=replace(observed.session, drafts=rollout.record))
     learnt = learn(deployment, observed, buckets, now=now)
@@ -141,7 +143,7 @@ def _figures(
     if now - observed.session.published_at < PUBLISH_SECONDS and not (turned or ended):
         return None
     depths = in_use.task_depths(deployment, planned.plan, learned, buckets)
-    return planning.figures(
+    return measurements.figures(
         learnt.window,
         learned.costs,
         depths,
@@ -188,8 +190,8 @@ def _decision(
         nodes=in_use.nodes_in_use(current, learned, buckets, depth),
         task_depths=in_use.task_depths(deployment, current, learned, buckets),
         figures=figures,
-        measuring=planning.lacking(learned) if planning.follows(deployment.spec.speculation) else None,
-        first_acceptance=planning.first_acceptance(learned.acceptance),
+        measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,
+        first_acceptance=measurements.first_acceptance(learned.acceptance),
         history=learned.history,
         pinned=learned.pin,
         model_revision=learned.revisions.get(deployment.spec.model.uri),

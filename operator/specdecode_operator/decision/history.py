@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from specdecode_operator.api.v1alpha1 import Cause, Decision
-from specdecode_operator.planning.figures import Point, interpolated
+from specdecode_operator.planning.figures import interpolated
 from specdecode_operator.planning.loads import bucket_of, present_row
 from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Moments
@@ -217,5 +217,5 @@ def _per_token(
         if cell.context_bucket == context and _runs(key, moments, shape, method):
             mean = moments.mean_of(_SEQUENCES)
             answering = moments.mean_seconds * (moments.count - cell.made_up)
-            points.append(Point(mean, answering * mean / moments.emitted))
+            points.append((mean, answering * mean / moments.emitted))
     return interpolated(sorted(points), sequences)

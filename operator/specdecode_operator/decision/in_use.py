@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from specdecode_operator import planning
+from specdecode_operator.planning import loads
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry.plan_push import RunningPlan, needs_plan
 from specdecode_operator.types import Deployment, Observation
@@ -33,7 +33,7 @@ def depth_in_use(
         return None
     if all(report.draft.problem for report in running):
         return 0
-    concurrency, context = planning.present_row(learned.load, buckets)
+    concurrency, context = loads.present_row(learned.load, buckets)
     if (concurrency, context) in held_back_loads(observed, plan):
         return 0
     if not any(report.plan.matches_draft for report in running):
@@ -46,13 +46,13 @@ def nodes_in_use(plan: Plan, learned: LearnedState, buckets: Buckets, depth: int
     """Return the number of draft tokens of the shape in use; 0 for plain decoding, None where the depth is unknown."""
     if not depth:
         return depth
-    row = plan.row(*planning.present_row(learned.load, buckets), learned.load.task)
+    row = plan.row(*loads.present_row(learned.load, buckets), learned.load.task)
     return (row.shape if row else plan.initial).nodes
 
 
 def task_depths(deployment: Deployment, plan: Plan, learned: LearnedState, buckets: Buckets) -> dict[str, int]:
     """Return the draft depth of every task of the spec at the present load."""
-    concurrency, context = planning.present_row(learned.load, buckets)
+    concurrency, context = loads.present_row(learned.load, buckets)
     depths = {}
     for name in [task.name for task in deployment.spec.speculation.tasks]:
         row = plan.row(concurrency, context, name)

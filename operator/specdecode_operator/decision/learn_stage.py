@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specdecode_operator import planning
 from specdecode_operator.decision import history
 from specdecode_operator.health import pod_health
 from specdecode_operator.health.pod_health import WorkerDelta
+from specdecode_operator.planning import learning
 from specdecode_operator.planning.figures import saved_seconds
 from specdecode_operator.state.draft_estimates import with_promoted_draft
 from specdecode_operator.state.learned import LearnedState
@@ -144,10 +144,10 @@ def _moved(
 ) -> LearnedState:
     # A draft is known as soon as a worker names it, long before its first token.
     named = Delta(draft=draft_of(observed, learned))
-    moved = planning.learn(learned, delta, now=now) if delta else planning.learn(learned, named, now=0)
+    moved = learning.learn(learned, delta, now=now) if delta else learning.learn(learned, named, now=0)
     for other in others:
-        moved = planning.learn_parked(moved, other.draft, other, now)
-    seeded = planning.learn_first_reports(moved, _first_reports(observed), buckets, now=now)
+        moved = learning.learn_parked(moved, other.draft, other, now)
+    seeded = learning.learn_first_reports(moved, _first_reports(observed), buckets, now=now)
     if delta is None:
         return seeded
     saved = seeded.saved_device_seconds + saved_seconds(delta, seeded.costs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specdecode_operator import planning
 from specdecode_operator.api.pins import Pin
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.decision import history, overrides
@@ -13,8 +12,10 @@ from specdecode_operator.decision.capture_rules import capture_rules
 from specdecode_operator.decision.in_use import held_back_loads
 from specdecode_operator.decision.overrides import PinState
 from specdecode_operator.decision.size_stage import kv_tokens
-from specdecode_operator.planning import Change, Chosen
+from specdecode_operator.planning import loads, plan_rows, task_bounds, workload
+from specdecode_operator.planning.decision_rule import Change
 from specdecode_operator.planning.loads import bucket_text
+from specdecode_operator.planning.plan_rows import Chosen
 from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.state.session import Standing
@@ -47,7 +48,7 @@ def plan(
     pinned = overrides.read_pin_state(deployment, learned.pin)
     chosen, standing = _choose(deployment, observed, learned, buckets, now)
     speculation, pin = deployment.spec.speculation, pinned.pin
-    follows = planning.follows(speculation) and not deployment.paused
+    follows = task_bounds.follows(speculation) and not deployment.paused
     advised = speculation.mode == "Advisory" or (speculation.mode == "Auto" and pin is not None)
     recommended = _recommended(chosen, learned, buckets) if advised else None
     if deployment.paused and learned.plan is not None:
@@ -78,16 +79,16 @@ def _choose(
 ) -> tuple[Chosen, Standing | None]:
     """Choose the rows, or repeat the last choice while nothing that it depends on has changed."""
     speculation = deployment.spec.speculation
-    if not planning.plans(speculation):
+    if not task_bounds.plans(speculation):
         return Chosen(rows=learned.rows, swept_at=learned.swept_at), None
     max_num_seqs, cache = deployment.spec.workers.max_num_seqs, kv_tokens(observed)
     held_back = held_back_loads(observed, learned.plan)
     step_tokens = deployment.spec.workers.step_tokens
-    basis = planning.basis_of(speculation, learned, buckets, max_num_seqs, cache, sorted(held_back), step_tokens)
+    basis = plan_rows.basis_of(speculation, learned, buckets, max_num_seqs, cache, sorted(held_back), step_tokens)
     known = observed.session.standing
-    if planning.stands(known, basis, now):
-        return planning.still(learned, now), known
-    chosen = planning.choose(
+    if plan_rows.stands(known, basis, now):
+        return plan_rows.still(learned, now), known
+    chosen = plan_rows.choose(
         speculation,
         learned,
         buckets,
@@ -95,9 +96,9 @@ def _choose(
         now=now,
         held_back=held_back,
         kv_tokens=cache,
-        prompt=planning.prompt_of(learned, step_tokens),
+        prompt=workload.prompt_of(learned, step_tokens),
     )
-    return chosen, planning.standing(speculation, learned, chosen, basis, now)
+    return chosen, plan_rows.standing(speculation, learned, chosen, basis, now)
 
 
 def _next_plan(
@@ -108,7 +109,7 @@ def _next_plan(
     rows: Iterable[RowState],
     pin: Pin | None,
 ) -> Plan:
-    return planning.next_plan(
+    return plan_rows.next_plan(
         deployment.spec.speculation,
         uid=deployment.uid,
         draft=learned.draft,
@@ -126,7 +127,7 @@ def _records(
     changes: Iterable[Change], learned: LearnedState, buckets: Buckets, now: float
 ) -> tuple[DecisionRecord, ...]:
     """Return one record for all rows of a task that changed in the same way, led by the row of the present load."""
-    present = planning.present_row(learned.load, buckets)
+    present = loads.present_row(learned.load, buckets)
     groups: dict[tuple[str, TreeShape, TreeShape], list[Change]] = {}
     for change in changes:
         groups.setdefault((change.row.task, change.before, change.row.shape), []).append(change)
@@ -150,7 +151,7 @@ def _records(
 
 
 def _recommended(chosen: Chosen, learned: LearnedState, buckets: Buckets) -> str | None:
-    present = planning.present_row(learned.load, buckets)
+    present = loads.present_row(learned.load, buckets)
     rows = [row for row in chosen.rows if (row.concurrency, row.context) == present]
     own = (row for row in rows if row.task == learned.load.task)
     return next((str(row.shape) for row in (*own, *rows)), None)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from specdecode_operator import planning, scaling
+from specdecode_operator import scaling
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.health import pod_health
+from specdecode_operator.planning import loads, step_pace, workload
 from specdecode_operator.scaling import TUNING
 from specdecode_operator.state.learned import ForecastState, LearnedState, ScalingState
 from specdecode_operator.state.session import WINDOW_SECONDS, Session
@@ -173,14 +174,14 @@ def is_complete(observed: Observation) -> bool:
 
 
 def _capacity_inputs(deployment: Deployment, observed: Observation, learned: LearnedState) -> CapacityInputs | None:
-    request = planning.request_of(learned)
+    request = workload.request_of(learned)
     if request is None:
         return None
     speculation = deployment.spec.speculation
     cache = kv_tokens(observed)
-    buckets = planning.buckets(deployment.spec.workers.max_num_seqs)
-    prompt = planning.prompt_of(learned, deployment.spec.workers.step_tokens)
-    step_model = planning.pace(speculation, learned, buckets, request, prompt, kv_tokens=cache)
+    buckets = loads.buckets(deployment.spec.workers.max_num_seqs)
+    prompt = workload.prompt_of(learned, deployment.spec.workers.step_tokens)
+    step_model = step_pace.pace(speculation, learned, buckets, request, prompt, kv_tokens=cache)
     if step_model is None:
         return None
     mix = scaling.Mix(

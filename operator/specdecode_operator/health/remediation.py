@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdecode_operator import planning
 from specdecode_operator.health import pod_health
 from specdecode_operator.health.tuning import TUNING
+from specdecode_operator.planning import task_bounds
 from specdecode_operator.state.learned import LearnedState, PodState
 from specdecode_operator.types import Deployment, Observation, UnhealthyWorker, Worker
 from specdecode_worker.contract import Plan, TreeShape
@@ -68,7 +68,7 @@ def heal_from(
 ) -> Remediation:
     """Run the remediation on the objects that ``decide`` has."""
     speculation = deployment.spec.speculation
-    is_applied = planning.follows(speculation) and not deployment.paused
+    is_applied = task_bounds.follows(speculation) and not deployment.paused
     return heal(
         HealInputs(
             now=now,

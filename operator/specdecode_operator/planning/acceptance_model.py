@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.draft_trees import TaskAcceptance
@@ -12,10 +13,7 @@ from specdecode_operator.planning.task_bounds import bounds_of
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry.counters import NO_HITS, NO_REQUESTS, Hits, RequestSums
-from specdecode_worker.contract import OTHER_TASK, TreeShape
-
-EPSILON = 0.001
-"""Distance of every acceptance rate from 0 and 1, so that logarithms exist."""
+from specdecode_worker.contract import OTHER_TASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +27,6 @@ class AcceptanceModel:
     speculation: SpeculationSpec
     cache: dict[str, TaskAcceptance] = field(default_factory=dict)
 
-    def survival(self, task: str, shape: TreeShape) -> tuple[float, ...]:
-        """Return the probability of each node of ``shape`` to be accepted in a sequence of ``task``."""
-        return self.of(task).survival(shape)
-
     def of(self, task: str) -> TaskAcceptance:
         """Return the acceptance of one task. Without tasks in the spec, ``other`` is all of them."""
         if task not in self.cache:
@@ -44,14 +38,12 @@ class AcceptanceModel:
 
 def task_acceptance(learned: LearnedState, task: str | None, depth: int, top_k: int = 1) -> TaskAcceptance:
     """Return the acceptance down to ``depth`` for ranks below ``top_k``. Task None is all tasks together."""
-    effect = design_effect(learned, task)
-    first = chain_rates(learned, task, depth)
-    main, sibling = [], []
-    for level, rate in enumerate(first, start=1):
+    effect, main, sibling = design_effect(learned, task), [], []
+    for level, rate in enumerate(chain_rates(learned, task, depth), start=1):
         seen, beside = _counts(learned, task, level, "main"), _counts(learned, task, level, "sibling")
         main.append(_by_rank(rate, seen, effect, top_k))
         after_sibling = _posterior(beside, rate.mean, TUNING.prior_drafts, effect)
-        sibling.append(_by_rank(after_sibling, beside.plus(seen.times(TUNING.wander_share)), effect, top_k))
+        sibling.append(_by_rank(after_sibling, beside, effect, top_k))
     return TaskAcceptance(tuple(main), tuple(sibling))
 
 
@@ -63,7 +55,7 @@ def chain_rates(learned: LearnedState, task: str | None, depth: int) -> list[Est
         if pooled:
             mean, weight = pooled[level - 1].mean, TUNING.task_prior_drafts
         else:
-            mean, weight = (found[-1].mean, TUNING.prior_drafts) if found else (0.5, 2.0)
+            mean, weight = (found[-1].mean, TUNING.prior_drafts) if found else (0.5, 2)
         found.append(_posterior(_counts(learned, task, level, "main"), mean, weight, effect))
     return found
 
@@ -82,24 +74,15 @@ def lacking(learned: LearnedState) -> str | None:
     return " and ".join(parts) or None
 
 
-def drafts_seen(learned: LearnedState, task: str) -> float:
-    """Return the weight of what is known about a task, in drafts."""
-    return sum(cell.total for cell in learned.acceptance if cell.task == task and cell.depth == 1)
-
-
 def design_effect(learned: LearnedState, task: str | None) -> float:
     """Return by how much the tokens of one request, which resemble each other, inflate variances."""
-    sums = NO_REQUESTS
-    for cell in learned.requests:
-        if task is None or cell.task == task:
-            sums = sums.plus(RequestSums(*cell.sums))
-    return effect_of([sums])
+    sums = (RequestSums(*cell.sums) for cell in learned.requests if task in (None, cell.task))
+    return effect_of([reduce(RequestSums.plus, sums, NO_REQUESTS)])
 
 
 def effect_of(groups: Iterable[RequestSums]) -> float:
     """Return the design effect of groups of finished requests that may differ in acceptance, with its prior."""
-    weight = TUNING.prior_requests
-    total = TUNING.prior_effect * weight
+    weight, total = TUNING.prior_requests, TUNING.prior_requests * TUNING.prior_effect
     for sums in groups:
         weight, total = weight + max(0.0, sums.n), total + _measured_effect(sums) * max(0.0, sums.n)
     return total / weight
@@ -118,31 +101,27 @@ def _measured_effect(sums: RequestSums) -> float:
 
 
 def _counts(learned: LearnedState, task: str | None, depth: int, parent: str) -> Hits:
-    counts = NO_HITS
-    for cell in learned.acceptance:
-        if cell.depth == depth and cell.parent == parent and task in (None, cell.task):
-            counts = counts.plus(Hits(cell.hits, cell.total, cell.ranks))
-    return counts
+    cells = (cell for cell in learned.acceptance if (cell.depth, cell.parent) == (depth, parent))
+    return reduce(Hits.plus, (Hits(c.hits, c.total, c.ranks) for c in cells if task in (None, c.task)), NO_HITS)
 
 
 def _posterior(counts: Hits, prior_mean: float, prior_weight: float, effect: float) -> Estimate:
     """Return the Beta posterior. For the variance, ``effect`` drafts count as one."""
     mean = (counts.hits + prior_mean * prior_weight) / (counts.total + prior_weight)
-    mean = min(1 - EPSILON, max(EPSILON, mean))
+    mean = min(1 - TUNING.least_share, max(TUNING.least_share, mean))
     weight = counts.total / effect
     return Estimate(mean, mean * (1 - mean) / (weight + prior_weight + 1), weight)
 
 
 def _by_rank(first: Estimate, counts: Hits, effect: float, top_k: int) -> tuple[Estimate, ...]:
     """Return the rates of ranks 0..``top_k`` - 1. Later ranks share the misses; none is better than the one before."""
-    found = [first]
-    misses = max(0.0, counts.total - counts.hits)
+    found, misses = [first], max(0.0, counts.total - counts.hits)
     for rank in range(1, top_k):
         count = counts.ranks[rank - 1] if rank <= len(counts.ranks) else 0.0
         prior = TUNING.rank_share * 0.5 ** (rank - 1) * TUNING.prior_drafts
         share = min(1.0, (count + prior) / (misses + TUNING.prior_drafts))
         own = share * (1 - share) / (misses / effect + TUNING.prior_drafts + 1)
         variance = (1 - first.mean) ** 2 * own + share**2 * first.variance
-        mean = max(EPSILON, min(found[-1].mean, (1 - first.mean) * share))
+        mean = max(TUNING.least_share, min(found[-1].mean, (1 - first.mean) * share))
         found.append(Estimate(mean, variance, misses / effect))
     return tuple(found)

@@ -9,13 +9,19 @@ drifts while it is not measured (restless bandits; Whittle, 1988).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
 from specdecode_operator.planning.acceptance_model import lacking
-from specdecode_operator.planning.row_states import Trial, dwell_seconds, next_row, outdated_seconds, state_of
-from specdecode_operator.planning.shape_search import NORMAL, Choice, Shapes, ShapeSearch
+from specdecode_operator.planning.row_states import (
+    dwell_seconds,
+    is_timed_now,
+    next_row,
+    outdated_seconds,
+    recent_changes,
+)
+from specdecode_operator.planning.shape_search import NORMAL, Choice, Found, ShapeSearch
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import TreeShape
@@ -59,9 +65,9 @@ class LoadDecision:
         """Return the rows that change. They stay where nothing was timed near the load, and while measuring."""
         if not self.rows or not self.search.times.near(self.search.load) or self._is_measuring():
             return []
-        if any(isinstance(state_of(row, self.now), Trial) for row in self.rows):
+        if any(is_timed_now(row) for row in self.rows):
             return self._after_trial()
-        return self._stopped() or (self._fewer_passes() if self.is_suspended else self._improved())
+        return self._stopped() or (self._smaller() if self.is_suspended else self._improved())
 
     def _is_measuring(self) -> bool:
         """Return whether rows that draft wait for reliable estimates with their first change.
@@ -74,66 +80,61 @@ class LoadDecision:
     # --- the cases ----------------------------------------------------------------------------------------------------
 
     def _stopped(self) -> list[Change]:
-        """Return plain decoding where it is surely faster, of all rows or of one. It waits for no dwell."""
-        may_stop = {task.name for task in self.search.tasks if not task.bounds.least}
-        drafting = [row for row in self.rows if row.depth and row.task in may_stop]
-        asked = TUNING.measured_error - math.log(self.search.objective.min_speedup)
-        for group in [drafting, *([row] for row in drafting if len(drafting) > 1)]:
-            now, plain, choices = self._best(group)
-            if group and self._bound(now, plain, TUNING.z) > asked:
-                better = [each for each in self._fast_enough(plain, choices) if self._bound(now, each, TUNING.z) > 0]
-                best = min(better, key=lambda choice: choice.rank, default=plain)
-                return list(self._to(group, now, best, "loses", LOSES))
-        return []
+        """Return the best shapes where plain decoding is surely faster. They wait for no dwell."""
+        group = [row for row in self.rows if row.depth]
+        now, plain, choices = self._best(group)
+        if self._bound(now, plain, TUNING.z) <= TUNING.measured_error - math.log(self.search.objective.min_speedup):
+            return []
+        better = [choice for choice in choices if self._bound(now, choice, TUNING.z) > 0]
+        return self._to(group, now, min(better, key=_rank, default=plain), "loses", LOSES)
 
-    def _fewer_passes(self) -> list[Change]:
-        """Return fewer draft passes where the guards suspend speculation: the change itself costs nothing.
+    def _smaller(self) -> list[Change]:
+        """Return a shallower shape where the guards suspend speculation: the change itself costs nothing.
 
         A smaller shape must be believed to be better than the present one: otherwise the estimates err, and as much for
         the smaller shape.
         """
         group = [row for row in self.rows if row.depth and self._has_changes_left(row) and self._is_active(row)]
         now, plain, choices = self._best(group)
-        fewer = [
+        smaller = [
             choice
-            for choice in self._fast_enough(plain, choices)
-            if choice.passes < now.passes
+            for choice in choices
+            if choice.depth < now.depth
             and (choice.is_plain or (choice.rank < now.rank and self.search.gain(plain, choice) > self._least_gain))
         ]
-        best = min(fewer, key=lambda choice: choice.rank, default=now)
-        if not group or best is now or (best.is_plain and self.search.gain(now, best) < math.log1p(TUNING.held_loss)):
+        best = min(smaller, key=_rank, default=now)
+        if not group or best is now or (best.is_plain and self.search.gain(now, best) < 2 * TUNING.measured_error):
             return []
-        return list(self._to(group, now, best, "loses", SUSPENDED, gain_over=plain if best is not plain else now))
+        return self._to(group, now, best, "loses", SUSPENDED)
 
     def _improved(self) -> list[Change]:
         """Return the best of the choices that are surely worth a change, or else of those that are worth a trial."""
         group = [row for row in self.rows if self._is_rested(row)]
         if not group:
             return []
-        now, plain, choices = self._best(group)
-        timed = max((choice.passes for choice in choices.values() if choice.is_timed), default=0)
-        others = [choice for choice in self._fast_enough(plain, choices) if choice is not now]
+        now, _, choices = self._best(group)
+        timed = max((choice.passes for choice in (now, *choices) if choice.is_timed), default=0)
+        others = [choice for choice in choices if choice is not now]
         outdated = all(self._is_outdated(row) for row in group)
         gains = [other for other in others if other.passes <= timed and self._is_worth_it(now, other, outdated)]
         if gains:
-            best = min(gains, key=lambda choice: choice.rank)
-            return list(self._to(group, now, best, "gain", OUTDATED if outdated else ""))
+            return self._to(group, now, min(gains, key=_rank), "gain", OUTDATED if outdated else "")
         trials = [other for other in others if self._trial_value(now, other) > 0]
         best = max(trials, key=lambda choice: self._bound(now, choice, TUNING.z), default=now)
         why = f"a trial, worth {100 * self._trial_value(now, best):.1f} % beyond the cost of its changes; "
-        return list(self._to(group, now, best, "probe" if now.is_plain else "trial", why, is_trial=True))
+        return self._to(group, now, best, "probe" if now.is_plain else "trial", why, is_trial=True)
 
     def _after_trial(self) -> list[Change]:
         """Return the better of the timed shapes, once the shapes on trial were timed or their time is over."""
-        since = max(row.since for row in self.rows if isinstance(state_of(row, self.now), Trial))
+        since = max(row.since for row in self.rows if is_timed_now(row))
         now, _, choices = self._best(self.rows)
         is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
         if not is_timed and self.now - since < TUNING.window_seconds:
             return []
-        known = [choice for choice in choices.values() if choice.is_timed]
-        best = min(known, key=lambda choice: choice.rank, default=now)
-        best = best if self.search.gain(now, best) > 0 else now
-        return list(self._to(self.rows, now, best, "trial", "after a trial; "))
+        best = min(
+            (each for each in choices if each.is_timed and self.search.gain(now, each) > 0), key=_rank, default=now
+        )
+        return self._to(self.rows, now, best, "trial", "after a trial; ")
 
     # --- what a change is worth ---------------------------------------------------------------------------------------
 
@@ -157,8 +158,7 @@ class LoadDecision:
         error = self._trial_error(now, other)
         if error <= 0:
             return -1.0
-        z = self.search.gain(now, other) / error
-        count = max(sum(at > self._changed_at(row) for at in state_of(row, self.now).changes) for row in self.rows)
+        z, count = self.search.gain(now, other) / error, max(len(self._counted_changes(row)) for row in self.rows)
         cost = self._least_gain * TUNING.growth ** max(0, count - 1)
         return error * (z * NORMAL.cdf(z) + NORMAL.pdf(z)) - cost * (1 + NORMAL.cdf(-z))
 
@@ -168,7 +168,7 @@ class LoadDecision:
         Workers that explore time other chains by themselves while they draft. While they decode plainly, gains drift;
         ``minDwellSeconds`` says how soon users expect conditions to change.
         """
-        is_busy = self.is_present and self.now - self.learned.load.at <= TUNING.sweep_seconds
+        is_busy = self.is_present and self.now - self.learned.load.at <= TUNING.window_seconds
         if other.is_plain or not is_busy:
             return 0.0
         is_chain = len({shape for _, shape in other.shapes}) == 1 and other.shapes[0][1].is_chain
@@ -182,30 +182,28 @@ class LoadDecision:
         return math.sqrt(max(0.0, variance - TUNING.measured_error**2))
 
     def _bound(self, now: Choice, other: Choice, z: float) -> float:
+        """Return the lower confidence bound of a gain."""
         return self.search.gain(now, other) - z * self.search.gain_error(now, other)
 
     @property
     def _least_gain(self) -> float:
         return math.log(1 + self.speculation.hysteresis.min_gain_percent / 100)
 
-    def _fast_enough(self, plain: Choice, choices: dict[Shapes, Choice]) -> Iterator[Choice]:
-        """Yield the choices with at least the asked speed-up; plain decoding always has it."""
-        least = self.search.objective.min_speedup
-        for choice in choices.values():
-            if least <= 1 or choice.is_plain or choice.per_token * least <= plain.per_token * (1 + 1e-9):
-                yield choice
-
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _best(self, group: Iterable[RowState]) -> tuple[Choice, Choice, dict[Shapes, Choice]]:
+    def _best(self, group: Sequence[RowState]) -> Found:
         return self.search.best(tuple((row.task, row.shape) for row in self.rows), [row.task for row in group])
 
     def _has_changes_left(self, row: RowState) -> bool:
-        return len(state_of(row, self.now).changes) < self.speculation.hysteresis.max_changes_per_hour
+        return len(recent_changes(row, self.now)) < self.speculation.hysteresis.max_changes_per_hour
 
     def _is_rested(self, row: RowState) -> bool:
-        dwell = dwell_seconds(state_of(row, self.now), self.speculation.hysteresis, self._changed_at(row))
+        dwell = dwell_seconds(len(self._counted_changes(row)), self.speculation.hysteresis)
         return self._has_changes_left(row) and self.now - row.since >= dwell
+
+    def _counted_changes(self, row: RowState) -> tuple[float, ...]:
+        """Return the changes of the last hour; those before the last change point do not count."""
+        return recent_changes(row, self.now, self._changed_at(row))
 
     def _is_active(self, row: RowState) -> bool:
         """Return whether the row's task was drafted for about as recently as any."""
@@ -224,24 +222,22 @@ class LoadDecision:
         return max((*rates, *times), default=0.0)
 
     def _to(
-        self,
-        group: Iterable[RowState],
-        now: Choice,
-        best: Choice,
-        cause: Cause,
-        why: str,
-        *,
-        is_trial: bool = False,
-        gain_over: Choice | None = None,
-    ) -> Iterator[Change]:
-        """Yield the rows of ``group`` whose shape changes or whose trial ends; its end is no change of its own."""
-        after, gain = dict(best.shapes), math.expm1(self.search.gain(gain_over or now, best))
-        ends = any(isinstance(state_of(row, self.now), Trial) for row in group)
-        for row in group:
-            if ends or after[row.task] != row.shape:
-                moved = next_row(row, after[row.task], self.now, is_trial=is_trial, counts=not ends)
-                reason = why + self._reason(row.task, now, best)
-                yield Change(row=moved, before=row.shape, gain=gain, cause=cause, reason=reason)
+        self, group: Sequence[RowState], now: Choice, best: Choice, cause: Cause, why: str, *, is_trial: bool = False
+    ) -> list[Change]:
+        """Return the rows of ``group`` whose shape changes or whose trial ends; its end is no change of its own."""
+        after, gain = dict(best.shapes), math.expm1(self.search.gain(now, best))
+        ends = any(is_timed_now(row) for row in group)
+        return [
+            Change(
+                row=next_row(row, after[row.task], self.now, is_trial=is_trial, counts=not ends),
+                before=row.shape,
+                gain=gain,
+                cause=cause,
+                reason=why + self._reason(row.task, now, best),
+            )
+            for row in group
+            if ends or after[row.task] != row.shape
+        ]
 
     def _reason(self, name: str, now: Choice, best: Choice) -> str:
         task = next(task for task in self.search.tasks if task.name == name)
@@ -252,6 +248,10 @@ class LoadDecision:
             f"{_text(now, name)} -> {_text(best, name)} a step; acceptance by depth {rates};"
             f" {gain:+.0f} % tokens in the same time, {sure:.0f} % sure{missed}"
         )
+
+
+def _rank(choice: Choice) -> tuple[float, float]:
+    return choice.rank
 
 
 def _text(choice: Choice, task: str) -> str:

@@ -6,7 +6,8 @@ likeliest nodes are always a tree.
 
 from __future__ import annotations
 
-import heapq
+import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -49,13 +50,13 @@ class TaskAcceptance:
         depth, is_main, rank = position
         return (self.main if is_main else self.sibling)[depth - 1][rank]
 
-    def survival(self, shape: TreeShape) -> tuple[float, ...]:
-        """Return the probability of each node of ``shape`` to be accepted."""
-        return self._cached(("survival", shape), lambda: tuple(self._path_survival(path) for path in paths_of(shape)))
+    def survival(self, path: Path) -> float:
+        """Return the probability that the node at the end of ``path`` is accepted."""
+        return math.prod(self.rate(position).mean for position in positions(path))
 
     def tokens(self, shape: TreeShape) -> float:
         """Return the expected tokens of one step."""
-        return self._cached(("tokens", shape), lambda: 1 + sum(self.survival(shape)))
+        return self._cached(("tokens", shape), lambda: 1 + sum(map(self.survival, paths_of(shape))))
 
     def slopes(self, shape: TreeShape) -> Mapping[Position, float]:
         """Return the derivative of log(tokens) by every acceptance rate that the shape depends on."""
@@ -63,7 +64,7 @@ class TaskAcceptance:
 
     def best_nodes(self, depth: int, top_k: int, most: int) -> tuple[Node, ...]:
         """Return the ``most`` likeliest nodes down to ``depth``, likeliest first. Every prefix is a tree."""
-        return self._cached(("nodes", depth, top_k, most), lambda: tuple(self._grown(depth, top_k, most)))
+        return self._cached(("nodes", depth, top_k, most), lambda: self._best_nodes(depth, top_k, most))
 
     def _cached(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self.cache:
@@ -71,40 +72,22 @@ class TaskAcceptance:
         found: T = self.cache[key]
         return found
 
-    def _path_survival(self, path: Path) -> float:
-        found = 1.0
-        for position in positions(path):
-            found *= self.rate(position).mean
-        return found
-
     def _slopes(self, shape: TreeShape) -> dict[Position, float]:
-        found: dict[Position, float] = {}
-        for path, survival in zip(paths_of(shape), self.survival(shape), strict=True):
+        found: defaultdict[Position, float] = defaultdict(float)
+        for path in paths_of(shape):
+            share = self.survival(path) / self.tokens(shape)
             for position in positions(path):
-                slope = survival / self.rate(position).mean / self.tokens(shape)
-                found[position] = found.get(position, 0.0) + slope
+                found[position] += share / self.rate(position).mean
         return found
 
-    def _grown(self, depth: int, top_k: int, most: int) -> Iterable[Node]:
-        heap: list[tuple[tuple[float, int, Path], Node]] = []
-
-        def push(path: Path, parent: float) -> None:
-            rate = self.rate((len(path), not any(path[:-1]), path[-1]))
-            node = Node(path, parent * rate.mean)
-            heapq.heappush(heap, (node.order, node))
-
-        if depth:
-            push((0,), 1.0)
-        for _ in range(most):
-            if not heap:
-                return
-            node = heapq.heappop(heap)[1]
-            yield node
-            *above, rank = node.path
-            if rank + 1 < top_k:
-                push((*above, rank + 1), self._path_survival(tuple(above)))
-            if len(node.path) < depth:
-                push((*node.path, 0), node.survival)
+    def _best_nodes(self, depth: int, top_k: int, most: int) -> tuple[Node, ...]:
+        """Grow the tree level by level. A node below none of the best of its level is not among the best of all."""
+        level, found = [Node((), 1.0)], list[Node]()
+        for _ in range(depth):
+            paths = ((*parent.path, rank) for parent in level for rank in range(top_k))
+            level = sorted((Node(path, self.survival(path)) for path in paths), key=lambda node: node.order)[:most]
+            found += level
+        return tuple(sorted(found, key=lambda node: node.order)[:most])
 
 
 def positions(path: Path) -> Iterable[Position]:
@@ -112,13 +95,13 @@ def positions(path: Path) -> Iterable[Position]:
     return ((depth, not any(path[: depth - 1]), rank) for depth, rank in enumerate(path, start=1))
 
 
-@lru_cache(maxsize=32)
+@lru_cache
 def chain_of(depth: int) -> TreeShape:
     """Return the chain of ``depth``, cached because shapes are validated."""
     return TreeShape.chain(depth)
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def paths_of(shape: TreeShape) -> tuple[Path, ...]:
     """Return the path of every node, in the order of the shape."""
     found: list[Path] = [()]
@@ -132,7 +115,7 @@ def shape_of(paths: Iterable[Path]) -> TreeShape:
     return _tree(frozenset(paths))
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def _tree(paths: frozenset[Path]) -> TreeShape:
     order: list[Path] = sorted(paths, key=lambda path: (len(path), path))
     index = {(): 0, **{path: number for number, path in enumerate(order, start=1)}}

@@ -14,9 +14,6 @@ from typing import NamedTuple, TypeVar
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.telemetry.counters import Hits, Moments
 
-DIGITS = 6
-"""Significant digits of stored estimates: more than is measured, and the stored state must stay small."""
-
 Evidence = TypeVar("Evidence", Hits, Moments)
 
 
@@ -48,21 +45,16 @@ def joined(
         keep: Share of ``before`` that is not forgotten.
         changed: Test for a change point.
     """
-    older, new = apart(before, gathered, fresh, keep)
+    older, new = before.minus(gathered).times(keep), gathered.times(keep).plus(fresh)
     contradicted = changed(older, new)
     if contradicted:
         older = older.times(min(1, TUNING.contradicted_weight * new.weight / older.weight))
     return older.plus(new), new, contradicted
 
 
-def apart(before: Evidence, gathered: Evidence, fresh: Evidence, keep: float) -> tuple[Evidence, Evidence]:
-    """Return the older and the new evidence."""
-    return before.plus(gathered.times(-1)).times(keep), gathered.times(keep).plus(fresh)
-
-
 def kept_share(count: float, seconds: float, half_life: float) -> float:
     """Return the share of old evidence that stays after ``count`` observations in ``seconds``."""
-    return float(max(0.5 ** (count / half_life), 0.5 ** (max(0.0, seconds) / TUNING.half_life_seconds)))
+    return float(0.5 ** min(count / half_life, max(0.0, seconds) / TUNING.recent_seconds))
 
 
 def rate_changed(before: Hits, fresh: Hits, effect: float = 1.0) -> bool:
@@ -86,16 +78,6 @@ def time_changed(before: Moments, fresh: Moments, wander: float = 0.0) -> bool:
     gap = abs(before.mean_seconds - fresh.mean_seconds)
     error = before.variance / before.count + fresh.variance / fresh.count + wander * before.mean_seconds**2
     return gap > max(TUNING.time_change_errors * math.sqrt(error), TUNING.carried_error * before.mean_seconds)
-
-
-def short(value: float) -> float:
-    """Return ``value`` at DIGITS significant digits."""
-    return float(f"{value:.{DIGITS}g}")
-
-
-def shorts(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Return all ``values`` at DIGITS significant digits, by way of one text, which is faster."""
-    return tuple(map(float, ((f"%.{DIGITS}g " * len(values)) % values).split()))
 
 
 def _log_likelihood(sample: Hits) -> float:

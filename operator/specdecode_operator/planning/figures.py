@@ -1,50 +1,26 @@
 """Measurements over the window of the last minute, of the fleet and of each task: acceptance, latency and speed-up.
 
 Speed-up is the time that plain decoding would have taken for the decoded tokens, divided by the time taken, at the same
-loads. All decoding steps count: steps with a draft, plain steps where the plan or a guard runs plain decoding, and
-exploration. A cell is one kind of step: without prefill, one context bucket, one number of draft passes and one bucket
-of packed tokens. Each cell is compared with plain steps at the cell's mean number of sequences, interpolated between
-the plain cells of the same context (up to a factor 1.22 beyond the outermost). The time per token of one sequence is
-seconds x mean sequences / emitted tokens.
+loads. All decoding steps count: drafted ones, plain ones and exploration. Each kind of step is compared with plain
+steps of the same context at its mean number of sequences. The time per token of one sequence is seconds x mean
+sequences / emitted tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import AcceptanceCell, StepTimeCell
-from specdecode_operator.telemetry.counters import NO_REQUESTS, NO_STEPS, CellKey, Moments, RequestSums, TaskSums
+from specdecode_operator.telemetry.counters import NO_REQUESTS, NO_STEPS, CellKey, Moments
 from specdecode_operator.telemetry.deltas import Delta, over
 from specdecode_operator.types import Figures, Speed, TaskFigures
 from specdecode_worker.contract import FEATURES
 
 _SEQUENCES = FEATURES.index("sequences")
-
-
-class Point(NamedTuple):
-    """Time per token at one number of sequences."""
-
-    sequences: float
-    per_token: float
-    """Seconds per token of one sequence."""
-
-
-class _Comparison(NamedTuple):
-    """Steps of one kind, and plain decoding of the same tokens."""
-
-    key: CellKey
-    moments: Moments
-    plain_per_token: float | None
-    """Seconds per token of one sequence in plain steps at the same load. None where none are known."""
-
-    @property
-    def sequences(self) -> float:
-        return self.moments.mean_of(_SEQUENCES)
 
 
 def figures(
@@ -60,20 +36,19 @@ def figures(
     ``costs`` are used where the window has too few plain steps. ``task_depths`` are those of the rows in use.
     """
     total = over(window)
-    overall = speedup(total.steps, costs)
+    overall, speed = speedup(total.steps, costs), None
+    if total.drafts >= TUNING.fleet_samples and total.draft_tokens > 0:
+        accepted = total.accepted_tokens
+        speed = Speed(acceptance_rate=accepted / total.draft_tokens, accepted_length=1 + accepted / total.drafts)
+    tasks = {task: _task(total, task, task_depths, overall) for task in sorted({*total.requests, *total.tasks})}
     return Figures(
         running=total.running,
         waiting=total.waiting,
         tokens_per_second=total.output_tokens / total.seconds if total.seconds else 0,
         synthetic=synthetic,
-        speed=Speed(
-            acceptance_rate=total.accepted_tokens / total.draft_tokens,
-            accepted_length=1 + total.accepted_tokens / total.drafts,
-        )
-        if total.drafts >= TUNING.fleet_samples and total.draft_tokens > 0
-        else None,
+        speed=speed,
         speedup=overall,
-        tasks=_tasks(total, task_depths, overall),
+        tasks={task: values for task, values in tasks.items() if values != TaskFigures()},
         saved_device_seconds=saved_device_seconds,
     )
 
@@ -81,8 +56,7 @@ def figures(
 def first_acceptance(cells: Iterable[AcceptanceCell]) -> float | None:
     """Return the acceptance rate of the first drafted token over all tasks. It does not depend on the depth in use."""
     first = [cell for cell in cells if cell.depth == 1]
-    total = sum(cell.total for cell in first)
-    return sum(cell.hits for cell in first) / total if total else None
+    return _ratio(sum(cell.hits for cell in first), sum(cell.total for cell in first))
 
 
 def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> float | None:
@@ -91,16 +65,14 @@ def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> 
     None if few tokens were decoded, or if plain steps are known for less than half of them.
     """
     plain_seconds = seconds = tokens = compared = 0.0
-    for cell in _compared(steps, costs):
-        tokens += cell.moments.emitted
-        if cell.plain_per_token is not None:
-            taken = cell.moments.seconds * cell.sequences
-            compared += cell.moments.emitted
-            seconds += taken
-            plain_seconds += cell.plain_per_token * cell.moments.emitted if cell.key.draft_passes else taken
-    if tokens < TUNING.fleet_samples or compared < tokens / 2 or seconds <= 0:
-        return None
-    return plain_seconds / seconds
+    for key, moments, plain in _compared(steps, costs):
+        tokens += moments.emitted
+        if plain is not None:
+            taken = moments.seconds * moments.mean_of(_SEQUENCES)
+            compared, seconds = compared + moments.emitted, seconds + taken
+            plain_seconds += plain * moments.emitted if key.draft_passes else taken
+    is_known = tokens >= TUNING.fleet_samples and compared >= tokens / 2
+    return _ratio(plain_seconds, seconds) if is_known else None
 
 
 def saved_seconds(delta: Delta, costs: Iterable[StepTimeCell]) -> float:
@@ -109,81 +81,65 @@ def saved_seconds(delta: Delta, costs: Iterable[StepTimeCell]) -> float:
     The tokens of every kind of step with draft passes would have taken plain time per token x tokens / sequences
     seconds of one worker. A worker with several devices saves the result on each.
     """
-    saved = 0.0
-    for cell in _compared(delta.steps, costs):
-        if cell.key.draft_passes and cell.plain_per_token is not None:
-            saved += cell.plain_per_token * cell.moments.emitted / cell.sequences - cell.moments.seconds
-    return saved
+    return sum(
+        plain * moments.emitted / moments.mean_of(_SEQUENCES) - moments.seconds
+        for key, moments, plain in _compared(delta.steps, costs)
+        if key.draft_passes and plain is not None
+    )
 
 
-def interpolated(points: list[Point], sequences: float) -> float | None:
-    """Return the seconds per token at ``sequences`` between ``points`` in rising order, or None if too far outside."""
-    reach = math.sqrt(TUNING.load_ratio)
-    if not points or not points[0].sequences / reach <= sequences <= points[-1].sequences * reach:
+def interpolated(points: Sequence[tuple[float, float]], sequences: float) -> float | None:
+    """Return the seconds per token at ``sequences`` between ``points`` (sequences, seconds per token).
+
+    None if ``sequences`` is too far outside of them.
+    """
+    reach, points = math.sqrt(TUNING.load_ratio), sorted(points)
+    if not points or not points[0][0] / reach <= sequences <= points[-1][0] * reach:
         return None
-    xs, ys = [point.sequences for point in points], [point.per_token for point in points]
-    return float(np.interp(sequences, xs, ys))
+    known, seconds = zip(*points, strict=True)
+    return float(np.interp(sequences, known, seconds))
 
 
-def _compared(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> Iterator[_Comparison]:
-    """Yield every kind of decoding step that emitted tokens, with the plain time per token at its load."""
-    remembered = {CellKey.of(cell): Moments(cell.values) for cell in costs}
+def _compared(
+    steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]
+) -> Iterator[tuple[CellKey, Moments, float | None]]:
+    """Yield every kind of decoding step that emitted tokens, with the plain time per token of a sequence at its load.
+
+    That is None where no plain steps are known.
+    """
+    known = {CellKey.of(cell): Moments(cell.values) for cell in costs}
+    known |= {key: fresh for key, fresh in steps.items() if key not in known or fresh.count >= TUNING.min_samples}
+    plain: dict[int, list[tuple[float, float]]] = {}
+    for key, moments in known.items():
+        if not key.prefill and not key.draft_passes and min(moments.count, moments.emitted) >= 1:
+            sequences = moments.mean_of(_SEQUENCES)
+            point = sequences, moments.seconds * sequences / moments.emitted
+            plain.setdefault(key.context_bucket, []).append(point)
     for key, moments in steps.items():
-        if not key.prefill and moments.count >= 1 and moments.emitted >= 1:
-            plain = _plain_per_token(steps, remembered, key.context_bucket, moments.mean_of(_SEQUENCES))
-            yield _Comparison(key, moments, plain)
+        if not key.prefill and min(moments.count, moments.emitted) >= 1:
+            yield key, moments, interpolated(plain.get(key.context_bucket, ()), moments.mean_of(_SEQUENCES))
 
 
-def _plain_per_token(
-    steps: Mapping[CellKey, Moments], remembered: Mapping[CellKey, Moments], context: int, sequences: float
-) -> float | None:
-    points = []
-    for key in {**remembered, **steps}:
-        if key.prefill or key.draft_passes or key.context_bucket != context:
-            continue
-        fresh = steps.get(key)
-        moments = fresh if fresh and fresh.count >= TUNING.min_samples else remembered.get(key, fresh)
-        if moments and moments.count >= 1 and moments.emitted >= 1:
-            mean = moments.mean_of(_SEQUENCES)
-            points.append(Point(mean, moments.seconds * mean / moments.emitted))
-    return interpolated(sorted(points), sequences)
-
-
-def _tasks(total: Delta, depths: Mapping[str, int], overall: float | None) -> dict[str, TaskFigures]:
-    """Return the measurements of every task that had traffic in the window."""
-    decoded = sum(sums.decode_tokens for sums in total.tasks.values())
-    steps = sum(sums.decode_steps for sums in total.tasks.values())
-    tokens_per_step = decoded / steps if steps > 0 else None
-    measured = {
-        task: _task(
-            total.requests.get(task, NO_REQUESTS),
-            total.tasks.get(task, NO_STEPS),
-            depths.get(task, 0),
-            overall / tokens_per_step if overall is not None and tokens_per_step else None,
-        )
-        for task in sorted({*total.requests, *total.tasks})
-    }
-    return {task: values for task, values in measured.items() if values != TaskFigures()}
-
-
-def _task(requests: RequestSums, sums: TaskSums, depth: int, speedup_per_token: float | None) -> TaskFigures:
-    """Return the measurements of one task, whose row has ``depth``.
+def _task(total: Delta, task: str, depths: Mapping[str, int], overall: float | None) -> TaskFigures:
+    """Return the measurements of one task.
 
     Tasks share steps, so a task's speed-up is the fleet's x the task's tokens per step / the fleet's tokens per step.
     """
-    least = TUNING.fleet_samples / 10
-    accepted = requests.a / requests.d if requests.d >= least else None
+    requests, sums, depth = total.requests.get(task, NO_REQUESTS), total.tasks.get(task, NO_STEPS), depths.get(task, 0)
+    accepted = requests.a / requests.d if requests.d >= TUNING.task_samples else None
+    decoded = sum(each.decode_tokens for each in total.tasks.values())
+    steps = sum(each.decode_steps for each in total.tasks.values())
     gain = None
-    if speedup_per_token is not None and sums.decode_steps >= least:
-        gain = speedup_per_token * sums.decode_tokens / sums.decode_steps
+    if overall is not None and decoded > 0 and sums.decode_steps >= TUNING.task_samples:
+        gain = overall * (sums.decode_tokens / sums.decode_steps) / (decoded / steps)
     return TaskFigures(
         acceptance_rate=None if accepted is None else (min(1.0, accepted / depth) if depth else 0.0),
         accepted_length=None if accepted is None else 1 + accepted,
-        ttft_seconds=_mean(sums.ttft_seconds, sums.ttft_count),
-        itl_seconds=_mean(sums.itl_seconds, sums.itl_count),
+        ttft_seconds=_ratio(sums.ttft_seconds, sums.ttft_count),
+        itl_seconds=_ratio(sums.itl_seconds, sums.itl_count),
         speedup=gain,
     )
 
 
-def _mean(total: float, count: float) -> float | None:
+def _ratio(total: float, count: float) -> float | None:
     return total / count if count > 0 else None

@@ -1,24 +1,17 @@
-"""Loads: the buckets of a plan, and the typical step in each of them."""
+"""Loads: the buckets of a plan, and the load that was observed."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from specdecode_operator.planning.estimates import short
 from specdecode_operator.planning.tuning import TUNING
-from specdecode_operator.state.learned import LoadState, StepTimeCell
-from specdecode_operator.telemetry.counters import Moments
+from specdecode_operator.state.compact import rounded
+from specdecode_operator.state.learned import LoadState
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES, Buckets
 
-CONTEXT_EDGES = (1024, 8192)
-"""Edges of the context buckets, in tokens. They are fixed, so that stored step times stay comparable."""
-_TYPICAL_CONTEXT = (512.0, 4096.0, 12288.0)
-_MAX_CONTEXT = 1e8
 _SEQUENCES = FEATURES.index("sequences")
-_KV_TOKENS = FEATURES.index("kv_tokens")
 
 
 class Load(NamedTuple):
@@ -35,27 +28,13 @@ def buckets(max_num_seqs: int) -> Buckets:
     """Return concurrency edges at powers of two below ``max_num_seqs``, where the last bucket ends."""
     return Buckets(
         concurrency=tuple(1 << power for power in range(max(1, (max_num_seqs - 1).bit_length()))),
-        context=CONTEXT_EDGES,
+        context=TUNING.context_edges,
     )
 
 
 def bucket_of(edges: tuple[int, ...], value: float) -> int:
     """Return the index of the bucket of ``value``. Upper edges are inclusive, the last bucket is open."""
     return bisect_left(edges, value)
-
-
-def typical(costs: Iterable[StepTimeCell], found: Buckets, concurrency: int, context: int, max_num_seqs: int) -> Load:
-    """Return the mean step measured in a bucket, or its upper edge and a middling context if there is none."""
-    low = found.concurrency[concurrency - 1] if concurrency else 0
-    high = found.concurrency[concurrency] if concurrency < len(found.concurrency) else max_num_seqs
-    cells = (Moments(cell.values) for cell in costs if cell.context_bucket == context)
-    inside = [moments for moments in cells if low < moments.mean_of(_SEQUENCES) <= high]
-    count = sum(moments.count for moments in inside)
-    if count < 1:
-        return Load(float(max(low + 1, high)), _TYPICAL_CONTEXT[min(context, len(_TYPICAL_CONTEXT) - 1)], context)
-    sequences = sum(moments.x[_SEQUENCES] for moments in inside)
-    context_tokens = min(_MAX_CONTEXT, sum(moments.x[_KV_TOKENS] for moments in inside) / max(count, sequences))
-    return Load(max(1.0, sequences / count), context_tokens, context)
 
 
 def present_row(load: LoadState, found: Buckets) -> tuple[int, int]:
@@ -74,9 +53,9 @@ def observed_load(known: LoadState, delta: Delta, now: float) -> LoadState:
         by_context[key.context_bucket] = by_context.get(key.context_bucket, 0) + moments.seconds
     tasks = {task: hits.total for (task, depth), hits in delta.acceptance.items() if depth == 1}
     return LoadState(
-        sequences=short(sum(moments.x[_SEQUENCES] for moments in decoding.values()) / count),
+        sequences=rounded(sum(moments.x[_SEQUENCES] for moments in decoding.values()) / count),
         context_bucket=max(by_context, key=by_context.__getitem__),
-        task=max(tasks, key=tasks.__getitem__) if tasks else known.task,
+        task=max(tasks, key=tasks.__getitem__, default=known.task),
         at=now,
     )
 
@@ -87,9 +66,9 @@ def bucket_text(found: Buckets, concurrency: int, context: int) -> str:
 
 
 def _range(edges: tuple[int, ...], index: int) -> str:
-    if index == 0:
-        return f"<={edges[0]}" if edges and edges[0] > 1 else "1"
-    if index >= len(edges):
+    if index == len(edges):
         return f">{edges[-1]}"
-    low, high = edges[index - 1] + 1, edges[index]
+    if index == 0 and edges[0] > 1:
+        return f"<={edges[0]}"
+    low, high = edges[index - 1] + 1 if index else 1, edges[index]
     return str(high) if low == high else f"{low}-{high}"

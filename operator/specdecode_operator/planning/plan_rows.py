@@ -6,13 +6,14 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from specdecode_operator.api.pins import Pin
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.planning.acceptance_model import AcceptanceModel, drafts_seen
+from specdecode_operator.planning.acceptance_model import AcceptanceModel
 from specdecode_operator.planning.decision_rule import Change, LoadDecision
-from specdecode_operator.planning.loads import present_row, typical
-from specdecode_operator.planning.row_states import Trial, next_row, state_of, wakes_at
+from specdecode_operator.planning.loads import present_row
+from specdecode_operator.planning.row_states import is_timed_now, next_row, wakes_at
 from specdecode_operator.planning.shape_search import ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import bounds_of, has_own, names, plans
@@ -32,11 +33,8 @@ from specdecode_worker.contract import (
     TreeShape,
 )
 
-NOT_READ = {
-    *("swept_at", "history", "following", "pods", "forecast", "scaling", "startup_seconds", "recycled_at"),
-    *("recycling", "parked", "saved_device_seconds", "revisions"),
-}
-"""Fields of the state that no row depends on; some of them change with every poll."""
+READ = {"draft", "rows", "acceptance", "requests", "traffic", "prefill", "costs", "wander", "load"}
+"""Fields of the state that rows depend on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,51 +58,43 @@ def choose(
     kv_tokens: float | None = None,
     prompt: Prompt | None = None,
 ) -> Chosen:
-    """Decide the rows of the present load, and every ``sweep_seconds`` those of all loads.
+    """Decide the rows of the present load, and every ``window_seconds`` those of all loads.
 
-    Args:
-        speculation: Bounds, objectives and hysteresis.
-        learned: Estimates and rows.
-        found: Buckets of the plan.
-        max_num_seqs: Most sequences of one worker.
-        now: Operator's clock, in seconds.
-        held_back: Loads at which the guards of all workers suspend speculation.
-        kv_tokens: Size of one worker's cache; None if unknown.
-        prompt: Cost of reading the mean prompt.
+    ``max_num_seqs`` and ``kv_tokens`` (None if unknown) are those of one worker. The guards of all workers suspend
+    speculation at the loads ``held_back``.
     """
     rows = list(rows_of(speculation, learned, found))
     changes = [change for row in rows if (change := _within_bounds(row, speculation, now))]
     after = {_key(row): row for row in (*rows, *(change.row for change in changes))}
-    bounded = {(change.row.concurrency, change.row.context) for change in changes}
+    bounded = {_load_of(change.row) for change in changes}
     times, model = StepTimeModel.fit(learned.costs, learned.wander), AcceptanceModel(learned, speculation)
-    objective = Objective.of(speculation.objective, prompt or Prompt())
-    is_sweep = not 0 <= now - learned.swept_at < TUNING.sweep_seconds
-    for at, group in _by_load(after.values()).items():
-        is_present = at == present_row(learned.load, found)
-        is_due = is_sweep or is_present or any(isinstance(state_of(row, now), Trial) for row in group)
+    objective, swept_at = Objective(speculation.objective, prompt or Prompt()), _swept_at(learned, now)
+    for at in {_load_of(row): None for row in rows}:
+        group, is_present = (
+            [row for row in after.values() if _load_of(row) == at],
+            at == present_row(learned.load, found),
+        )
+        is_due = swept_at == now or is_present or any(is_timed_now(row) for row in group)
         if times is None or at in bounded or not is_due:
             continue
         quiet = idle(learned, [row.task for row in group])
         busy = [row for row in group if row.task not in quiet]
-        load = typical(learned.costs, found, *at, max_num_seqs)
+        load = times.typical(found, *at, max_num_seqs)
         tasks = tasks_at(model, busy, load, kv_tokens) if busy else ()
         search = ShapeSearch(times, load, tasks, objective, mix_requests(learned))
         moved = LoadDecision(speculation, learned, search, busy, now, at in held_back, is_present).changes()
         after.update((_key(change.row), change.row) for change in moved)
         after.update((_key(row), row) for row in _staying(busy, moved))
         if moved and not any(after[_key(row)].depth for row in busy):
-            moved += [change for row in group if row not in busy and (change := _also_stopped(row, speculation, now))]
-            after.update((_key(change.row), change.row) for change in moved)
+            stopped = [change for row in group if row not in busy and (change := _also_stopped(row, speculation, now))]
+            after.update((_key(change.row), change.row) for change in stopped)
+            moved += stopped
         changes += moved
-    settled = tuple(after[_key(row)] for row in rows)
+    settled = tuple(after.values())
     if changes:
         # Rows that never changed follow those that did with this plan, and not with the next one.
         settled = tuple(rows_of(speculation, learned.model_copy(update={"rows": settled}), found))
-    return Chosen(
-        rows=settled,
-        changes=tuple(change for change in changes if change.is_move),
-        swept_at=now if is_sweep else learned.swept_at,
-    )
+    return Chosen(rows=settled, changes=tuple(change for change in changes if change.is_move), swept_at=swept_at)
 
 
 def rows_of(speculation: SpeculationSpec, learned: LearnedState, found: Buckets) -> Iterator[RowState]:
@@ -116,8 +106,8 @@ def rows_of(speculation: SpeculationSpec, learned: LearnedState, found: Buckets)
     """
     known = {_key(row): row for row in learned.rows}
     for task in names(speculation):
-        seen = drafts_seen(learned, task) >= TUNING.fleet_samples / 5
-        if not (task == OTHER_TASK or has_own(speculation, task) or seen):
+        seen = sum(cell.total for cell in learned.acceptance if (cell.task, cell.depth) == (task, 1))
+        if not (task == OTHER_TASK or has_own(speculation, task) or seen >= TUNING.task_samples):
             continue
         bounds, moved = bounds_of(speculation, task), dict[int, TreeShape]()
         for concurrency in range(len(found.concurrency) + 1):
@@ -136,7 +126,7 @@ def rows_of(speculation: SpeculationSpec, learned: LearnedState, found: Buckets)
 
 def basis_of(speculation: SpeculationSpec, learned: LearnedState, *others: object) -> bytes:
     """Return a digest of everything that a choice is made from, except for the time."""
-    digest = hashlib.blake2b(learned.model_dump_json(exclude=NOT_READ).encode(), digest_size=16)
+    digest = hashlib.blake2b(learned.model_dump_json(include=READ).encode())
     digest.update(f"{speculation.model_dump_json()}{others!r}".encode())
     return digest.digest()
 
@@ -145,11 +135,11 @@ def standing(
     speculation: SpeculationSpec, learned: LearnedState, chosen: Chosen, basis: bytes, now: float
 ) -> Standing | None:
     """Return until when ``chosen`` is repeated, if it covered all loads, changed nothing, and there is no traffic."""
-    is_busy = now - learned.load.at <= TUNING.sweep_seconds
+    is_busy = now - learned.load.at <= TUNING.window_seconds
     if is_busy or chosen.swept_at != now or chosen.changes or chosen.rows != learned.rows:
         return None
     ahead = (at for row in learned.rows for at in wakes_at(row, speculation.hysteresis) if at > now - 1)
-    return Standing(basis=basis, since=now, until=min(ahead, default=math.inf) - 0.01)
+    return Standing(basis=basis, since=now, until=min(ahead, default=math.inf) - 1)
 
 
 def stands(known: Standing | None, basis: bytes, now: float) -> bool:
@@ -159,8 +149,7 @@ def stands(known: Standing | None, basis: bytes, now: float) -> bool:
 
 def still(learned: LearnedState, now: float) -> Chosen:
     """Return the present rows, as ``choose`` would."""
-    is_sweep = not 0 <= now - learned.swept_at < TUNING.sweep_seconds
-    return Chosen(rows=learned.rows, swept_at=now if is_sweep else learned.swept_at)
+    return Chosen(rows=learned.rows, swept_at=_swept_at(learned, now))
 
 
 def next_plan(
@@ -180,8 +169,28 @@ def next_plan(
 
     Workers may run a higher version than the stored one if the state was lost; they would refuse a lower one.
     """
-    plan = _content(speculation, uid, draft, found, rows)
-    plan = plan.model_copy(update={"assignment": assignment, "capture": capture})
+    common: dict[str, Any] = {
+        "uid": uid,
+        "draft": draft,
+        "buckets": found,
+        "tasks": tuple(TaskMatch(name=task.name, match=task.match, draft=task.draft) for task in speculation.tasks),
+        "assignment": assignment,
+        "capture": capture,
+    }
+    if speculation.method == "none" or speculation.mode == "Off":
+        plan = Plan(**common, explore=0)
+    else:
+        planned = rows if plans(speculation) and draft != "" else ()
+        plan = Plan(
+            **common,
+            rows=tuple(
+                PlanRow(concurrency=r.concurrency, context=r.context, task=r.task, shape=r.shape) for r in planned
+            ),
+            initial=TreeShape.chain(speculation.depth.initial),
+            max_depth=max(bounds_of(speculation, name).most for name in names(speculation)),
+            top_k=speculation.tree.top_k,
+            explore=min(0.5, speculation.explore_percent / 100),
+        )
     plan = pin.over(plan) if pin else plan
     version = before.version if before and before.uid == uid else 0
     seen = max((state.version for state in running if state.uid == uid), default=0)
@@ -190,29 +199,13 @@ def next_plan(
     return plan.model_copy(update={"version": max(version, seen) + 1})
 
 
-def _content(speculation: SpeculationSpec, uid: str, draft: str, found: Buckets, rows: Iterable[RowState]) -> Plan:
-    tasks = tuple(TaskMatch(name=task.name, match=task.match, draft=task.draft) for task in speculation.tasks)
-    if speculation.method == "none" or speculation.mode == "Off":
-        return Plan(uid=uid, draft=draft, buckets=found, explore=0, tasks=tasks)
-    planned = (PlanRow(concurrency=r.concurrency, context=r.context, task=r.task, shape=r.shape) for r in rows)
-    return Plan(
-        uid=uid,
-        draft=draft,
-        buckets=found,
-        rows=tuple(planned) if plans(speculation) and draft != "" else (),
-        initial=TreeShape.chain(speculation.depth.initial),
-        max_depth=max(bounds_of(speculation, name).most for name in names(speculation)),
-        top_k=speculation.tree.top_k,
-        explore=min(0.5, speculation.explore_percent / 100),
-        tasks=tasks,
-    )
+def _swept_at(learned: LearnedState, now: float) -> float:
+    """Return the time when the rows of all loads are last decided: now, if the last time is long ago."""
+    return learned.swept_at if 0 <= now - learned.swept_at < TUNING.window_seconds else now
 
 
-def _by_load(rows: Iterable[RowState]) -> dict[tuple[int, int], list[RowState]]:
-    found: dict[tuple[int, int], list[RowState]] = {}
-    for row in rows:
-        found.setdefault((row.concurrency, row.context), []).append(row)
-    return found
+def _load_of(row: RowState) -> tuple[int, int]:
+    return row.concurrency, row.context
 
 
 def _key(row: RowState) -> tuple[str, int, int]:

@@ -10,9 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from enum import Enum
 
 from specdecode_operator.api.v1alpha1 import HysteresisSpec
 from specdecode_operator.planning.tuning import HOUR_SECONDS, TUNING
@@ -20,68 +19,49 @@ from specdecode_operator.state.learned import RowState
 from specdecode_worker.contract import TreeShape
 
 
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """The row runs its shape since ``since``; ``changes`` are the times of its changes within the last hour."""
+class State(Enum):
+    """State of a row."""
 
-    since: float
-    changes: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Off(Steady):
-    """The row decodes plainly. Speculation comes back when it is worth a change or a probe."""
+    STEADY = "Steady"
+    OFF = "Off"
+    TRIAL = "Trial"
+    PROBE = "Probe"
 
 
-@dataclass(frozen=True, slots=True)
-class Trial(Steady):
-    """The row runs a shape of unknown step time, until it is timed."""
+def state_of(row: RowState) -> State:
+    """Return the state of a stored row."""
+    if row.probing or row.trial:
+        return State.PROBE if row.probing else State.TRIAL
+    return State.STEADY if row.depth else State.OFF
 
 
-@dataclass(frozen=True, slots=True)
-class Probe(Trial):
-    """The row drafts again after Off, until its step time is fresh."""
-
-
-Event = Literal["settle", "stop", "try"]
-TRANSITIONS: Mapping[tuple[type[Steady], Event], type[Steady]] = {
-    **{(state, "settle"): Steady for state in (Steady, Off, Trial, Probe)},
-    **{(state, "stop"): Off for state in (Steady, Off, Trial, Probe)},
-    (Steady, "try"): Trial,
-    (Off, "try"): Probe,
-}
-
-
-def state_of(row: RowState, now: float) -> Steady:
-    """Return the state of a stored row. Changes more than an hour ago are left out."""
-    kind = Probe if row.probing else Trial if row.trial else Steady if row.depth else Off
-    return kind(row.since, tuple(at for at in row.moves if now - at < HOUR_SECONDS))
+def is_timed_now(row: RowState) -> bool:
+    """Return whether the row runs its shape to be timed."""
+    return state_of(row) in (State.TRIAL, State.PROBE)
 
 
 def next_row(row: RowState, shape: TreeShape, now: float, *, is_trial: bool = False, counts: bool = True) -> RowState:
-    """Return the row after a change to ``shape``, or after the end of its trial.
+    """Return the row after a change to ``shape``, which runs to be timed if ``is_trial``, or after the end of a trial.
 
-    Args:
-        row: Row before.
-        shape: Shape that it runs from now on.
-        now: Operator's clock, in seconds.
-        is_trial: The shape runs to be timed.
-        counts: The change counts against the changes of the hour. The end of a trial does not.
+    ``counts`` says whether the change counts against the changes of the hour. The end of a trial does not.
     """
-    state = state_of(row, now)
-    after = TRANSITIONS[type(state), "try" if is_trial else "settle" if shape.nodes else "stop"]
-    changes = (*state.changes, now) if counts else row.moves
-    since = row.since if shape == row.shape else now
-    return row.running(shape, since=since, moves=changes, trial=after is Trial, probing=after is Probe)
+    return row.running(
+        shape,
+        since=row.since if shape == row.shape else now,
+        moves=(*recent_changes(row, now), now) if counts else row.moves,
+        trial=is_trial and state_of(row) is State.STEADY,
+        probing=is_trial and state_of(row) is State.OFF,
+    )
 
 
-def dwell_seconds(state: Steady, hysteresis: HysteresisSpec, changed_at: float) -> float:
-    """Return how long the row keeps its shape. Each further change within an hour is likelier to be chance.
+def recent_changes(row: RowState, now: float, after: float = 0.0) -> tuple[float, ...]:
+    """Return the times of the row's changes within the last hour, as far as they are later than ``after``."""
+    return tuple(at for at in row.moves if now - at < HOUR_SECONDS and at > after)
 
-    Changes before the last change point (``changed_at``) do not count.
-    """
-    count = sum(at > changed_at for at in state.changes)
-    return float(hysteresis.min_dwell_seconds * TUNING.growth ** (2 * max(0, count - 1)))
+
+def dwell_seconds(changes: int, hysteresis: HysteresisSpec) -> float:
+    """Return how long a row keeps its shape after ``changes`` within an hour: each is likelier to be chance."""
+    return float(hysteresis.min_dwell_seconds * TUNING.growth ** (2 * max(0, changes - 1)))
 
 
 def outdated_seconds(hysteresis: HysteresisSpec) -> float:
@@ -91,10 +71,6 @@ def outdated_seconds(hysteresis: HysteresisSpec) -> float:
 
 def wakes_at(row: RowState, hysteresis: HysteresisSpec) -> Iterator[float]:
     """Yield every time at which the row may change without new measurements."""
-    state = state_of(row, 0.0)
-    if isinstance(state, Trial):
-        yield state.since + TUNING.window_seconds
-    yield state.since + outdated_seconds(hysteresis)
-    for count, at in enumerate((*state.changes, 0.0)):
-        yield at + HOUR_SECONDS
-        yield state.since + hysteresis.min_dwell_seconds * TUNING.growth ** (2 * count)
+    yield from (row.since + TUNING.window_seconds, row.since + outdated_seconds(hysteresis))
+    yield from (at + HOUR_SECONDS for at in row.moves)
+    yield from (row.since + dwell_seconds(changes, hysteresis) for changes in range(len(row.moves) + 2))

@@ -1,15 +1,14 @@
 """The best shapes of all tasks at one load, and how sure one choice is to be better than another.
 
-The time of a step depends on the whole batch, so shapes are chosen jointly. For each number of draft passes, the nodes
-of all tasks are ordered by survival, and every prefix of that order is a candidate. This is exact: a step's time
-depends on how many nodes there are and not on which, and no node is likelier than its parent.
+The time of a step depends on the whole batch, so shapes are chosen jointly. For each depth, the nodes of all tasks are
+ordered by survival, and every prefix of that order is a candidate. This is exact where all tasks draft by one method: a
+step's time depends on its draft passes and on how many nodes there are, and no node is likelier than its parent.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import NamedTuple
@@ -20,10 +19,12 @@ from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.planning.workload import Objective, TaskLoad
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import Method, TreeShape, draft_passes
 
 Shapes = tuple[tuple[str, TreeShape], ...]
 """The shape of every task, in the order of the search's tasks."""
+Mix = tuple[dict[str, float], dict[str, float]]
+"""Tokens of a step, and share of the sequences, both by task."""
 NORMAL = NormalDist()
 
 
@@ -42,6 +43,8 @@ class Choice:
     shapes: Shapes
     seconds: Estimate
     """Time of the mean step of the mean sequence."""
+    passes: int
+    """Most draft passes of a step."""
     by_task: dict[str, float]
     """Expected tokens of a step."""
     shares: dict[str, float]
@@ -62,7 +65,7 @@ class Choice:
         return self.violation, self.per_token
 
     @property
-    def passes(self) -> int:
+    def depth(self) -> int:
         return max(shape.depth for _, shape in self.shapes)
 
     @property
@@ -74,6 +77,10 @@ class Choice:
         return self.seconds.weight > 0
 
 
+Found = tuple[Choice, Choice, list[Choice]]
+"""The present choice, plain decoding, and candidates."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShapeSearch:
     """Search at one load. ``requests`` is the number of requests that the mix of tasks was measured on."""
@@ -83,52 +90,51 @@ class ShapeSearch:
     tasks: tuple[TaskLoad, ...]
     objective: Objective
     requests: float = math.inf
-    slopes: dict[tuple[str, Shapes], dict[Position, float]] = field(default_factory=dict)
-    known: dict[tuple[Shapes, tuple[str, ...]], tuple[Choice, Choice, dict[Shapes, Choice]]] = field(
-        default_factory=dict
-    )
+    known: dict[tuple[Shapes, tuple[str, ...]], Found] = field(default_factory=dict)
 
-    def best(self, now: Shapes, free: Collection[str]) -> tuple[Choice, Choice, dict[Shapes, Choice]]:
-        """Return the present choice, plain decoding, and all candidates by shapes, while only ``free`` tasks change.
+    def best(self, now: Shapes, free: Collection[str]) -> Found:
+        """Return the present choice, plain decoding, and the candidates that are fast enough for the objective.
 
-        Candidates are the best shapes for each number of draft passes, for all free tasks together and for each alone.
+        Only ``free`` tasks change. Candidates are the best shapes for each depth, of all free tasks and of one alone.
         """
         key = now, tuple(free)
         if key not in self.known:
-            self.known[key] = self._best(now, free)
+            before, least = dict(now), self.objective.min_speedup
+            tasks = (task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks)
+            around = replace(self, tasks=tuple(tasks))
+            plain_shapes = tuple((task.name, task.least) for task in around.tasks)
+            joint = list(around.best_by_depth())
+            alone = (
+                tuple((name, shape if name == task else before[name]) for name, shape in shapes)
+                for shapes in joint
+                for task in free
+                if len(free) > 1
+            )
+            found = around.evaluate([now, plain_shapes, *joint, *alone])
+            plain = found[plain_shapes]
+            fast = [
+                choice
+                for choice in found.values()
+                if least <= 1 or choice.is_plain or choice.per_token * least <= plain.per_token
+            ]
+            self.known[key] = found[now], plain, fast
         return self.known[key]
 
-    def _best(self, now: Shapes, free: Collection[str]) -> tuple[Choice, Choice, dict[Shapes, Choice]]:
-        before = dict(now)
-        around = replace(
-            self,
-            tasks=tuple(task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks),
-        )
-        plain = tuple((task.name, task.least) for task in around.tasks)
-        joint = list(around.best_by_passes())
-        alone = [
-            tuple((name, shape if name == task else before[name]) for name, shape in shapes)
-            for shapes in joint
-            for task in free
-            if len(free) > 1
-        ]
-        choices = self.evaluate([now, plain, *joint, *alone])
-        return choices[now], choices[plain], choices
-
-    def best_by_passes(self) -> Iterator[Shapes]:
-        """Yield the best shapes of each number of draft passes, the fewest passes first."""
-        fewest = max(task.least.depth for task in self.tasks)
-        for passes in range(fewest, max([fewest, *(task.most_depth for task in self.tasks)]) + 1):
-            shapes = self._best_of(passes)
+    def best_by_depth(self) -> Iterator[Shapes]:
+        """Yield the best shapes of each depth, the least depth first."""
+        least = max(task.least.depth for task in self.tasks)
+        for depth in range(least, max([least, *(task.most_depth for task in self.tasks)]) + 1):
+            shapes = self._best_of(depth)
             if shapes is not None:
                 yield shapes
 
     def evaluate(self, candidates: Iterable[Shapes]) -> dict[Shapes, Choice]:
         """Return every candidate with its step time and tokens."""
+        methods = {task.name: task.bounds.method for task in self.tasks}
         mixes = {shapes: self._mix(shapes) for shapes in candidates}
-        met = {shapes: batches(shapes, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
+        met = {shapes: batches(shapes, methods, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
         times = self.times.predict(self.load, (one.batch for each in met.values() for one in each))
-        return {shapes: self._choice(shapes, *mix, met[shapes], times) for shapes, mix in mixes.items()}
+        return {shapes: self._choice(shapes, mix, met[shapes], times) for shapes, mix in mixes.items()}
 
     def gain(self, one: Choice, two: Choice) -> float:
         """Return log(time per token of ``one`` / of ``two``). While an objective is missed, how much less it is."""
@@ -143,10 +149,10 @@ class ShapeSearch:
             time = min(time, (math.log(one.seconds.mean / two.seconds.mean) / 2) ** 2)
         return math.sqrt(time + sum(self._tokens_variance(task, one, two) for task in self.tasks))
 
-    def confidence(self, one: Choice, two: Choice, least: float = 0.0) -> float:
-        """Return P(gain > ``least``), with the gain taken as normal."""
-        distance, error = self.gain(one, two) - least, self.gain_error(one, two)
-        return NORMAL.cdf(distance / error) if error > 0 else float(distance > 0)
+    def confidence(self, one: Choice, two: Choice) -> float:
+        """Return P(gain > 0), with the gain taken as normal."""
+        gain, error = self.gain(one, two), self.gain_error(one, two)
+        return NORMAL.cdf(gain / error) if error > 0 else float(gain > 0)
 
     def moving_demand(self, one: Choice, two: Choice) -> float:
         """Return the share of the tokens that belongs to tasks with a different shape."""
@@ -155,9 +161,11 @@ class ShapeSearch:
 
     def tokens_variance(self, choice: Choice) -> float:
         """Return the variance of log(expected tokens per step)."""
-        rates = ((task.acceptance.rate(at).variance, slope) for task in self.tasks
-                 for at, slope in self._slopes(task, choice).items())  # fmt: skip
-        return sum(slope**2 * variance for variance, slope in rates)
+        return sum(
+            slope**2 * task.acceptance.rate(at).variance
+            for task in self.tasks
+            for at, slope in self._slopes(task, choice).items()
+        )
 
     def _tokens_variance(self, task: TaskLoad, one: Choice, two: Choice) -> float:
         """Return one task's part of the variance of log(tokens of two / tokens of one).
@@ -182,95 +190,86 @@ class ShapeSearch:
 
         Half of it comes through the tokens of its sequences, half through their number.
         """
-        key = task.name, choice.shapes
-        if key not in self.slopes:
-            weight = choice.shares[task.name] * (1 + choice.by_task[task.name] / choice.tokens) / 2
-            shape = dict(choice.shapes)[task.name]
-            self.slopes[key] = {at: weight * slope for at, slope in task.acceptance.slopes(shape).items()}
-        return self.slopes[key]
+        weight = choice.shares[task.name] * (1 + choice.by_task[task.name] / choice.tokens) / 2
+        shape = dict(choice.shapes)[task.name]
+        return {at: weight * slope for at, slope in task.acceptance.slopes(shape).items()}
 
-    def _mix(self, shapes: Shapes) -> tuple[dict[str, float], dict[str, float], float]:
-        """Return tokens of a step and share of the sequences, both by task, and the mean tokens.
+    def _mix(self, shapes: Shapes) -> Mix:
+        """Return the mix while ``shapes`` run.
 
         With open arrivals a task's share follows demand / tokens; with a fixed number of clients it does not change.
         Counters do not tell which, so the share is the geometric mean of both.
         """
         tokens = {task.name: task.acceptance.tokens(shape) for task, (_, shape) in zip(self.tasks, shapes, strict=True)}
         raw = {task.name: math.sqrt(task.share * task.demand / tokens[task.name]) for task in self.tasks}
-        shares = {name: share / sum(raw.values()) for name, share in raw.items()}
-        return tokens, shares, sum(share * tokens[name] for name, share in shares.items())
+        return tokens, {name: share / sum(raw.values()) for name, share in raw.items()}
 
-    def _choice(
-        self,
-        shapes: Shapes,
-        tokens: dict[str, float],
-        shares: dict[str, float],
-        mean: float,
-        met: list[Met],
-        times: dict[Batch, Estimate],
-    ) -> Choice:
-        by_task: defaultdict[str, float] = defaultdict(float)
-        for one in met:
-            by_task[one.task] += one.weight * times[one.batch].mean
+    def _choice(self, shapes: Shapes, mix: Mix, met: list[Met], times: dict[Batch, Estimate]) -> Choice:
+        tokens, shares = mix
         seconds = _mean([(shares[one.task] * one.weight, times[one.batch]) for one in met])
-        violation = self.objective.violation(
-            seconds.mean, (tokens[name] * seconds.mean / own for name, own in by_task.items())
-        )
-        return Choice(shapes, seconds, tokens, shares, mean, violation)
+        own = dict.fromkeys(tokens, 0.0)
+        for one in met:
+            own[one.task] += one.weight * times[one.batch].mean
+        violation = self.objective.violation(seconds.mean, (tokens[name] * seconds.mean / own[name] for name in tokens))
+        mean = sum(share * tokens[name] for name, share in shares.items())
+        return Choice(shapes, seconds, max(one.batch.passes for one in met), tokens, shares, mean, violation)
 
-    def _best_of(self, passes: int) -> Shapes | None:
-        """Return the best prefix of all nodes by survival among those that are ``passes`` deep."""
-        paths = {task.name: list(paths_of(task.least)) for task in self.tasks}
+    def _best_of(self, depth: int) -> Shapes | None:
+        """Return the best prefix of all nodes by survival among those that are ``depth`` deep."""
         tokens = {task.name: task.acceptance.tokens(task.least) for task in self.tasks}
         verified = 1 + sum(task.share * task.least.nodes for task in self.tasks)
-        mean, depth = sum(task.share * tokens[task.name] for task in self.tasks), max(t.least.depth for t in self.tasks)
-        best: tuple[tuple[float, float], dict[str, int]] | None = None
-        for step in (None, *self._by_survival(passes)):
-            if step is not None:
-                task, node = step
-                paths[task.name].append(node.path)
-                tokens[task.name] += node.survival
-                verified, mean = verified + task.share, mean + task.share * node.survival
-                depth = max(depth, len(node.path))
-            if depth == passes:
+        deepest = max(task.least.depth for task in self.tasks)
+        passes = max(task.bounds.passes(task.least.depth) for task in self.tasks)
+        steps, best, least = self._by_survival(depth), None, (math.inf, math.inf)
+        for count in range(len(steps) + 1):
+            if count:
+                task, node = steps[count - 1]
+                verified, tokens[task.name] = verified + task.share, tokens[task.name] + node.survival
+                deepest, passes = max(deepest, len(node.path)), max(passes, task.bounds.passes(len(node.path)))
+            if deepest == depth:
                 seconds = self.times.mean(self.load, Batch(passes, verified))
+                mean = sum(task.share * tokens[task.name] for task in self.tasks)
                 rank = self.objective.violation(seconds, tokens.values()), seconds / mean
-                if best is None or rank < best[0]:
-                    best = rank, {name: len(found) for name, found in paths.items()}
+                best, least = (count, rank) if rank < least else (best, least)
         if best is None:
             return None
-        return tuple((task.name, shape_of(paths[task.name][: best[1][task.name]])) for task in self.tasks)
+        paths = {task.name: list(paths_of(task.least)) for task in self.tasks}
+        for task, node in steps[:best]:
+            paths[task.name].append(node.path)
+        return tuple((name, shape_of(found)) for name, found in paths.items())
 
-    def _by_survival(self, passes: int) -> list[tuple[TaskLoad, Node]]:
+    def _by_survival(self, depth: int) -> list[tuple[TaskLoad, Node]]:
         """Return the nodes beyond the least shapes that the bounds allow, of all tasks, likeliest first."""
         found: list[tuple[TaskLoad, Node]] = []
         for task in self.tasks:
             bounds, least = task.bounds, set[Path](paths_of(task.least))
             if task.held is None:
-                nodes = task.acceptance.best_nodes(min(passes, bounds.most), bounds.top_k, bounds.max_nodes)
+                nodes = task.acceptance.best_nodes(min(depth, bounds.most), bounds.top_k, bounds.max_nodes)
                 more = [node for node in nodes if node.path not in least]
                 found += [(task, node) for node in more[: bounds.max_nodes - bounds.least]]
         return sorted(found, key=lambda step: (step[1].order, step[0].name))
 
 
-def batches(shapes: Shapes, shares: dict[str, float], sequences: float) -> list[Met]:
+def batches(shapes: Shapes, methods: Mapping[str, Method], shares: Mapping[str, float], sequences: float) -> list[Met]:
     """Return the batches that a sequence of each task is in; the weights of a task sum to 1.
 
-    The deepest shape in a batch decides how many passes a step takes. The other sequences are drawn by ``shares``.
+    The shape with most draft passes in a batch decides how many a step makes. The other sequences are drawn by
+    ``shares``.
     """
+    passes = {name: draft_passes(methods[name], shape.depth) for name, shape in shapes}
     others, found = max(0.0, sequences - 1), list[Met]()
     for name, own in shapes:
         met, below = list[Met](), 0.0
-        for depth in sorted({shape.depth for _, shape in shapes}):
-            inside = [(shares[task], shape.nodes) for task, shape in shapes if shape.depth <= depth]
+        for most in sorted(set(passes.values())):
+            inside = [(shares[task], shape.nodes) for task, shape in shapes if passes[task] <= most]
             share = min(1.0, sum(weight for weight, _ in inside))
             chance = share**others
-            if depth >= own.depth:
+            if most >= passes[name]:
                 nodes = sum(weight * count for weight, count in inside) / share if share > 0 else 0.0
                 verified = 1 + (own.nodes + others * nodes) / (1 + others)
-                met.append(Met(name, Batch(depth, round(verified, 1)), chance - below))
+                met.append(Met(name, Batch(most, round(verified, 1)), chance - below))
                 below = chance
-        often = [one for one in met if one.weight >= TUNING.min_share] or met
+        often = [one for one in met if one.weight >= TUNING.least_share] or met
         total = sum(one.weight for one in often)
         found += [one._replace(weight=one.weight / total) for one in often]
     return found
@@ -281,7 +280,7 @@ def _mean(parts: list[tuple[float, Estimate]]) -> Estimate:
     if len(parts) == 1:
         return parts[0][1]
     heaviest = max(weight for weight, _ in parts)
-    often = [seconds for weight, seconds in parts if weight >= heaviest / 4]
+    often = [seconds for weight, seconds in parts if weight >= heaviest / 2]
     return Estimate(
         sum(weight * seconds.mean for weight, seconds in parts),
         sum(weight * math.sqrt(seconds.variance) for weight, seconds in parts) ** 2,

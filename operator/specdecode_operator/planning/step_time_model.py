@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,11 @@ from specdecode_operator.planning.estimates import Estimate
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import StepTimeCell
-from specdecode_operator.telemetry.counters import PAIRS, K
-from specdecode_worker.contract import FEATURES
+from specdecode_operator.telemetry.counters import PAIRS, K, Moments
+from specdecode_worker.contract import FEATURES, Buckets
 
-LEAST_SECONDS = 1e-7
-"""A step that is reported to take less was not timed."""
-_SEQUENCES, _VERIFIED = FEATURES.index("sequences"), FEATURES.index("verify_tokens")
 _ROWS, _COLUMNS = np.array(PAIRS).T
+_OF_A_SEQUENCE = [FEATURES.index(name) for name in ("sequences", "verify_tokens", "kv_tokens")]
 Array = NDArray[np.float64]
 
 
@@ -43,16 +41,17 @@ class _Cell(NamedTuple):
 
     passes: int
     context: int
+    at: float
+    changed_at: float
     sequences: float
     verified: float
+    context_tokens: float
     steps: float
     mean: float
     variance: float
     """Variance of the mean: noise, and wander from poll to poll."""
     line: float
     """Prediction of the linear model for the mean step of this kind."""
-    at: float
-    changed_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,39 +64,39 @@ class StepTimeModel:
     wander: float
     """Relative variance of means from poll to poll."""
     floor: float
-    """Least prediction: a tenth of the fastest step."""
+    """Least prediction: half of the fastest step."""
     nearby: dict[Load, list[_Cell]] = field(default_factory=dict)
 
     @staticmethod
     @lru_cache(maxsize=1)
     def fit(costs: tuple[StepTimeCell, ...], wander: float = 0.0) -> StepTimeModel | None:
         """Return the model, or None while nothing was timed. The latest model is cached."""
-        known = [c for c in costs if not c.prefill and c.values[0] >= 1 and c.values[1] > LEAST_SECONDS * c.values[0]]
+        timed = (cost for cost in costs if not cost.prefill and cost.values[0] >= 1)
+        known = [cost for cost in timed if cost.values[1] > TUNING.least_seconds * cost.values[0]]
         if not known:
             return None
-        values = np.array([cost.values for cost in known])
-        count, mean = values[:, 0], values[:, 1] / values[:, 0]
-        polls = np.array([max(1.0, cost.polls) for cost in known])
-        variance = np.maximum(0.0, values[:, 2] / count - mean**2) / count + wander / polls * mean**2
+        sums = [Moments(cost.values) for cost in known]
+        count, mean, noise = np.array([(each.count, each.mean_seconds, each.variance) for each in sums]).T
+        variance = noise / count + wander / np.array([max(1.0, cost.polls) for cost in known]) * mean**2
         drafts = np.array([float(cost.draft_passes > 0) for cost in known])
-        x = np.column_stack([values[:, 4 : 4 + K], count * drafts])
-        xt = np.column_stack([values[:, 4 + K : 4 + 2 * K], values[:, 1] * drafts])
+        x = np.column_stack([np.array([each.x for each in sums]), count * drafts])
+        xt = np.column_stack([np.array([each.xt for each in sums]), count * mean * drafts])
         xx = np.zeros((len(known), K + 1, K + 1))
-        xx[:, _ROWS, _COLUMNS] = xx[:, _COLUMNS, _ROWS] = values[:, 4 + 2 * K :]
+        xx[:, _ROWS, _COLUMNS] = xx[:, _COLUMNS, _ROWS] = np.array([each.xx for each in sums])
         xx[:, K] = xx[:, :, K] = x * drafts[:, None]
         mean_x = x / count[:, None]
-        scale = np.append(np.maximum(1e-9, mean_x[:, :K].max(axis=0)), 1.0)
+        scale = np.append(np.maximum(TUNING.least_seconds, mean_x[:, :K].max(axis=0)), 1.0)
         weights = 1 / (variance + TUNING.model_error**2 * mean**2) / count
         precision = np.eye(K + 1) / mean.mean() ** 2 + np.tensordot(weights, xx, 1) / np.outer(scale, scale)
         covariance = _inverse(precision)
         coefficients = covariance @ (weights @ xt / scale) / scale
-        sequences = np.maximum(1e-9, mean_x[:, _SEQUENCES])
-        columns = sequences, mean_x[:, _VERIFIED] / sequences, count, mean, variance, mean_x @ coefficients
+        sequences, verified, kv_tokens = np.maximum(TUNING.least_seconds, mean_x[:, _OF_A_SEQUENCE].T)
+        columns = sequences, verified / sequences, kv_tokens / sequences, count, mean, variance, mean_x @ coefficients
         cells = tuple(
-            _Cell._make((cost.draft_passes, cost.context_bucket, *kind, cost.at, cost.changed_at))
+            _Cell(cost.draft_passes, cost.context_bucket, cost.at, cost.changed_at, *kind)
             for cost, kind in zip(known, np.column_stack(columns).tolist(), strict=True)
         )
-        floor = 0.1 * float(mean.min())
+        floor = float(mean.min()) / 2
         return StepTimeModel(cells, tuple(coefficients.tolist()), covariance / np.outer(scale, scale), wander, floor)
 
     def predict(self, load: Load, shapes: Iterable[Batch]) -> dict[Batch, Estimate]:
@@ -121,23 +120,31 @@ class StepTimeModel:
         """Return the kinds of step that were timed at about this load, the nearest in sequences first."""
         if load not in self.nearby:
             here = (cell for cell in self.cells if cell.context == load.context)
-            distances = ((abs(math.log(cell.sequences / load.sequences)), cell) for cell in here)
-            close = [each for each in distances if each[0] <= math.log(TUNING.load_ratio)]
-            self.nearby[load] = [cell for _, cell in sorted(close, key=lambda each: each[0])]
+            distances = sorted((abs(math.log(cell.sequences / load.sequences)), cell) for cell in here)
+            self.nearby[load] = [cell for distance, cell in distances if distance <= math.log(TUNING.load_ratio)]
         return self.nearby[load]
+
+    def typical(self, found: Buckets, concurrency: int, context: int, max_num_seqs: int) -> Load:
+        """Return the mean step measured in a bucket; its upper edge if there is none."""
+        low = found.concurrency[concurrency - 1] if concurrency else 0
+        high = found.concurrency[concurrency] if concurrency < len(found.concurrency) else max_num_seqs
+        here = [cell for cell in self.cells if cell.context == context]
+        inside = [cell for cell in here if low < cell.sequences <= high]
+        weights = {cell: cell.steps * cell.sequences for cell in inside or here}
+        tokens = sum(weight * cell.context_tokens for cell, weight in weights.items()) / (sum(weights.values()) or 1)
+        sequences = sum(weights.values()) / sum(cell.steps for cell in inside) if inside else max(low + 1, high)
+        return Load(max(1.0, sequences), tokens, context)
 
     def _estimate(self, load: Load, batch: Batch, line: float, spread: float) -> Estimate:
         error = spread + (TUNING.model_error**2 + self.wander) * line**2
         mean, cell, weight, shift = self._blend(load, batch, line)
         if cell is None:
             return Estimate(mean, error)
-        # Kernels work in blocks, so the line knows only about half of what a few more verified tokens take.
-        tokens = self.coefficients[_VERIFIED] * load.sequences * (batch.verified - cell.verified) / 2
-        own = cell.variance + (TUNING.model_error * shift) ** 2 + tokens**2
+        own = cell.variance + (TUNING.model_error * shift) ** 2
         return Estimate(mean, weight**2 * own + (1 - weight) ** 2 * error, cell.steps, cell.at)
 
     def _blend(self, load: Load, batch: Batch, line: float) -> tuple[float, _Cell | None, float, float]:
-        """Return the mean of the own kind of step, carried along the line by a third at most, and weighed against it.
+        """Return the mean of the own kind of step, carried along the line, and weighed against it.
 
         Returns:
             Seconds, the kind of step (None if it was never timed), its weight, and how far it was carried.
@@ -146,16 +153,15 @@ class StepTimeModel:
         if cell is None:
             return line, None, 0.0, 0.0
         weight = cell.steps / (cell.steps + TUNING.min_samples)
-        shift = max(-cell.mean / 3, min(cell.mean / 3, line - cell.line))
-        return max(self.floor, weight * (cell.mean + shift) + (1 - weight) * line), cell, weight, shift
+        carried = max(cell.mean / TUNING.load_ratio, min(cell.mean * TUNING.load_ratio, cell.mean + line - cell.line))
+        return max(self.floor, weight * carried + (1 - weight) * line), cell, weight, carried - cell.mean
 
     def _own(self, load: Load, batch: Batch) -> _Cell | None:
         """Return the kind of step that is nearest in verified tokens (by halves), then in sequences."""
-        reach = max(0.5, batch.verified / 3)
-        cells = [cell for cell in self.near(load) if cell.passes == batch.passes]
-        distance = [abs(cell.verified - batch.verified) // 0.5 for cell in cells]
-        nearest = min(range(len(cells)), key=distance.__getitem__, default=None)
-        return cells[nearest] if nearest is not None and distance[nearest] * 0.5 < reach else None
+        ratio = TUNING.load_ratio
+        cells = (cell for cell in self.near(load) if cell.passes == batch.passes)
+        close = (cell for cell in cells if 1 / ratio < cell.verified / batch.verified < ratio)
+        return min(close, key=lambda cell: int(2 * abs(cell.verified - batch.verified)), default=None)
 
 
 def features(load: Load, passes: int, verified: float | None = None) -> tuple[float, ...]:
@@ -175,7 +181,7 @@ def _inverse(precision: Array) -> Array:
         np.linalg.cholesky(precision)
         return np.asarray(np.linalg.inv(precision))
     except np.linalg.LinAlgError:
-        return np.diag(1 / np.maximum(LEAST_SECONDS, np.abs(np.diag(precision))))
+        return np.diag(1 / np.maximum(TUNING.least_seconds, np.abs(np.diag(precision))))
 
 
 def _rising(order: Sequence[Batch], lines: Sequence[float], found: Sequence[Estimate]) -> list[Estimate]:
@@ -199,9 +205,8 @@ def _rising(order: Sequence[Batch], lines: Sequence[float], found: Sequence[Esti
     return rising
 
 
-def _direction(one: Any, two: Any) -> int:
+def _direction(one: Batch, two: Batch) -> int:
     """Return 1 if ``two`` is larger in every part, -1 if smaller, 0 if equal or not comparable."""
-    parts = [b - a for a, b in zip(one, two, strict=True)]
-    if all(part >= 0 for part in parts):
-        return int(any(parts))
-    return -1 if all(part <= 0 for part in parts) else 0
+    if two.passes >= one.passes and two.verified >= one.verified:
+        return int(two != one)
+    return -int(two.passes <= one.passes and two.verified <= one.verified)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HOUR_SECONDS = 3600.0
+"""Period of ``hysteresis.maxChangesPerHour``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,11 @@ class Tuning:
     # --- forgetting and change points
     half_life_drafts: float = 300.0
     """Drafts, times the design effect, after which an acceptance counts for half. Trade."""
-    half_life_requests: float = 100.0
-    """Requests after which traffic counts for half. Trade."""
-    half_life_steps: float = 128.0
-    """Steps after which a step time counts for half. Trade."""
-    half_life_seconds: float = 20.0
-    """Seconds before which no estimate counts for half: long against a poll of 5 s."""
-    recent_seconds: float = 15.0
-    """Seconds during which evidence gathers to contradict older evidence, and that a trial is timed: three polls."""
+    half_life_samples: float = 128.0
+    """Steps after which a step time counts for half, and requests after which traffic does. Trade."""
+    recent_seconds: float = 20.0
+    """Seconds before which no estimate counts for half, during which evidence is new, and that a trial is timed: four
+    polls. Trade."""
     contradicted_weight: float = 0.25
     """Weight of contradicted evidence, as a share of the new evidence. Trade."""
     rate_change_errors: float = 3.0
@@ -51,30 +49,36 @@ class Tuning:
     carried_error: float = 0.15
     """Relative error of a time carried over from another shape; a smaller shift of a mean is noise. Recorded steps."""
     load_ratio: float = 1.5
-    """Largest ratio of sequences, or of verified tokens, of steps that say something about each other. Trade."""
+    """Largest ratio of sequences, tokens or times of steps that say something about each other. Trade."""
     wander_share: float = 0.1
     """Weight of one poll in the variance of means between polls. Trade."""
+    wander_limit: float = 4.0
+    """Most that one poll counts for in it, relative to what is usual: a single jump is no wander. Trade."""
+    least_seconds: float = 1e-7
+    """Seconds of a step below which it was not timed: no device is as fast."""
     # --- decision
     z: float = 1.28
     """Standard errors by which a gain must exceed its cost: 90 % confidence."""
     z_changed: float = 0.84
     """The same after a change point outdated the evidence behind the present shapes: 80 % confidence."""
-    held_loss: float = 0.07
-    """Expected relative loss at which speculation stops while the workers' guards suspend it. Trade."""
     measured_error: float = 0.03
     """Relative error that a trial leaves, and smallest loss that is believed: recorded noise of 15 s."""
     drift_per_dwell: float = 0.065
     """Standard deviation per square root of ``minDwellSeconds`` by which an unmeasured gain drifts. Trade."""
     growth: float = 2.0
     """Factor of the cost of a change per further change within an hour; the dwell grows by its square. Trade."""
-    sweep_seconds: float = 30.0
-    """Seconds between choices for loads other than the present one, and without traffic after which no trial begins."""
     window_seconds: float = 60.0
-    """Seconds after which a trial ends unmeasured, a task counts as absent, and a step time is not fresh."""
-    min_share: float = 0.02
-    """Smallest share of the sequences that a task with rows, or a kind of batch, counts with. Trade."""
+    """Seconds between choices for loads other than the present one, after which a trial ends unmeasured, and without
+    traffic after which a task is absent and no trial begins: as long as the window of measurements."""
+    # --- samples
+    least_share: float = 0.005
+    """Smallest share of the sequences that a task or a kind of batch counts with, and least acceptance rate. Trade."""
     fleet_samples: float = 500.0
-    """Drafts or tokens below which no figure of the fleet is shown (error over 2 %); a tenth for one task."""
+    """Drafts or tokens below which no figure of the fleet is shown: an error over 2 %."""
+    task_samples: float = 50.0
+    """The same for a task, which has no rows of its own before either: an error over 7 %."""
+    context_edges: tuple[int, int] = (1024, 8192)
+    """Edges of the context buckets, in tokens. They are fixed, so that stored step times stay comparable."""
 
 
 TUNING = Tuning()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import NamedTuple
 
@@ -19,10 +19,6 @@ from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.telemetry.counters import NO_TRAFFIC, Moments, RequestSums, TrafficSums
 from specdecode_worker.contract import FEATURES, OTHER_TASK, EngineConfig, TreeShape
 
-STEPS_AHEAD = 2
-"""Worst-case steps of every sequence for which the engine reserves cache."""
-STEP_TOKENS = EngineConfig().max_num_batched_tokens
-"""Tokens that one step reads at most, unless spec.workers.maxNumBatchedTokens says otherwise."""
 _PREFILL_TOKENS = FEATURES.index("prefill_tokens")
 
 
@@ -43,27 +39,16 @@ class Prompt(NamedTuple):
     seconds: float = 0
 
 
-NO_PROMPT = Prompt()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Objective:
-    """Objectives of a deployment in seconds; None asks for nothing."""
+    """Objectives of a deployment, and the prompt that a first token waits for."""
 
-    itl_seconds: float | None = None
-    ttft_seconds: float | None = None
-    min_speedup: float = 1
-    prompt: Prompt = NO_PROMPT
+    asked: ObjectiveSpec = field(default_factory=ObjectiveSpec)
+    prompt: Prompt = field(default_factory=Prompt)
 
-    @classmethod
-    def of(cls, objective: ObjectiveSpec, prompt: Prompt) -> Objective:
-        itl, ttft = objective.itl_milliseconds, objective.ttft_milliseconds
-        return cls(
-            itl_seconds=itl and itl / 1000,
-            ttft_seconds=ttft and ttft / 1000,
-            min_speedup=objective.min_speedup or 1.0,
-            prompt=prompt,
-        )
+    @property
+    def min_speedup(self) -> float:
+        return self.asked.min_speedup or 1.0
 
     def violation(self, step_seconds: float, tokens: Iterable[float]) -> float:
         """Return by how much the worst objective is missed, as a share of it. ``tokens`` are those of a step by task.
@@ -71,11 +56,11 @@ class Objective:
         A prompt waits for half a step under way, and is then read. Waiting for a slot is left to scaling.
         """
         worst = 1.0
-        if self.itl_seconds is not None:
-            worst = max(worst, step_seconds / min(tokens, default=1.0) / self.itl_seconds)
-        if self.ttft_seconds is not None:
+        if self.asked.itl_milliseconds is not None:
+            worst = max(worst, 1000 * step_seconds / min(tokens, default=1.0) / self.asked.itl_milliseconds)
+        if self.asked.ttft_milliseconds is not None:
             first = 0.5 * step_seconds + self.prompt.steps * (step_seconds + self.prompt.seconds)
-            worst = max(worst, first / self.ttft_seconds)
+            worst = max(worst, 1000 * first / self.asked.ttft_milliseconds)
         return worst - 1
 
 
@@ -109,32 +94,31 @@ def tasks_at(
     model: AcceptanceModel, rows: Sequence[RowState], load: Load, kv_tokens: float | None
 ) -> tuple[TaskLoad, ...]:
     """Return the tasks of the rows of one load, with no more draft tokens than the cache has room for."""
-    learned = model.learned
     tokens = {row.task: model.of(row.task).tokens(row.shape) for row in rows}
-    output = _by_row(tokens, ((cell.task, TrafficSums(*cell.sums).output_tokens) for cell in learned.traffic))
+    output = _output_tokens(model.learned, tokens)
     steps = {task: output[task] / tokens[task] for task in tokens}
     total = sum(steps.values())
-    raw = {task: max(TUNING.min_share, steps[task] / total) if total > 0 else 1.0 for task in tokens}
+    raw = {task: max(TUNING.least_share, steps[task] / total) if total > 0 else 1.0 for task in tokens}
     shares = {task: share / sum(raw.values()) for task, share in raw.items()}
-    mean, requests = sum(shares[task] * tokens[task] for task in tokens), _requests_by_task(learned, tokens)
+    mean, requests = sum(shares[task] * tokens[task] for task in tokens), _requests_by_task(model.learned, tokens)
     return tuple(
         TaskLoad(
-            row.task,
-            _fitting(bounds_of(model.speculation, row.task), load, kv_tokens),
-            model.of(row.task),
-            shares[row.task],
-            shares[row.task] * tokens[row.task] / mean,
-            requests[row.task],
+            task,
+            _fitting(bounds_of(model.speculation, task), load, kv_tokens),
+            model.of(task),
+            shares[task],
+            shares[task] * tokens[task] / mean,
+            requests[task],
         )
-        for row in rows
+        for task in tokens
     )
 
 
 def idle(learned: LearnedState, tasks: Collection[str]) -> frozenset[str]:
     """Return the tasks that send next to nothing while others do. Tasks without rows count as ``other``."""
-    tokens = _by_row(tasks, ((cell.task, TrafficSums(*cell.sums).output_tokens) for cell in learned.traffic))
+    tokens = _output_tokens(learned, tasks)
     total = sum(tokens.values())
-    return frozenset(task for task in tasks if total > 0 and tokens[task] < TUNING.min_share / 20 * total)
+    return frozenset(task for task in tasks if total > 0 and tokens[task] < TUNING.least_share * total)
 
 
 def request_of(learned: LearnedState) -> Request | None:
@@ -153,14 +137,14 @@ def prompt_of(learned: LearnedState, step_tokens: int | None = None) -> Prompt:
     times, request = StepTimeModel.fit(learned.costs, learned.wander), request_of(learned)
     if times is None or request is None:
         return Prompt()
-    steps = max(1, math.ceil(request.prompt / (step_tokens or STEP_TOKENS)))
+    steps = max(1, math.ceil(request.prompt / (step_tokens or EngineConfig().max_num_batched_tokens)))
     return Prompt(steps, request.prompt / steps * prompt_token_seconds(learned, times))
 
 
 def prompt_token_seconds(learned: LearnedState, times: StepTimeModel) -> float:
     """Return the seconds that one prompt token adds to a step: beyond decoding, in steps with prefill."""
-    moments = Moments(learned.prefill or (0.0,) * 5)
-    if moments.count <= 0 or moments.x[_PREFILL_TOKENS] <= 0:
+    moments = Moments(learned.prefill)
+    if not learned.prefill or moments.count <= 0 or moments.x[_PREFILL_TOKENS] <= 0:
         return 0.0
     x = moments.mean_x
     return max(0.0, moments.mean_seconds - max(0.0, times.linear((*x[:_PREFILL_TOKENS], 0.0)))) / x[_PREFILL_TOKENS]
@@ -175,18 +159,20 @@ def _traffic(learned: LearnedState) -> TrafficSums:
     return reduce(TrafficSums.plus, (TrafficSums(*cell.sums) for cell in learned.traffic), NO_TRAFFIC)
 
 
+def _output_tokens(learned: LearnedState, tasks: Collection[str]) -> Mapping[str, float]:
+    return _by_row(tasks, ((cell.task, TrafficSums(*cell.sums).output_tokens) for cell in learned.traffic))
+
+
 def _requests_by_task(learned: LearnedState, tasks: Collection[str]) -> dict[str, float]:
     """Return the requests that remembered drafts are from, by task: at most those that came, infinite if unknown."""
-    first = ((cell.task, cell.total) for cell in learned.acceptance if (cell.depth, cell.parent) == (1, "main"))
     ended = [(cell.task, RequestSums(*cell.sums)) for cell in learned.requests]
     came = _by_row(tasks, ((cell.task, TrafficSums(*cell.sums).arrivals) for cell in learned.traffic))
-    drafts, count = _by_row(tasks, first), _by_row(tasks, ((task, sums.n) for task, sums in ended))
+    first = (cell for cell in learned.acceptance if (cell.depth, cell.parent) == (1, "main"))
+    drafts = _by_row(tasks, ((cell.task, cell.total) for cell in first))
+    count = _by_row(tasks, ((task, sums.n) for task, sums in ended))
     drafted = _by_row(tasks, ((task, sums.d) for task, sums in ended))
-    known = {task: min(drafts[task], count[task], drafted[task]) > 0 for task in tasks}
-    return {
-        task: min(came[task] or math.inf, drafts[task] * count[task] / drafted[task] if known[task] else math.inf)
-        for task in tasks
-    }
+    known = {task: drafts[task] * count[task] / drafted[task] for task in tasks if drafted[task] > 0}
+    return {task: min(came[task] or math.inf, known.get(task) or math.inf) for task in tasks}
 
 
 def _by_row(tasks: Collection[str], values: Iterable[tuple[str, float]]) -> Mapping[str, float]:
@@ -198,8 +184,8 @@ def _by_row(tasks: Collection[str], values: Iterable[tuple[str, float]]) -> Mapp
 
 
 def _fitting(bounds: Bounds, load: Load, kv_tokens: float | None) -> Bounds:
+    """Return the bounds within the cache. The engine reserves two worst-case steps of every sequence."""
     if not kv_tokens:
         return bounds
-    room = int((kv_tokens / load.sequences - load.context_tokens) / STEPS_AHEAD)
-    nodes = max(1, bounds.least, min(bounds.max_nodes, room))
+    nodes = max(1, bounds.least, min(bounds.max_nodes, int((kv_tokens / load.sequences - load.context_tokens) / 2)))
     return replace(bounds, max_nodes=nodes, most=max(bounds.least, min(bounds.most, nodes)))

@@ -15,6 +15,7 @@ from specdecode_operator.plugin.numbers import acceptance_lines, row_lines, step
 from specdecode_operator.plugin.overview import measuring, mode_of, spec_of, status_of, unmet
 from specdecode_operator.plugin.text import age, figure, percent, word, wrapped
 from specdecode_operator.state.learned import LearnedState
+from specdecode_worker.contract import Method
 
 
 def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, problem: str = "") -> list[str]:
@@ -32,7 +33,8 @@ def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, 
     lines += ["DEPTH", *_indented(_depth(resource, spec, status, learned, now))]
     if learned is not None:
         is_measuring = measuring(status.conditions) is not None
-        lines += ["", "MEASUREMENTS", *_indented(_measurements(learned, is_measuring=is_measuring))]
+        measurements = _measurements(learned, spec.speculation.method, is_measuring=is_measuring)
+        lines += ["", "MEASUREMENTS", *_indented(measurements)]
         lines += _indented(drift_lines(spec, learned.drift, now))
     elif problem:
         lines += ["", *wrapped(f"The stored measurements cannot be shown: {problem}", "  ")]
@@ -139,7 +141,7 @@ def _last_change(decision: Decision, now: float) -> Iterator[str]:
 # --- measurements and workers ---------------------------------------------------------------------------------------
 
 
-def _measurements(learned: LearnedState, *, is_measuring: bool) -> Iterator[str]:
+def _measurements(learned: LearnedState, method: Method, *, is_measuring: bool) -> Iterator[str]:
     yield f"Last load: {learned.load.sequences:.1f} sequences per step, mostly of task {learned.load.task}."
     seen = sum(cell.total for cell in learned.acceptance if (cell.depth, cell.parent) == (1, "main"))
     if is_measuring:
@@ -148,7 +150,7 @@ def _measurements(learned: LearnedState, *, is_measuring: bool) -> Iterator[str]
         drafts = ", ".join(parked.draft[:12] for parked in learned.parked)
         yield f"Draft {learned.draft[:12]}. Measurements of other drafts are stored too: {drafts}."
     yield from acceptance_lines(learned)
-    yield from step_lines(learned)
+    yield from step_lines(learned, method)
     yield from row_lines(learned)
 
 

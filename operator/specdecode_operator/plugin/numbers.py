@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from specdecode_operator.plugin.text import figure, percent, table
 from specdecode_operator.state.learned import LearnedState, StepTimeCell
 from specdecode_operator.telemetry.counters import Moments
-from specdecode_worker.contract import FEATURES, Buckets, Plan
+from specdecode_worker.contract import FEATURES, ONE_PASS, Buckets, Method, Plan
 
 _SEQUENCES = FEATURES.index("sequences")
 _VERIFY_TOKENS = FEATURES.index("verify_tokens")
@@ -30,8 +30,11 @@ def acceptance_lines(learned: LearnedState) -> Iterator[str]:
     yield from table(("ACCEPTANCE", *(f"DEPTH {depth}" for depth in depths)), rows, "  ")
 
 
-def step_lines(learned: LearnedState) -> Iterator[str]:
-    """Yield the step times at the context of the current load, compared with plain steps of as many sequences."""
+def step_lines(learned: LearnedState, method: Method) -> Iterator[str]:
+    """Yield the step times at the context of the current load, compared with plain steps of as many sequences.
+
+    ``method`` is that of the draft. Parallel drafts make one pass at every depth.
+    """
     cells = [cell for cell in learned.costs if cell.context_bucket == learned.load.context_bucket and not cell.prefill]
     timed = sorted(
         (_Steps(cell) for cell in cells if Moments(cell.values).count >= _LEAST_STEPS), key=lambda s: s.order
@@ -40,7 +43,7 @@ def step_lines(learned: LearnedState) -> Iterator[str]:
         return
     rows = [
         (
-            steps.name,
+            steps.name(method),
             figure(steps.sequences, 1),
             figure(steps.milliseconds, 1),
             figure(steps.tokens, 2),
@@ -101,8 +104,9 @@ class _Steps:
         self.passes = cell.draft_passes
         self.order = (round(self.sequences), self.passes, self.nodes)
 
-    @property
-    def name(self) -> str:
+    def name(self, method: Method) -> str:
+        if self.nodes and method in ONE_PASS:
+            return f"one pass, {self.nodes} nodes"
         if not self.nodes:
             return "plain" if not self.passes else f"plain, {self.passes} shadow passes"
         return f"depth {self.passes}" if self.nodes == self.passes else f"depth {self.passes}, {self.nodes} nodes"

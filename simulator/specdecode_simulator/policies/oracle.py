@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import HysteresisSpec
-from specdecode_operator.planning import buckets
+from specdecode_operator.planning.loads import buckets
 from specdecode_simulator.policies.operator_loop import DEEPEST
 from specdecode_simulator.records.acceptance_walks import Records, chain
 from specdecode_simulator.records.recordings import Library

@@ -11,22 +11,30 @@ from hypothesis import strategies as st
 from specdecode_operator.planning.shape_search import batches
 from specdecode_operator.planning.step_time_model import Batch
 from specdecode_operator.planning.tuning import TUNING
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import Method, TreeShape
 
 DEEP_AND_PLAIN = (("code", TreeShape.chain(3)), ("prose", TreeShape.chain(0)))
 EVEN = {"code": 0.5, "prose": 0.5}
+EAGLE: dict[str, Method] = {"code": "eagle3", "prose": "eagle3"}
 
 
 def met(sequences: float) -> dict[tuple[str, int], float]:
-    return {(one.task, one.batch.passes): one.weight for one in batches(DEEP_AND_PLAIN, EVEN, sequences)}
+    return {(one.task, one.batch.passes): one.weight for one in batches(DEEP_AND_PLAIN, EAGLE, EVEN, sequences)}
 
 
 def test_one_sequence_runs_its_own_shape() -> None:
-    assert {one.batch for one in batches(DEEP_AND_PLAIN, EVEN, 1)} == {Batch(3, 4.0), Batch(0, 1.0)}
+    assert {one.batch for one in batches(DEEP_AND_PLAIN, EAGLE, EVEN, 1)} == {Batch(3, 4.0), Batch(0, 1.0)}
 
 
 def test_a_second_sequence_is_of_the_other_task_half_of_the_time() -> None:
     assert met(2) == pytest.approx({("code", 3): 1, ("prose", 3): 0.5, ("prose", 0): 0.5})
+
+
+def test_a_parallel_draft_makes_one_pass_and_verifies_all_of_its_nodes() -> None:
+    methods: dict[str, Method] = {"code": "peagle", "prose": "eagle3"}
+    assert {one.batch for one in batches(DEEP_AND_PLAIN, methods, EVEN, 1)} == {Batch(1, 4.0), Batch(0, 1.0)}
+    deep = (("code", TreeShape.chain(5)), ("prose", TreeShape.chain(2)))
+    assert {(one.task, one.batch.passes) for one in batches(deep, methods, EVEN, 1)} == {("code", 1), ("prose", 2)}
 
 
 def test_a_full_batch_holds_all_tasks() -> None:
@@ -44,9 +52,9 @@ def test_every_task_meets_something_and_nothing_shallower_than_itself(
     shapes = tuple((str(index), TreeShape.chain(depth)) for index, (depth, _) in enumerate(tasks))
     shares = {str(index): share / total for index, (_, share) in enumerate(tasks)}
     weights: Counter[str] = Counter()
-    for one in batches(shapes, shares, sequences):
+    for one in batches(shapes, dict.fromkeys(shares, "eagle3"), shares, sequences):
         weights[one.task] += one.weight  # type: ignore[assignment]
         assert one.batch.passes >= dict(shapes)[one.task].depth
-        assert TUNING.min_share <= one.weight <= 1 + 1e-9
+        assert TUNING.least_share <= one.weight <= 1 + 1e-9
         assert 1 <= one.batch.verified <= 1.05 + max(shape.nodes for _, shape in shapes)
     assert dict(weights) == pytest.approx(dict.fromkeys(shares, 1.0))

@@ -108,7 +108,7 @@ def test_the_joint_choice_is_the_best_of_all(
         return seconds[max(shape.depth for shape in shapes), verified] / tokens
 
     best = min(per_token(*pair) for pair in product(ALL, ALL))
-    found = min(per_token(*(shape for _, shape in shapes)) for shapes in search.best_by_passes())
+    found = min(per_token(*(shape for _, shape in shapes)) for shapes in search.best_by_depth())
     assert found == pytest.approx(best, rel=1e-9)
 
 
@@ -127,7 +127,7 @@ def test_what_the_best_shape_has_is_worth_its_price_and_what_it_lacks_is_not() -
         acceptance=tuple(cell.model_copy(update={"ranks": (150.0,)}) for cell in chances(0.6)), costs=FULL
     )
     search = search_of(learned)
-    choices = search.evaluate(search.best_by_passes())
+    choices = search.evaluate(search.best_by_depth())
     best = min(choices.values(), key=lambda choice: choice.per_token)
     shape, task = best.shapes[0][1], search.tasks[0]
     slope = search.times.linear((0.0, 0.0, 4.0, 0.0, 0.0, 0.0))
@@ -142,7 +142,7 @@ def test_what_the_best_shape_has_is_worth_its_price_and_what_it_lacks_is_not() -
 
 def test_the_cache_bounds_the_nodes() -> None:
     search = search_of(LearnedState(acceptance=chances(0.9), costs=FULL), kv_tokens=4 * (500 + 2 * 3))
-    assert max(shapes[0][1].nodes for shapes in search.best_by_passes()) == 3
+    assert max(shapes[0][1].nodes for shapes in search.best_by_depth()) == 3
 
 
 def test_what_the_spec_asks_for_counts_against_the_nodes() -> None:
@@ -155,4 +155,4 @@ def test_what_the_spec_asks_for_counts_against_the_nodes() -> None:
     search = ShapeSearch(times, load, tasks_at(model, rows, load, None), Objective())
     found = [step[1].path for step in search._by_survival(3)]
     assert len(found) == 2, found
-    assert all(shapes[0][1].nodes <= 5 for shapes in search.best_by_passes())
+    assert all(shapes[0][1].nodes <= 5 for shapes in search.best_by_depth())

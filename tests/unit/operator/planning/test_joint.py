@@ -9,9 +9,9 @@ from estimates import FULL, chances, cost, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.planning import Chosen, buckets, choose
-from specdecode_operator.planning.loads import Load
+from specdecode_operator.api.v1alpha1 import ObjectiveSpec, SpeculationSpec
+from specdecode_operator.planning.loads import Load, buckets
+from specdecode_operator.planning.plan_rows import Chosen, choose
 from specdecode_operator.planning.step_time_model import features
 from specdecode_operator.planning.task_bounds import bounds_of, follows, names, plans
 from specdecode_operator.planning.workload import Objective, Prompt
@@ -235,7 +235,7 @@ def test_who_runs_alone_does_not_pay_for_anothers_depth() -> None:
 
 
 def test_the_time_to_the_first_token_is_a_bound() -> None:
-    objective = Objective(ttft_seconds=0.1, prompt=Prompt(steps=2, seconds=0.01))
+    objective = Objective(ObjectiveSpec(ttft_milliseconds=100), prompt=Prompt(steps=2, seconds=0.01))
     assert objective.violation(0.032, [1.0]) == pytest.approx(0.0, abs=1e-6)
     assert objective.violation(0.064, [1.0]) == pytest.approx(0.8)
 

@@ -10,10 +10,10 @@ from estimates import OFF, chances, cost, moments, truth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.planning import buckets, learn
 from specdecode_operator.planning.acceptance_model import chain_rates, lacking
 from specdecode_operator.planning.estimates import Estimate, time_changed
-from specdecode_operator.planning.loads import Load, bucket_of, bucket_text
+from specdecode_operator.planning.learning import learn
+from specdecode_operator.planning.loads import Load, bucket_of, bucket_text, buckets
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, _rising, features
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState
 from specdecode_operator.telemetry.counters import CellKey, Hits, K, Moments, RequestSums

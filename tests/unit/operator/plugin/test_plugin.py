@@ -150,6 +150,14 @@ def test_the_steps_of_explain_compare_with_plain_steps_at_the_same_load(deepened
     assert int(deep.split("+")[1].split()[0]) == pytest.approx(100 * (plain / drafted - 1), abs=15)
 
 
+def test_explain_names_the_steps_of_a_parallel_draft_by_their_nodes() -> None:
+    loop = loop_over(Truth(method="peagle"), explore=0.1, speculation={"method": "peagle"})
+    polled(loop, 20)
+    lines = explain(resource_of(loop), remembered(loop), loop.now)
+    assert any(line.startswith("  one pass, 3 nodes ") for line in lines), lines
+    assert not any(line.startswith("  depth") for line in lines)
+
+
 def test_acceptance_is_that_of_the_main_path(deepened: Loop) -> None:
     """Acceptance below a sibling is another measure: the draft was wrong there before."""
     learned = remembered(deepened)

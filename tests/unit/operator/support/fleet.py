@@ -15,6 +15,7 @@ from specdecode_operator.types import Decision, Defaults, Deployment, Observatio
 from specdecode_worker.contract import (
     AcceptanceCell,
     DraftState,
+    Method,
     Plan,
     PlanState,
     Report,
@@ -23,6 +24,7 @@ from specdecode_worker.contract import (
     SyntheticKnobs,
     TrafficCell,
     TreeShape,
+    draft_passes,
 )
 
 DEFAULTS = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
@@ -44,6 +46,7 @@ class Truth:
     context: float = 500.0
     noise: float = 0.05
     draft: str = "d1"
+    method: Method = "eagle3"
     waiting: float = 0.0
 
 
@@ -90,7 +93,7 @@ class SimulatedWorker:
             boot_id=self.boot_id,
             worker="w",
             clock_seconds=self.clock,
-            draft=DraftState(method="eagle3", hash=self.truth.draft),
+            draft=DraftState(method=self.truth.method, hash=self.truth.draft),
             plan=PlanState(
                 uid=self.plan.uid,
                 version=self.plan.version,
@@ -133,9 +136,9 @@ class SimulatedWorker:
         seconds = truth.step_time(truth.sequences, depth, truth.context) * (1 + self.random.gauss(0, truth.noise))
         accepted = sum(self._sequence(depth) for _ in range(truth.sequences))
         emitted = truth.sequences + accepted
-        packed = truth.sequences * (depth + 1)
-        key = (1 << (packed - 1).bit_length(), depth, sum(truth.context > edge for edge in self.plan.buckets.context))
-        x = (1.0, truth.sequences, packed, truth.sequences * truth.context, depth, 0.0)
+        packed, passes = truth.sequences * (depth + 1), draft_passes(truth.method, depth)
+        key = (1 << (packed - 1).bit_length(), passes, sum(truth.context > edge for edge in self.plan.buckets.context))
+        x = (1.0, truth.sequences, packed, truth.sequences * truth.context, passes, 0.0)
         xx = [x[i] * x[j] for i in range(6) for j in range(i, 6)]
         values = [1, seconds, seconds**2, emitted, *x, *(value * seconds for value in x), *xx]
         known = self.steps.setdefault(key, [0.0] * len(values))
@@ -171,10 +174,10 @@ class SimulatedWorker:
         return RequestCell(draft=self.truth.draft, task="other", sampled=False, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
 
     def _cells(self) -> Any:
-        for (bucket, depth, context), values in sorted(self.steps.items()):
+        for (bucket, passes, context), values in sorted(self.steps.items()):
             yield StepCell(
                 tokens_bucket=bucket,
-                draft_passes=depth,
+                draft_passes=passes,
                 prefill=False,
                 context_bucket=context,
                 count=int(values[0]),

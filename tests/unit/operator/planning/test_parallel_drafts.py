@@ -1,0 +1,36 @@
+"""Drafts that propose all depths in one pass: depth costs them only verification."""
+
+from __future__ import annotations
+
+import pytest
+from fleet import Truth, loop_over
+
+from specdecode_worker.contract import Method, draft_passes
+
+CHANCES = [0.75] * 7
+DEPTH = {"min": 0, "max": 7, "initial": 3}
+METHODS: tuple[Method, ...] = ("eagle3", "peagle", "dflash")
+
+
+def truth_of(method: Method) -> Truth:
+    """Return a worker whose draft passes take 8 ms each, and a verified token 0.5 ms."""
+
+    def seconds(sequences: float, depth: int, context: float) -> float:
+        return 0.020 + 0.008 * draft_passes(method, depth) + 0.0005 * sequences * (depth + 1)
+
+    return Truth(chances=CHANCES, step_time=seconds, method=method)
+
+
+def per_token(truth: Truth, depth: int) -> float:
+    tokens = sum(CHANCES[0] ** level for level in range(depth + 1))
+    return truth.step_time(truth.sequences, depth, truth.context) / tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_parallel_draft_runs_deeper_than_one_with_a_pass_for_each_depth(method: Method) -> None:
+    truth = truth_of(method)
+    loop = loop_over(truth, explore=0.1, speculation={"method": method, "depth": DEPTH})
+    loop.polls(40)
+    best = min(range(8), key=lambda depth: per_token(truth, depth))
+    assert best == (2 if method == "eagle3" else 7)
+    assert per_token(truth, loop.depths[-1]) <= 1.03 * per_token(truth, best), loop.depths
