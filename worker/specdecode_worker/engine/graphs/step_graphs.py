@@ -18,8 +18,9 @@ from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Captured
 from specdecode_worker.engine.graphs.captured_step import CapturedStep, StepParts
-from specdecode_worker.engine.graphs.graph_key import GraphKey, at_least, key_of
+from specdecode_worker.engine.graphs.graph_key import GraphKey, key_of
 from specdecode_worker.engine.graphs.row_tables import CatchUp, floats_of, rows_of
+from specdecode_worker.engine.graphs.step_plan import EagerReason, StepPlanner
 from specdecode_worker.engine.graphs.tree_tables import topology
 from specdecode_worker.engine.memory.memory_budget import MOST_GRAPHS
 from specdecode_worker.engine.request import Request
@@ -64,8 +65,7 @@ class Replayed:
 class StepGraphs:
     """All CUDA graphs of one engine.
 
-    ``replayed`` counts the steps that a graph ran. ``eager`` counts the steps that no graph ran, by reason: "prefill",
-    "processors", "logprobs", "size", "draft", "catch-up" or "new" (not captured yet).
+    ``replayed`` counts the steps that a graph ran. ``eager`` counts the steps that no graph ran, by reason.
     """
 
     def __init__(
@@ -92,12 +92,13 @@ class StepGraphs:
         """
         self._target, self._drafts, self._state, self._backend = target, drafts, state, backend
         self._rows, self._max_tokens, self._capture_after_steps = tuple(rows), max_tokens, capture_after_steps
+        self._planner = StepPlanner(drafts, self._rows, max_tokens)
         self._graphs: dict[GraphKey, Graph] = {}
         self._drafters: dict[str, PagedDrafter] = {}
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
         self.replayed = 0
-        self.eager: Counter[str] = Counter()
+        self.eager: Counter[EagerReason] = Counter()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -146,16 +147,12 @@ class StepGraphs:
             depth_limits: Maximum accepted depth of each row, as in `rows_of`; None for no limit.
             ranked: Copy the ranked draft tokens to the host too.
         """
-        key_or_reason = self._find_key(rows)
-        if isinstance(key_or_reason, str):
-            self._count_eager(key_or_reason)
+        plan = self._planner.plan(rows)
+        graph = plan if isinstance(plan, EagerReason) else self._graph(plan.key, plan.drafter)
+        if isinstance(plan, EagerReason) or isinstance(graph, EagerReason):
+            self._count_eager(graph)
             return None
-        key, catch_up, drafter = key_or_reason
-        graph = self._graph(key, drafter)
-        if graph is None:
-            self._count_eager("new")
-            return None
-        requests = [row.request for row in rows]
+        key, catch_up, drafter, requests = plan.key, plan.catch_up, plan.drafter, [row.request for row in rows]
         if drafter is not None and key.passes:
             drafting = [(r, n) for r, n in zip(requests, catch_up.counts, strict=True) if n]
             drafter.record_catch_up([request for request, _ in drafting], [count for _, count in drafting])
@@ -165,59 +162,17 @@ class StepGraphs:
         self.replayed += 1
         return self._replayed(graph, len(rows), ranked=ranked)
 
-    def _find_key(self, rows: Sequence[Row]) -> tuple[GraphKey, CatchUp, PagedDrafter | None] | str:
-        """Return the key, catch-up and drafter for ``rows``, or the reason why no graph can run them."""
-        if reason := _ineligibility_reason(rows):
-            return reason
-        bucket, trees = at_least(len(rows), self._rows), [row.tree for row in rows]
-        if bucket is None:
-            return "size"
-        running = self._running_draft(rows, trees)
-        if running is None:
-            return "draft"
-        name, drafter, behind = running
-        drafts = any(tree.drafted_depth for tree in trees)
-        if drafter is not None and drafter.parallel and drafts:
-            return "draft"
-        if behind and not drafts:
-            return "catch-up"
-        counts = [0] * len(rows)
-        if drafter is not None:
-            for b, count in zip(behind, drafter.catch_up_counts([rows[b].request for b in behind]), strict=True):
-                counts[b] = count
-        cuts = any(row.request.sampling_params.truncated and not row.request.sampling_params.greedy for row in rows)
-        key = key_of(bucket, trees, max(counts), cuts=cuts, draft=name)
-        if key is None or key.tokens > self._max_tokens:
-            return "size"
-        return key, CatchUp(tuple(counts)), drafter
-
-    def _running_draft(
-        self, rows: Sequence[Row], trees: Sequence[Tree]
-    ) -> tuple[str, PagedDrafter | None, list[int]] | None:
-        """Return the name and drafter of the only draft that runs in a step, and the indices of the rows it runs for.
-
-        Return no drafter if none runs, and None if no graph can run the drafts: several run, or one without a cache.
-        """
-        drafters, names = self._drafts.paged(), [self._drafts.name_of(row.request) for row in rows]
-        if any(tree.drafted_depth and name not in drafters for tree, name in zip(trees, names, strict=True)):
-            return None
-        running: tuple[str, PagedDrafter | None, list[int]] = ("", None, [])
-        for name, drafter in drafters.items():
-            mine = [b for b, owner in enumerate(names) if owner == name]
-            behind = drafter.drafting([rows[b] for b in mine], [trees[b] for b in mine])
-            if behind and running[1] is not None:
-                return None
-            if behind:
-                running = name, drafter, [mine[index] for index in behind]
-        return running
-
-    def _graph(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph | None:
-        graph = self._graphs.get(key)
-        if graph is None and len(self._graphs) < MOST_GRAPHS:
-            self._key_counts[key] += 1
-            if self._key_counts[key] >= self._capture_after_steps:
-                graph = self._capture(key, drafter)
-                log.info("captured a graph that was asked for: %s", key)
+    def _graph(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph | EagerReason:
+        """Return the graph of ``key``, captured now if it is needed often enough, or the reason why there is none."""
+        if key in self._graphs:
+            return self._graphs[key]
+        if len(self._graphs) >= MOST_GRAPHS:
+            return EagerReason.LIMIT
+        self._key_counts[key] += 1
+        if self._key_counts[key] < self._capture_after_steps:
+            return EagerReason.NEW
+        graph = self._capture(key, drafter)
+        log.info("captured a graph that was asked for: %s", key)
         return graph
 
     def _capture(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph:
@@ -265,18 +220,7 @@ class StepGraphs:
         plain_seconds = plain.captured.seconds if plain is not None else 0.0
         return max(graph.captured.seconds - plain_seconds, 0.0) if key.passes else 0.0
 
-    def _count_eager(self, reason: str) -> None:
+    def _count_eager(self, reason: EagerReason) -> None:
         if reason not in self.eager:
             log.info("a step runs without a graph: %s", reason)
         self.eager[reason] += 1
-
-
-def _ineligibility_reason(rows: Sequence[Row]) -> str:
-    """Return the reason why no graph can run ``rows``, or "" if one can."""
-    if any(row.is_chunk for row in rows):
-        return "prefill"
-    if any(row.request.sampling_params.adjusts for row in rows):
-        return "processors"
-    if any(row.request.submit.sampling.logprobs is not None for row in rows):
-        return "logprobs"
-    return ""

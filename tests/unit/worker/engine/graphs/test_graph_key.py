@@ -93,11 +93,3 @@ def test_graphs_of_the_plan_are_captured_at_once_and_others_after_repeated_use()
         engine.step()
     assert graphs.eager["new"] == 2, "twice eagerly, then it is captured"
     assert len(graphs) == before + 1
-
-
-def test_more_rows_than_any_bucket_run_eagerly() -> None:
-    engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(1,))
-    engine.set_plan(plan_of("none"))
-    texts(engine, [submit(i, sampled=False, tokens=8) for i in range(3)])
-    assert engine._graphs is not None
-    assert engine._graphs.eager["size"] > 0
