@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from specdecode_worker.engine.graphs import feature_tables
+from specdecode_worker.engine.graphs.feature_tables import HostMasks
 from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey
 from specdecode_worker.engine.graphs.static_inputs import Shapes
 from specdecode_worker.engine.request import Request
@@ -34,18 +36,19 @@ def shapes(key: GraphKey) -> Shapes:
       visible draft slot) and ``catch_start`` (packed start of each row): [B + 1]; ``catch_sequence`` and
       ``catch_offset`` (relative to the root) of the packed slots of the catch-up pass: [T]; ``catch_last``, the packed
       index of each root: [B].
+    - Those of the features of ``key``, see `feature_tables.int_shapes`.
     """
     rows = key.rows + 1
     table_shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("slot", "live", "seed", "top_k", "depth_limit"), (rows,))
     if key.passes:
         table_shapes |= dict.fromkeys(("catch_base", "key_start", "catch_start"), (rows,))
         table_shapes |= {"catch_sequence": (key.tokens,), "catch_offset": (key.tokens,), "catch_last": (key.rows,)}
-    return table_shapes
+    return {**table_shapes, **feature_tables.int_shapes(key)}
 
 
 def float_shapes(key: GraphKey) -> Shapes:
     """Return the shapes of the float row tables of ``key``, by name; row B is padding."""
-    return dict.fromkeys(FLOATS, (key.rows + 1,))
+    return {**dict.fromkeys(FLOATS, (key.rows + 1,)), **feature_tables.float_shapes(key)}
 
 
 def floats_of(requests: Sequence[Request], key: GraphKey) -> dict[str, list[float]]:
@@ -55,11 +58,17 @@ def floats_of(requests: Sequence[Request], key: GraphKey) -> dict[str, list[floa
         "temperature": [params.temperature for params in batch_params] + [0.0] * more,
         "top_p": [params.top_p for params in batch_params] + [1.0] * more,
         "min_p": [params.min_p for params in batch_params] + [0.0] * more,
+        **feature_tables.floats_of(requests, key),
     }
 
 
 def rows_of(
-    requests: Sequence[Request], key: GraphKey, catch_up: CatchUp, depth_limits: Sequence[int] | None, padding_slot: int
+    requests: Sequence[Request],
+    key: GraphKey,
+    catch_up: CatchUp,
+    depth_limits: Sequence[int] | None,
+    padding_slot: int,
+    masks: HostMasks | None = None,
 ) -> dict[str, list[int]]:
     """Return the values of the integer row tables of ``shapes``, flat and padded.
 
@@ -69,6 +78,7 @@ def rows_of(
         catch_up: Catch-up of the draft; ignored for a key without draft passes.
         depth_limits: Maximum accepted depth of each row; None for no limit.
         padding_slot: Slot of padding rows.
+        masks: Grammar masks of the packed tokens; ignored for a key without them.
     """
     more = key.rows + 1 - len(requests)
     limits = [NODES] * len(requests) if depth_limits is None else list(depth_limits)
@@ -79,6 +89,7 @@ def rows_of(
         "top_k": [request.sampling_params.top_k for request in requests] + [0] * more,
         "depth_limit": limits + [NODES] * more,
     }
+    tables |= feature_tables.ints_of(requests, key, masks)
     return tables | _catch_up(catch_up, key) if key.passes else tables
 
 

@@ -46,13 +46,14 @@ class StagedTensor:
         self._turn = 0
 
     def write(self, parts: Sequence[Tensor]) -> None:
-        """Concatenate ``parts``, which must fill the tensor, in a host buffer and queue its copy to the device."""
+        """Concatenate ``parts`` in a host buffer and queue its copy to the first elements of the device tensor."""
         self._turn = 1 - self._turn
         half, copied = self._halves[self._turn], self._copied[self._turn]
         if copied is not None:
             copied.synchronize()  # A copy queued two writes ago; it rarely blocks.
-        torch.cat(list(parts), out=half)
-        self.device_copy.copy_(half, non_blocking=True)
+        size = sum(map(len, parts))
+        torch.cat(list(parts), out=half[:size])
+        self.device_copy[:size].copy_(half[:size], non_blocking=True)
         if self.device_copy.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()

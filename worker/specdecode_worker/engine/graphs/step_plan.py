@@ -1,4 +1,4 @@
-"""Decision whether a graph can run a step, and which one.
+"""Decision whether a graph can run a step, which one, and which part of the step runs outside of it.
 
 `StepPlanner.plan` is the only place that sends a step to the eager path, apart from graphs that are not captured
 (`EagerReason.NEW` and `LIMIT`, which `StepGraphs` adds). docs/gpu.md explains every reason.
@@ -7,15 +7,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
-from specdecode_worker.engine.graphs.graph_key import GraphKey, at_least, key_of
+from specdecode_worker.engine.graphs.feature_tables import WIDTHS, width_of
+from specdecode_worker.engine.graphs.graph_key import Features, GraphKey, at_least, key_of, key_outside
 from specdecode_worker.engine.graphs.row_tables import CatchUp
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.speculation.trees import Tree
+from specdecode_worker.engine.step.logprobs import LEAST_TOP
+
+HISTORIES = (1024, 4096, 16384, 65536)
+"""Numbers of text positions that graphs with penalties count tokens in; the longest text is another one."""
 
 
 class EagerReason(StrEnum):
@@ -23,14 +27,12 @@ class EagerReason(StrEnum):
 
     PREFILL = "prefill"
     """A row is a chunk of a prompt."""
-    PROCESSORS = "processors"
-    """A request has penalties, a bias, ``min_tokens`` or a grammar."""
+    SAMPLER = "sampler"
+    """A row is sampled by a sampler other than ``coupled``."""
+    BIAS = "bias"
+    """A request has more biased or blocked tokens than the tables have columns."""
     LOGPROBS = "logprobs"
-    """A request wants log-probabilities."""
-    DRAFT = "draft"
-    """Several drafts run, or one whose passes are not captured."""
-    CATCH_UP = "catch-up"
-    """No row drafts, but a draft must process tokens before it loses the states that it needs."""
+    """A request wants more log-probabilities than the tables have columns."""
     SIZE = "size"
     """More rows than the largest bucket, or more packed tokens than a graph may have."""
     NEW = "new"
@@ -39,74 +41,128 @@ class EagerReason(StrEnum):
     """The graph is not captured, and no further one may be."""
 
 
+class OutsideReason(StrEnum):
+    """Reason why the draft passes of a step run before its graph, which then only verifies."""
+
+    GRAMMAR = "grammar"
+    """The masks of a grammar, or the tokens that it forces, follow from drafted tokens on the host."""
+    METHOD = "method"
+    """The passes of the draft's method are not captured."""
+    SEVERAL = "several"
+    """Several drafts run."""
+    CATCH_UP = "catch-up"
+    """No row drafts, but a draft must process tokens before it loses the states that it needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Graph that can run a step. ``drafter`` is None if no draft runs."""
+    """Graph that can run a step.
+
+    ``drafter`` runs in the graph and catches up with ``catch_up``; it is None if no draft does. ``outside`` is the
+    reason why drafts run before the graph, None if they do not.
+    """
 
     key: GraphKey
-    catch_up: CatchUp
-    drafter: PagedDrafter | None
+    catch_up: CatchUp = field(default_factory=CatchUp)
+    drafter: PagedDrafter | None = None
+    outside: OutsideReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """Draft that runs in a step, and the indices of the rows that it runs for."""
+
+    name: str
+    drafter: PagedDrafter
+    rows: list[int]
 
 
 class StepPlanner:
-    """Planner of steps. ``rows`` are the row buckets of graphs; ``max_tokens`` bounds their packed tokens."""
+    """Planner of steps.
 
-    def __init__(self, drafts: DraftRegistry, rows: Sequence[int], max_tokens: int) -> None:
-        self._drafts, self._rows, self._max_tokens = drafts, tuple(rows), max_tokens
+    Args of the constructor: loaded drafts, row buckets of graphs, most packed tokens of a graph, longest text with its
+    tree, and whether the sampler is ``coupled``.
+    """
+
+    def __init__(
+        self, drafts: DraftRegistry, rows: Sequence[int], max_tokens: int, longest_text: int, *, coupled: bool
+    ) -> None:
+        self._drafts, self._rows, self._max_tokens, self._coupled = drafts, tuple(rows), max_tokens, coupled
+        self._histories = (*(size for size in HISTORIES if size < longest_text), longest_text)
 
     def plan(self, rows: Sequence[Row]) -> StepPlan | EagerReason:
         """Return the graph that can run ``rows``, or the reason why none can. Changes nothing."""
-        if reason := _refused(rows):
-            return reason
-        bucket, trees = at_least(len(rows), self._rows), [row.tree for row in rows]
+        if any(row.is_chunk for row in rows):
+            return EagerReason.PREFILL
+        if not self._coupled and not all(row.request.sampling_params.greedy for row in rows):
+            return EagerReason.SAMPLER
+        bucket = at_least(len(rows), self._rows)
         if bucket is None:
             return EagerReason.SIZE
-        running = self._running_draft(rows, trees)
-        if running is None:
-            return EagerReason.DRAFT
-        name, drafter, behind = running
-        drafts = any(tree.drafted_depth for tree in trees)
-        if drafter is not None and drafter.parallel and drafts:
-            return EagerReason.DRAFT
-        if behind and not drafts:
-            return EagerReason.CATCH_UP
-        counts = [0] * len(rows)
-        if drafter is not None:
-            for b, count in zip(behind, drafter.catch_up_counts([rows[b].request for b in behind]), strict=True):
-                counts[b] = count
+        features = self._features(rows)
+        if isinstance(features, EagerReason):
+            return features
+        plan = self._plan(rows, bucket, features)
+        return EagerReason.SIZE if plan is None or plan.key.tokens > self._max_tokens else plan
+
+    def _features(self, rows: Sequence[Row]) -> Features | EagerReason:
+        """Return the optional parts of the step, or the reason why a graph cannot have them."""
+        batch = [row.request.sampling_params for row in rows]
+        tops = [top for row in rows if (top := row.request.submit.sampling.logprobs) is not None]
+        if max(tops, default=0) > LEAST_TOP:
+            return EagerReason.LOGPROBS
+        if not any(params.adjusts for params in batch):
+            return Features(logprobs=bool(tops))
+        width = at_least(max(map(width_of, batch)), WIDTHS)
+        if width is None:
+            return EagerReason.BIAS
+        counts = any(params.counts for params in batch)
+        adjusts = counts or any(params.blocks or params.logit_bias for params in batch)
+        longest = 1 + max(row.request.cached_bound for row in rows)
+        history = (at_least(longest, self._histories) or 0) if counts else 0
+        masks = any(params.guided for params in batch)
+        return Features(width if adjusts else 0, history, masks, bool(tops))
+
+    def _plan(self, rows: Sequence[Row], bucket: int, features: Features) -> StepPlan | None:
+        """Return the graph in a bucket of rows, None if a draft must catch up with more tokens than any graph has."""
+        trees = [row.tree for row in rows]
         cuts = any(row.request.sampling_params.truncated and not row.request.sampling_params.greedy for row in rows)
-        key = key_of(bucket, trees, max(counts), cuts=cuts, draft=name)
-        if key is None or key.tokens > self._max_tokens:
-            return EagerReason.SIZE
-        return StepPlan(key, CatchUp(tuple(counts)), drafter)
+        running = self._running(rows)
+        if (reason := self._outside(rows, running, features)) is not None:
+            return StepPlan(key_outside(bucket, trees, cuts=cuts, features=features), outside=reason)
+        counts = [0] * len(rows)
+        if not running:
+            key = key_of(bucket, trees, 0, cuts=cuts, features=features)
+            return None if key is None else StepPlan(key, CatchUp(tuple(counts)))
+        (draft,) = running
+        behind = draft.drafter.catch_up_counts([rows[b].request for b in draft.rows])
+        for b, count in zip(draft.rows, behind, strict=True):
+            counts[b] = count
+        key = key_of(bucket, trees, max(counts), cuts=cuts, draft=draft.name, features=features)
+        return None if key is None else StepPlan(key, CatchUp(tuple(counts)), draft.drafter)
 
-    def _running_draft(
-        self, rows: Sequence[Row], trees: Sequence[Tree]
-    ) -> tuple[str, PagedDrafter | None, list[int]] | None:
-        """Return the name and drafter of the only draft that runs in a step, and the indices of the rows it runs for.
+    def _outside(self, rows: Sequence[Row], running: Sequence[_Running], features: Features) -> OutsideReason | None:
+        """Return the reason why drafts run before the graph, None if they run in it or not at all."""
+        drafted = [row for row in rows if row.tree.drafted_depth]
+        if any(row.tree.given for row in rows) or features.masks:
+            return OutsideReason.GRAMMAR
+        paged = self._drafts.paged()
+        if any(self._drafts.name_of(row.request) not in paged for row in drafted):
+            return OutsideReason.METHOD
+        if len(running) > 1:
+            return OutsideReason.SEVERAL
+        if not drafted:
+            return OutsideReason.CATCH_UP if running else None
+        return OutsideReason.METHOD if running[0].drafter.parallel else None
 
-        Return no drafter if none runs, and None if no graph can run the drafts: several run, or one without a cache.
-        """
-        drafters, names = self._drafts.paged(), [self._drafts.name_of(row.request) for row in rows]
-        if any(tree.drafted_depth and name not in drafters for tree, name in zip(trees, names, strict=True)):
-            return None
-        running: tuple[str, PagedDrafter | None, list[int]] = ("", None, [])
-        for name, drafter in drafters.items():
+    def _running(self, rows: Sequence[Row]) -> list[_Running]:
+        """Return the drafts with a cache that run in a step, to draft or to catch up."""
+        paged = self._drafts.paged()
+        names = [self._drafts.name_of(row.request) for row in rows] if paged else []
+        running = []
+        for name, drafter in paged.items():
             mine = [b for b, owner in enumerate(names) if owner == name]
-            behind = drafter.drafting([rows[b] for b in mine], [trees[b] for b in mine])
-            if behind and running[1] is not None:
-                return None
+            behind = drafter.drafting([rows[b] for b in mine], [rows[b].tree for b in mine])
             if behind:
-                running = name, drafter, [mine[index] for index in behind]
+                running.append(_Running(name, drafter, [mine[index] for index in behind]))
         return running
-
-
-def _refused(rows: Sequence[Row]) -> EagerReason | None:
-    """Return the reason why no graph can run rows of this kind, or None if one can."""
-    if any(row.is_chunk for row in rows):
-        return EagerReason.PREFILL
-    if any(row.request.sampling_params.adjusts for row in rows):
-        return EagerReason.PROCESSORS
-    if any(row.request.submit.sampling.logprobs is not None for row in rows):
-        return EagerReason.LOGPROBS
-    return None

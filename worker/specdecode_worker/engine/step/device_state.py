@@ -48,6 +48,11 @@ class DeviceState:
         self.ring_SRA: Tensor | None = None
         self.block_aux_NA: Tensor | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the auxiliary states, which is that of the target."""
+        return self._dtype
+
     def allocate_states(self, aux_size: int) -> None:
         """Allocate storage for auxiliary states of width ``aux_size`` (0: none); previous states are lost."""
         self.use_states(self.new_states(aux_size))
