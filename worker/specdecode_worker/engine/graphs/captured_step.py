@@ -16,12 +16,11 @@ from specdecode_kernels.step_tables.op import begin, commit, pack, store_states,
 from specdecode_kernels.step_tables.tables import PackedRows, SamplingTables, SlotState, StepRows, Verified
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
-from specdecode_worker.engine.graphs import row_tables, tree_tables
 from specdecode_worker.engine.graphs.adjustment import AdjustedSampler, Adjustment, PassNodes
 from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey
 from specdecode_worker.engine.graphs.graph_logprobs import LogprobOutputs
 from specdecode_worker.engine.graphs.graph_sampling import PackedSampler
-from specdecode_worker.engine.graphs.static_inputs import Layout, StagedTensor
+from specdecode_worker.engine.graphs.step_inputs import StepInputs
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.packed_batch import PackedTensors
@@ -47,8 +46,7 @@ class StepParts:
 class CapturedStep:
     """Decode step of one graph key, with the static tensors that it reads and writes.
 
-    The host writes the integer tables (`tree_tables.topology`, then `row_tables.rows_of`, laid out by ``row_layout``)
-    to ``int_inputs`` and the float tables (`row_tables.floats_of`, laid out by ``floats``) to ``float_inputs``.
+    The host writes ``inputs`` before each run.
 
     ``out`` [B, 3 D + 3], with trees of depth D, holds the columns of an Outcome side by side: emitted tokens (D + 1),
     path (D), ranks (D + 1) and the number of accepted nodes (1). ``ranked_BNK`` holds the ranked draft tokens behind
@@ -59,17 +57,9 @@ class CapturedStep:
     def __init__(self, key: GraphKey, parts: StepParts) -> None:
         assert not (key.passes and key.outside), "a graph with draft passes drafts all trees"
         device = parts.state.length_S.device
-        trees, row_layout, floats = (
-            Layout(tree_tables.shapes(key)),
-            Layout(row_tables.shapes(key)),
-            Layout(row_tables.float_shapes(key)),
-        )
-        self.key, self.row_layout, self.floats, self._parts = key, row_layout, floats, parts
-        self.int_inputs = StagedTensor(trees.size + row_layout.size, torch.int64, device)
-        self.float_inputs = StagedTensor(floats.size, torch.float32, device)
-        parts_of_flat = torch.split(self.int_inputs.device_copy, [trees.size, row_layout.size])
-        self._at = trees.views(parts_of_flat[0]) | row_layout.views(parts_of_flat[1])
-        self._at |= floats.views(self.float_inputs.device_copy)
+        self.key, self._parts = key, parts
+        self.inputs = StepInputs(key, parts.state.padding_slot, device)
+        self._at = self.inputs.at
         self.out = torch.zeros(key.rows, 3 * key.depth + 3, dtype=torch.int64, device=device)
         shape = (key.rows, NODES, MAX_RANKS)
         self.ranked_BNK = torch.full(shape, -1, device=device) if key.depth else None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdecode_worker.engine.graphs.graph_key import GraphKey
-from specdecode_worker.engine.graphs.static_inputs import Shapes, StagedTensor
+from specdecode_worker.engine.graphs.static_inputs import Layout, Shapes, StagedTensor
 from specdecode_worker.engine.request import Request
 from specdecode_worker.speculation.sampling.params import SamplingParams
 
@@ -41,16 +41,16 @@ class MaskTable:
 
     def __init__(self, masks: int, vocab_size: int, device: torch.device) -> None:
         self._words = (vocab_size + 31) // 32
-        self._staged = StagedTensor(masks * self._words, torch.int32, device)
+        self._staged = StagedTensor(Layout({"masks": (masks, self._words)}), torch.int32, device)
         self.view()[0].fill_(-1)
 
     def view(self) -> Tensor:
         """Return the table as captured steps read it."""
-        return self._staged.device_copy.view(-1, self._words)
+        return self._staged.views()["masks"]
 
     def write(self, table_NW: NDArray[np.uint32]) -> None:
         """Queue the copy of the masks of a step to the first rows of the table."""
-        self._staged.write((torch.from_numpy(table_NW.view(np.int32)).flatten(),))
+        self._staged.write(torch.from_numpy(table_NW.view(np.int32)).flatten())
 
 
 def width_of(params: SamplingParams) -> int:
@@ -61,15 +61,12 @@ def width_of(params: SamplingParams) -> int:
 def int_shapes(key: GraphKey) -> Shapes:
     """Return the shapes of the integer tables that the features of ``key`` need, by name; row B is padding.
 
-    - ``prompt_tokens``, ``min_tokens``: [B + 1]; ``bias_ids``, ``blocked_ids``: [B + 1, K].
-    - ``mask_row`` [T]: row of the mask table for each packed token.
+    ``prompt_tokens``, ``min_tokens``: [B + 1]; ``bias_ids``, ``blocked_ids``: [B + 1, K].
     """
     shapes: dict[str, tuple[int, ...]] = {}
     if key.features.adjusts:
         shapes |= dict.fromkeys(("prompt_tokens", "min_tokens"), (key.rows + 1,))
         shapes |= dict.fromkeys(("bias_ids", "blocked_ids"), (key.rows + 1, key.features.adjusts))
-    if key.features.masks:
-        shapes["mask_row"] = (key.tokens,)
     return shapes
 
 
@@ -80,7 +77,7 @@ def float_shapes(key: GraphKey) -> Shapes:
     return {"bias": (key.rows + 1, key.features.adjusts), **dict.fromkeys(PENALTIES, (key.rows + 1,))}
 
 
-def ints_of(requests: Sequence[Request], key: GraphKey, masks: HostMasks | None) -> dict[str, list[int]]:
+def ints_of(requests: Sequence[Request], key: GraphKey) -> dict[str, list[int]]:
     """Return the values of the integer tables, flat and padded."""
     tables: dict[str, list[int]] = {}
     if width := key.features.adjusts:
@@ -93,9 +90,6 @@ def ints_of(requests: Sequence[Request], key: GraphKey, masks: HostMasks | None)
         # A token that is blocked must not occur once more as a free one, so rows repeat one of their own.
         blocked = [_repeated(params.blocked, width) if params.blocks else [] for params in batch]
         tables["blocked_ids"] = _flat(blocked, key, width, 0)
-    if key.features.masks:
-        rows = [] if masks is None else masks.rows
-        tables["mask_row"] = rows + [0] * (key.tokens - len(rows))
     return tables
 
 

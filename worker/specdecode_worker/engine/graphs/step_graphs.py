@@ -20,18 +20,16 @@ from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Cap
 from specdecode_worker.engine.graphs.captured_step import CapturedStep, StepParts
 from specdecode_worker.engine.graphs.feature_tables import HostMasks, MaskTable
 from specdecode_worker.engine.graphs.graph_key import GraphKey, key_of
-from specdecode_worker.engine.graphs.row_tables import CatchUp, floats_of, rows_of
+from specdecode_worker.engine.graphs.row_tables import CatchUp
 from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason, StepPlan, StepPlanner
-from specdecode_worker.engine.graphs.tree_tables import topology
 from specdecode_worker.engine.memory.memory_budget import MOST_GRAPHS
-from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.host_copy import HostCopy, to_host
 from specdecode_worker.engine.step.logprobs import RowLogprobs
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.speculation.acceptance import Outcome
-from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
+from specdecode_worker.speculation.trees import PLAIN, tree_of
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +204,9 @@ class StepGraphs:
             drafting = [(r, n) for r, n in zip(requests, catch_up.counts, strict=True) if n]
             drafter.record_catch_up([request for request, _ in drafting], [count for _, count in drafting])
             catch_up = CatchUp(catch_up.counts, tuple(drafter.first_key(request) for request in requests))
-        self._fill(step, tuple(row.tree for row in rows), requests, catch_up, depth_limits, proposals.masks)
+        if proposals.masks is not None:
+            self._masks().write(proposals.masks.table_NW)
+        step.inputs.write(tuple(row.tree for row in rows), requests, catch_up, depth_limits, proposals.masks)
         if plan.key.outside:
             _store_proposals(step, proposals.ranked_BNK)
         ready.graph.captured.replay()
@@ -237,26 +237,10 @@ class StepGraphs:
         masks_NW = self._masks().view() if key.features.masks else None
         own = drafter if key.passes else None
         step = CapturedStep(key, StepParts(self._target, own, self._state, self._drafts.reads, masks_NW))
-        self._fill(step, (), [], CatchUp(), None)
+        step.inputs.write((), [], CatchUp(), None)
         graph = Graph(step, self._backend.capture(step.run))
         self._graphs[key] = graph
         return graph
-
-    def _fill(
-        self,
-        step: CapturedStep,
-        trees: tuple[Tree, ...],
-        requests: Sequence[Request],
-        catch_up: CatchUp,
-        depth_limits: Sequence[int] | None,
-        masks: HostMasks | None = None,
-    ) -> None:
-        key, int_inputs, float_inputs = step.key, step.int_inputs, step.float_inputs
-        if masks is not None:
-            self._masks().write(masks.table_NW)
-        of_rows = rows_of(requests, key, catch_up, depth_limits, self._state.padding_slot, masks)
-        int_inputs.write((topology(trees, key), step.row_layout.flat(of_rows, int_inputs.dtype)))
-        float_inputs.write((step.floats.flat(floats_of(requests, key), float_inputs.dtype),))
 
     def _masks(self) -> MaskTable:
         """Return the table of grammar masks, with a mask for every packed token and one that allows all tokens."""

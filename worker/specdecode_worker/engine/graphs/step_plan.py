@@ -13,10 +13,11 @@ from enum import StrEnum
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs.feature_tables import WIDTHS, width_of
-from specdecode_worker.engine.graphs.graph_key import Features, GraphKey, at_least, key_of, key_outside
+from specdecode_worker.engine.graphs.graph_key import NO_FEATURES, Features, GraphKey, at_least, key_of, key_outside
 from specdecode_worker.engine.graphs.row_tables import CatchUp
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.logprobs import LEAST_TOP
+from specdecode_worker.speculation.sampling.params import SamplingParams
 
 HISTORIES = (1024, 4096, 16384, 65536)
 """Numbers of text positions that graphs with penalties count tokens in; the longest text is another one."""
@@ -92,27 +93,28 @@ class StepPlanner:
 
     def plan(self, rows: Sequence[Row]) -> StepPlan | EagerReason:
         """Return the graph that can run ``rows``, or the reason why none can. Changes nothing."""
-        if any(row.is_chunk for row in rows):
+        if rows[-1].is_chunk or any(row.is_chunk for row in rows):
             return EagerReason.PREFILL
-        if not self._coupled and not all(row.request.sampling_params.greedy for row in rows):
+        batch = [row.request.sampling_params for row in rows]
+        if not self._coupled and not all(params.greedy for params in batch):
             return EagerReason.SAMPLER
         bucket = at_least(len(rows), self._rows)
         if bucket is None:
             return EagerReason.SIZE
-        features = self._features(rows)
+        features = self._features(rows, batch)
         if isinstance(features, EagerReason):
             return features
-        plan = self._plan(rows, bucket, features)
+        cuts = any(params.truncated and not params.greedy for params in batch)
+        plan = self._plan(rows, bucket, features, cuts=cuts)
         return EagerReason.SIZE if plan is None or plan.key.tokens > self._max_tokens else plan
 
-    def _features(self, rows: Sequence[Row]) -> Features | EagerReason:
+    def _features(self, rows: Sequence[Row], batch: Sequence[SamplingParams]) -> Features | EagerReason:
         """Return the optional parts of the step, or the reason why a graph cannot have them."""
-        batch = [row.request.sampling_params for row in rows]
         tops = [top for row in rows if (top := row.request.submit.sampling.logprobs) is not None]
         if max(tops, default=0) > LEAST_TOP:
             return EagerReason.LOGPROBS
         if not any(params.adjusts for params in batch):
-            return Features(logprobs=bool(tops))
+            return Features(logprobs=True) if tops else NO_FEATURES
         width = at_least(max(map(width_of, batch)), WIDTHS)
         if width is None:
             return EagerReason.BIAS
@@ -123,10 +125,9 @@ class StepPlanner:
         masks = any(params.guided for params in batch)
         return Features(width if adjusts else 0, history, masks, bool(tops))
 
-    def _plan(self, rows: Sequence[Row], bucket: int, features: Features) -> StepPlan | None:
+    def _plan(self, rows: Sequence[Row], bucket: int, features: Features, *, cuts: bool) -> StepPlan | None:
         """Return the graph in a bucket of rows, None if a draft must catch up with more tokens than any graph has."""
         trees = [row.tree for row in rows]
-        cuts = any(row.request.sampling_params.truncated and not row.request.sampling_params.greedy for row in rows)
         running = self._running(rows)
         if (reason := self._outside(rows, running, features)) is not None:
             return StepPlan(key_outside(bucket, trees, cuts=cuts, features=features), outside=reason)

@@ -92,9 +92,10 @@ class DeviceState:
         """Write the number of keys of ``slot`` without waiting. An assignment would copy the number on torch 2.11."""
         self.length_S[slot].fill_(length)
 
-    def set_blocks(self, slot: int, blocks: list[int]) -> None:
-        """Write the block table of ``slot``."""
-        self.block_table_SM[slot, : len(blocks)] = to_device(blocks, self.block_table_SM.device)
+    def set_blocks(self, slots: list[int], columns: list[int], blocks: list[int]) -> None:
+        """Write entries of the block tables: block ``blocks[i]`` to column ``columns[i]`` of slot ``slots[i]``."""
+        entries = to_device([slots, columns, blocks], self.block_table_SM.device)
+        self.block_table_SM[entries[0], entries[1]] = entries[2]
 
     def commit(self, slots_C: Tensor, roots_C: Tensor, emitted_CD: Tensor, count_C: Tensor) -> None:
         """Write the emitted tokens after their roots and advance the lengths.

@@ -72,10 +72,7 @@ class StepLauncher:
             draft_prefill: Drafts process prefill chunks too, because the plan can lead to drafting.
         """
         upload_rows(self._state, rows)
-        knobs, emitting = self.synthetic, [row for row in rows if row.emits]
-        depth_limits = tuple(
-            knobs.draw_depth_limit(row.tree.drafted_depth, row.request.submit.task) for row in emitting
-        )
+        depth_limits = self._depth_limits(rows)
         ready = self._graphs.plan(rows) if self._graphs is not None else None
         if ready is None:
             queued = self._run(rows, choice, depth_limits, draft_prefill=draft_prefill)
@@ -84,7 +81,7 @@ class StepLauncher:
         passes = self._drafts.passes(rows, [row.tree.drafted_depth for row in rows])
         return LaunchedStep(
             rows=rows,
-            epochs=tuple(row.request.epoch for row in rows),
+            epochs=tuple([row.request.epoch for row in rows]),
             choice=choice,
             size=step_size_of(rows, passes),
             shadow_passes=self._shadow_passes(rows, choice, passes),
@@ -96,6 +93,15 @@ class StepLauncher:
             depth_limits=depth_limits,
             began_seconds=began_seconds,
             draft_seconds=queued.draft_seconds,
+        )
+
+    def _depth_limits(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
+        """Return the largest accepted depth of each row that chooses a token, which synthetic knobs may limit."""
+        knobs = self.synthetic
+        if not knobs.cuts:
+            return tuple([row.tree.drafted_depth for row in rows if row.emits])
+        return tuple(
+            [knobs.draw_depth_limit(row.tree.drafted_depth, row.request.submit.task) for row in rows if row.emits]
         )
 
     def _shadow_passes(self, rows: tuple[Row, ...], choice: Choice, passes: int) -> int:
