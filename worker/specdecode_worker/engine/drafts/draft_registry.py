@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -142,7 +143,7 @@ class DraftRegistry:
 
         If the draft of the request has changed, its progress restarts.
         """
-        loaded = self._of(request)
+        loaded = self._of(request) if self._by_task else self._drafts.get(DEFAULT_DRAFT)
         if loaded is None:
             return False
         identity = loaded.state.hash
@@ -213,6 +214,8 @@ class DraftRegistry:
         self.reads = union_reads(loaded.drafter.reads for loaded in self._drafts.values())
         for loaded in self._drafts.values():
             loaded.drafter.columns = columns_of(loaded.drafter.reads, self.reads, self._size)
+        for name, drafter in self.paged().items():
+            drafter.serves = partial(self._serves, name)
         self._has_parallel = any(drafter.parallel for drafter in self.paged().values())
 
     def _name(self, request: Request) -> str:
@@ -220,6 +223,9 @@ class DraftRegistry:
             return DEFAULT_DRAFT
         name = self._by_task.get(request.submit.task, DEFAULT_DRAFT)
         return name if name in self._drafts else DEFAULT_DRAFT
+
+    def _serves(self, name: str, request: Request) -> bool:
+        return self._name(request) == name
 
     def _is_parallel(self, request: Request) -> bool:
         loaded = self._of(request)
