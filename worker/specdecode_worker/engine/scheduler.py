@@ -176,8 +176,11 @@ class Scheduler:
         requests = self._select_decoding(decoding_budget)
         selection = dispatch(requests) if requests else Selection()
         rows = self._decoding(requests, selection.trees, decoding_budget)
-        self._prefill(budget - sum(row.count for row in rows), rows)
-        return Batch(sorted(rows, key=lambda row: (not row.emits, row.is_chunk)), selection.choice)
+        decoding = len(rows)
+        self._prefill(budget - sum([row.count for row in rows]), rows)
+        if len(rows) > decoding:
+            rows.sort(key=lambda row: (not row.emits, row.is_chunk))
+        return Batch(rows, selection.choice)
 
     def set_draft_prefill(self, draft_prefill: bool) -> None:
         """Set whether drafts process the prompts of the next batches.

@@ -109,10 +109,13 @@ def floats_of(requests: Sequence[Request], key: GraphKey) -> dict[str, list[floa
 
 
 def _repeated(tokens: Sequence[int], width: int) -> list[int]:
-    return [*tokens, *tokens[:1] * (width - len(tokens))]
+    return list(tokens) + list(tokens[:1]) * (width - len(tokens))
 
 
-def _flat(rows: Sequence[list[N]], key: GraphKey, width: int, padding: N) -> list[N]:
+def _flat(rows: Sequence[Sequence[N]], key: GraphKey, width: int, padding: N) -> list[N]:
     """Return the rows one after the other, each padded to ``width``, and rows of padding up to B + 1."""
-    filled = [value for row in rows for value in [*row, *[padding] * (width - len(row))]]
-    return filled + [padding] * (width * (key.rows + 1 - len(rows)))
+    values: list[N] = []
+    for row in rows:
+        values += row
+        values += [padding] * (width - len(row))
+    return values + [padding] * (width * (key.rows + 1 - len(rows)))

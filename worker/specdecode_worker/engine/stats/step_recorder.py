@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.request import Request
@@ -14,8 +14,7 @@ from specdecode_worker.speculation.shadow_scores import ShadowDraft, scores
 from specdecode_worker.speculation.trial_costs import BlockCosts
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """Results of one row, read by the host.
 
     ``tokens`` are the emitted tokens, ``path`` the accepted nodes after the root, and ``ranks`` the rank of each
@@ -76,7 +75,8 @@ class StepRecorder:
             self._store_shadow(row, result)
         self._count_latency(request, traffic, len(taken), now)
         traffic.output_tokens += len(taken)
-        self._score_shadows(request)
+        if self._shadows:
+            self._score_shadows(request)
 
     def record_end(self, request: Request, now: float) -> None:
         """Record the end of a request. Only requests that finished normally are counted.
