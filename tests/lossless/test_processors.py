@@ -133,8 +133,8 @@ def _plant_in_tables(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write other values to the tables of graphs."""
     right = feature_tables.ints_of
 
-    def wrong(requests: Any, key: Any, masks: Any) -> dict[str, list[int]]:
-        tables = right(requests, key, masks)
+    def wrong(requests: Any, key: Any) -> dict[str, list[int]]:
+        tables = right(requests, key)
         if bug == "prompt-is-answer" and "prompt_tokens" in tables:
             tables["prompt_tokens"] = [0] * len(tables["prompt_tokens"])
         elif "min_tokens" in tables:
