@@ -105,10 +105,10 @@ def test_a_draft_catches_up_its_own_rows_only(make_engine: Any, lossless: Any, g
     tasks = (TaskMatch(name="t0"), TaskMatch(name="t1", draft="d1"))
     other, paused = submit(0, sampled=False, tokens=150, shapes=2), submit(1, sampled=False, tokens=150, shapes=2)
     accepted = []
-    for beside in ([other], []):
+    for others in ([other], []):
         engine = make_engine(["copy", "copy"], graphs=graphs)
         engine.set_plan(plan_of([TreeShape.chain(1), TreeShape(())], tasks=tasks))
-        for request in [*beside, paused]:
+        for request in [*others, paused]:
             engine.add(request)
         tokens, last = 0, None
         while not engine.idle:
