@@ -157,7 +157,8 @@ class AdjustedSampler:
         """Return the ``k`` best target token ids for each row of ``logits_RV``, best first: [R, k]."""
         if sharpness != 1:
             # Sharpness must not apply to greedy rows, nor to the bias that is added below.
-            logits_RV = logits_RV * torch.where(self.packed.temperature_T > 0, sharpness, 1.0)[:, None]
+            temperature_R = self.packed.temperature_T
+            logits_RV = logits_RV * torch.ones_like(temperature_R).masked_fill_(temperature_R > 0, sharpness)[:, None]
         pieces = []
         for here, packed in self._pieces():
             moved_RV = self.adjustment.adjusted(logits_RV[here], target_ids_V, self.nodes[here], packed.next_T)
