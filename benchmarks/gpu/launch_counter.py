@@ -26,7 +26,8 @@ WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "mas
 """Operations that read a value of the device on the host."""
 INDEXING = ("index", "index_put", "index_put_")
 """Operations that wait for the device if they index by a mask."""
-FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "device")
+FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "device",
+        "promote_types")  # fmt: skip
 """Operations that launch nothing, apart from views."""
 PROCESSORS = 132
 """Multiprocessors of an H100 or H200."""

@@ -21,7 +21,8 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.drafts.draft_loader import paged_cache
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.graphs.captured_step import CapturedStep, StepParts
-from specdecode_worker.engine.graphs.graph_key import GraphKey, key_of
+from specdecode_worker.engine.graphs.feature_tables import MaskTable
+from specdecode_worker.engine.graphs.graph_key import NO_FEATURES, Features, GraphKey, key_of, key_outside
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
@@ -40,13 +41,19 @@ TRACED_LAYERS = 7
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step to count. ``loaded``: a draft is loaded, whose states even a plain step must store."""
+    """A step to count.
+
+    ``loaded``: a draft is loaded, whose states even a plain step must store. ``outside``: the draft runs before the
+    graph, whose launches alone are counted.
+    """
 
     name: str
     shape: str = "none"
     rows: int = 1
     loaded: bool = False
     cuts: bool = False
+    outside: bool = False
+    features: Features = NO_FEATURES
 
 
 CASES = (
@@ -59,6 +66,12 @@ CASES = (
     Case("chain:5, 16 rows", "chain:5", rows=16, loaded=True),
     Case("chain:5, top-p", "chain:5", loaded=True, cuts=True),
     Case("tree:4,2,1", "tree:4,2,1", loaded=True),
+    Case("chain:5, drafted before the graph", "chain:5", loaded=True, outside=True),
+    Case("plain, logprobs", features=Features(logprobs=True)),
+    Case("plain, bias", features=Features(adjusts=8)),
+    Case("plain, penalties", features=Features(adjusts=8, history=1024)),
+    Case("plain, grammar", features=Features(masks=True)),
+    Case("chain:5, penalties", "chain:5", loaded=True, features=Features(adjusts=8, history=1024)),
 )
 
 
@@ -93,14 +106,16 @@ def step_of(pair: Networks, case: Case) -> CapturedStep:
         state.allocate_block_states(BLOCKS)
     key = _key(case)
     reads = NO_STATES if drafter is None else drafter.reads
-    return CapturedStep(
-        key, StepParts(Target(pair.target, cache, state), drafter if key.passes else None, state, reads)
-    )
+    masks_NW = MaskTable(key.tokens + 1, config.vocab_size, CUDA).view() if key.features.masks else None
+    parts = StepParts(Target(pair.target, cache, state), drafter if key.passes else None, state, reads, masks_NW)
+    return CapturedStep(key, parts)
 
 
 def _key(case: Case) -> GraphKey:
     tree = tree_of(TreeShape.parse(case.shape))
-    key = key_of(case.rows, [tree], tree.verified, cuts=case.cuts)
+    if case.outside:
+        return key_outside(case.rows, [tree], cuts=case.cuts, features=case.features)
+    key = key_of(case.rows, [tree], tree.verified, cuts=case.cuts, features=case.features)
     assert key is not None, "the case is too large for a graph"
     return key
 
@@ -120,7 +135,7 @@ def count(case: Case, shapes: Shapes = LLAMA_8B) -> dict[str, Any]:
         "outside_of_layers": whole.total() - layers * layer.total(),
         "by_name": dict(sorted(whole.items(), key=lambda item: (-item[1], item[0]))),
     }
-    if case.shape.startswith("chain:"):
+    if case.shape.startswith("chain:") and not case.outside:
         longer = replace(case, shape=f"chain:{int(case.shape[6:]) + 1}")
         counts["per_draft_pass"] = _launches(longer, shapes, TRACED_LAYERS).total() - short.total()
     return counts

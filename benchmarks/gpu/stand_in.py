@@ -71,7 +71,8 @@ def _graphs(config: EngineConfig, target: Any, drafts: Any, state: Any) -> StepG
     """Stand in for ``factory._graphs``, which captures nothing on a CPU."""
     rows = graph_rows(config)
     limits = {"rows": rows, "max_tokens": config.max_num_batched_tokens}
-    return StepGraphs(target, drafts, state, EagerBackend(), **limits) if rows else None
+    coupled = config.sampler == "coupled"
+    return StepGraphs(target, drafts, state, EagerBackend(), **limits, coupled=coupled) if rows else None
 
 
 CALLS: dict[str, Any] = {

@@ -66,7 +66,8 @@ def device_waits_forbidden(made: Engine) -> Iterator[None]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(made._graphs, "launch", forbidding_waits(made._graphs.launch))  # type: ignore[union-attr]
+        patch.setattr(made._graphs, "plan", forbidding_waits(made._graphs.plan))  # type: ignore[union-attr]
+        patch.setattr(made._graphs, "replay", forbidding_waits(made._graphs.replay))  # type: ignore[union-attr]
         patch.setattr(step_launcher, "upload_rows", forbidding_waits(step_launcher.upload_rows))  # type: ignore[attr-defined]
         yield
 

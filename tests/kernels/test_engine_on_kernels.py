@@ -32,6 +32,7 @@ CASES = {
         ("greedy chain", (), False),
         ("greedy chain", (3,), True),
         ("processed tree", (), True),
+        ("processed tree", (3,), False),
         ("sampled tree", (3,), False),
     ],
     ids=str,
@@ -76,15 +77,24 @@ def test_text_and_acceptance(
     assert ("small_linear" if fused else "silu_mul") in calls
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_guided_text(sampled: bool, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sampled", "rows"), [(False, ()), (True, ()), (True, (3,))], ids=["greedy", "sampled", "sampled-graphs"]
+)
+def test_guided_text(sampled: bool, rows: tuple[int, ...], poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels that choose tokens respect the masks of grammars, with and without other parameters."""
     compiler = GrammarCompiler(tokenizer_json, 61, (END,))
     grammar = regex_grammar("[a-f]{2,3}(-[0-9])*")
     requests = [submit(0, sampled=sampled, tokens=6, grammar=grammar), submit(1, sampled=sampled, tokens=6)]
 
     def answers() -> dict[str, list[int]]:
-        engine = engine_of(networks(torch.float32), grammars=compiler, eos_token_ids=(END,), pipelined=True)
+        engine = engine_of(
+            networks(torch.float32),
+            grammars=compiler,
+            eos_token_ids=(END,),
+            pipelined=True,
+            backend=EagerBackend() if rows else None,
+            rows=rows,
+        )
         engine.set_plan(plan_of("tree:2,1"))
         for request in requests:
             engine.add(request)

@@ -13,6 +13,8 @@ import pytest
 from specdecode_worker.contract import DraftState, Report, SyntheticKnobs, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.graphs import step_graphs
+from specdecode_worker.engine.graphs.step_plan import OutsideReason, StepPlanner
 from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.engine.step.device_state import STATE_RING_POSITIONS
 
@@ -84,7 +86,7 @@ def test_growing_and_shrinking_batches(
         if graphs:
             made = engine._graphs
             assert made.replayed > sum(made.eager.values())
-            assert set(made.eager) <= {"prefill", "catch-up"}
+            assert set(made.eager) <= {"prefill"}
             assert {key.rows for key in made._graphs} == set(BUCKETS)
     assert reports[0] == reports[1]
 
@@ -98,7 +100,7 @@ def test_growing_and_shrinking_batches(
 def test_several_loaded_drafts_keep_graphs(
     make_engine: Any, lossless: Any, plain: Any, kinds: tuple[str, str], shapes: Sequence[TreeShape]
 ) -> None:
-    """Steps in which at most one of the drafts runs are replayed, rows of the other draft among them."""
+    """Steps are replayed, with the passes of a draft if it is the only one that runs, else behind the passes of all."""
     plan_of, submit, _ = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(7)]
     tasks = tuple(TaskMatch(name=f"t{i}", draft="d1" if i else None) for i in range(2))
@@ -110,8 +112,9 @@ def test_several_loaded_drafts_keep_graphs(
         acceptances.append(acceptance(engine.report()))
         if graphs:
             made = engine._graphs
-            assert made.replayed > sum(made.eager.values()) or NONE not in shapes
-            assert set(made.eager) <= {"prefill", "catch-up"} | ({"draft"} if NONE not in shapes else set())
+            assert made.replayed > sum(made.eager.values())
+            assert set(made.eager) <= {"prefill"}
+            assert set(made.outside) - {"catch-up"} == ({"several"} if NONE not in shapes else set())
             assert {key.draft for key in made._graphs} == ({"", "d1"} if set(shapes) != {NONE} else {""})
     assert acceptances[0] == acceptances[1]
 
@@ -146,33 +149,48 @@ def preempt_every_six_steps(engine: Engine, step: int) -> None:
         scheduler._preempt(scheduler.running[step % len(scheduler.running)])
 
 
-@SAMPLED
-def test_steps_without_a_graph_run_eagerly(make_engine: Any, lossless: Any, plain: Any, sampled: bool) -> None:
-    """Steps with penalties or logprobs run eagerly, other steps are replayed, and the text is the same."""
+@pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
+@pytest.mark.parametrize("draft", ["medusa", "ngram-blind", "suffix-blind", "peagle", "dflash"])
+def test_other_methods_draft_before_the_graph(
+    make_engine: Any, lossless: Any, plain: Any, draft: str, pipelined: bool
+) -> None:
+    """Methods whose passes are not captured draft before the graph; text and acceptance equal those of eager steps."""
     plan_of, submit, _ = lossless
-    requests = [submit(i, sampled=sampled, tokens=12 if i % 2 else 40) for i in range(6)]
-    asked = [
-        Submit(
-            request_id=one.request_id,
-            prompt=one.prompt,
-            sampling=_changed_sampling(one, {1: {"presence_penalty": 1.0}, 3: {"logprobs": 2}}.get(i, {})),
-            task=one.task,
-        )
-        for i, one in enumerate(requests)
-    ]
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=3) for i in range(7)]
+    acceptances = []
+    for graphs in (BUCKETS, ()):
+        engine = make_engine(draft, graphs=graphs, pipelined=pipelined)
+        engine.set_plan(plan_of([CHAIN, TREE, NONE]))
+        assert serve(engine, requests, every=3) == plain(requests)
+        acceptances.append(acceptance(engine.report()))
+        if graphs:
+            assert set(engine._graphs.eager) == {"prefill"}
+            assert engine._graphs.outside["method"] > 5
+    assert acceptances[0] == acceptances[1]
+    assert acceptances[0][1] > 0, "drafts must be accepted to test anything"
+
+
+def test_shadow_passes_before_the_graph_are_scored(make_engine: Any, lossless: Any) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine("peagle", graphs=BUCKETS)
+    engine.set_plan(plan_of([TreeShape.chain(1)], explore=0.5, max_depth=2))
+    texts(engine, [submit(i, sampled=False, tokens=90) for i in range(8)])
+    assert {cell.depth for cell in engine.report().acceptance if sum(cell.ranks)} == {1, 2}
+    assert set(engine._graphs.eager) == {"prefill"}
+
+
+def test_ranks_of_drafts_before_the_graph_are_needed(
+    make_engine: Any, lossless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the copy of the ranks to the graph, tokens are accepted and no acceptance is counted."""
+    plan_of, submit, texts = lossless
+    monkeypatch.setattr(step_graphs, "_store_proposals", lambda step, ranked_BNK: None)
     engine = make_engine("copy", graphs=BUCKETS)
-    engine.set_plan(plan_of([TREE]))
-    assert serve(engine, asked, every=4) == plain(asked)
-    made = engine._graphs
-    assert made.eager["processors"] > 0
-    assert made.eager["logprobs"] > 0
-    assert made.replayed > 0
-
-
-def _changed_sampling(one: Submit, changed: dict[str, Any]) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(one.sampling, **changed)
+    monkeypatch.setattr(StepPlanner, "_outside", lambda *_: OutsideReason.METHOD)
+    engine.set_plan(plan_of([CHAIN]))
+    texts(engine, [submit(i, sampled=False, tokens=TOKENS) for i in range(4)])
+    assert engine.report().accepted_tokens > 0
+    assert not engine.report().acceptance
 
 
 def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, lossless: Any, plain: Any) -> None:
@@ -190,7 +208,7 @@ def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, lo
 def test_parallel_draft_with_captured_plain_steps(
     make_engine: Any, lossless: Any, plain: Any, pipelined: bool, draft: str
 ) -> None:
-    """Steps that a parallel draft takes part in run eagerly, plain steps are replayed, and the draft keeps up."""
+    """A parallel draft runs before the graph of a step, in plain steps too when it must catch up."""
     plan_of, submit, texts = lossless
     drafting = [submit(i, sampled=i % 2 == 0, tokens=30, shapes=2) for i in (0, 2, 4)]
     alone = submit(1, sampled=True, tokens=150, shapes=2)
@@ -199,7 +217,7 @@ def test_parallel_draft_with_captured_plain_steps(
     made, lags = engine._graphs, []
     assert texts(engine, drafting) == plain(drafting)
     assert engine.report().accepted_tokens > 0
-    assert made.eager["draft"] > 0
+    assert made.outside["method"] > 0
 
     def note_lag(engine: Engine, _: int) -> None:
         lags.extend(request.draft.lag for request in engine._scheduler.running)
@@ -207,6 +225,7 @@ def test_parallel_draft_with_captured_plain_steps(
     assert serve(engine, [alone], every=1, between=note_lag, called_steps=150) == plain([alone])
     assert made.replayed > 100
     assert {key.passes for key in made._graphs} == {0}
+    assert made.outside["catch-up"] > 0
     assert max(lags) <= STATE_RING_POSITIONS, "a draft that lags further loses its keys"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from char_tokenizer import END, tokenizer_json
@@ -16,6 +17,7 @@ from msgspec import structs
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.graphs import feature_tables
 from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.step import step_launcher
 from specdecode_worker.guided import grammars
@@ -148,6 +150,50 @@ def test_mixed_batches_equal_plain_decoding(guided_engine: Any, plain: GuidedDec
     engine = guided_engine("copy", **fields)
     assert run(engine, submits) == texts(plain, submits)
     assert engine.preemptions > 0 or "blocks" not in fields, "the test must make the blocks run out"
+    if "graphs" in fields:
+        assert set(engine._graphs.eager) == {"prefill"}
+        assert engine._graphs.outside["grammar"] > 10
+
+
+@pytest.mark.parametrize("draft", [None, "eagle3", "medusa", "ngram-blind"])
+def test_graphs_of_other_drafts(guided_engine: Any, plain: GuidedDecoding, draft: str | None) -> None:
+    engine = guided_engine(draft, graphs=(2, 8), pipelined=True)
+    assert run(engine, requests()) == texts(plain, requests())
+    assert set(engine._graphs.eager) == {"prefill"}
+
+
+@pytest.mark.parametrize("bug", ["no-masks", "masks-of-roots", "wrong-forced-tokens"])
+def test_planted_bugs_in_graphs_are_detected(
+    guided_engine: Any, plain: GuidedDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = guided_engine(graphs=(8,))
+    submits = [r for r in requests() if r.sampling.grammar]
+    if bug == "no-masks":
+        monkeypatch.setattr(feature_tables.MaskTable, "write", lambda self, table_NW: None)
+    elif bug == "masks-of-roots":
+        verified = TokenMasks.verified
+
+        def of_roots(self: TokenMasks) -> Any:
+            rows_BN, table_NW = verified(self)
+            return np.repeat(rows_BN[:, :1], rows_BN.shape[1], axis=1), table_NW
+
+        monkeypatch.setattr(TokenMasks, "verified", of_roots)
+    else:
+        steps: list[int] = []
+        engine.on_launch = lambda rows, tokens: steps.append(rows)
+        run(engine, submits)
+        right = len(steps)
+        monkeypatch.setattr(step_launcher, "given_tokens", lambda request, tree: ())
+        engine = guided_engine(graphs=(8,))
+        engine.on_launch = lambda rows, tokens: steps.append(rows)
+        assert run(engine, submits) == texts(plain, submits), "wrong tokens are rejected"
+        assert len(steps) - right > right
+        return
+    try:
+        different = run(engine, submits) != texts(plain, submits)
+    except AssertionError:
+        different = True  # an answer ended with an error
+    assert different
 
 
 def test_prefix_reuse_and_two_drafts(guided_engine: Any, plain: GuidedDecoding, lossless: Any) -> None:

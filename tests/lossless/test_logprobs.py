@@ -10,6 +10,7 @@ import torch
 from plain_decoding import PlainDecoding
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
+from specdecode_worker.engine.graphs.graph_logprobs import LogprobOutputs
 from specdecode_worker.engine.ipc.messages import Logprobs, Sampling, Submit, Tokens
 from specdecode_worker.engine.step import logprobs
 
@@ -88,9 +89,39 @@ def test_logprobs_of_emitted_tokens(make_engine: Any, lossless: Any, plain: Plai
         assert max(len(new.tokens) for messages in messages_by_request.values() for new in messages) >= 3
 
 
-def test_request_without_logprobs_gets_none(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+@pytest.mark.parametrize("pipelined", [False, True], ids=["in-turn", "pipelined"])
+def test_logprobs_of_graphs(make_engine: Any, lossless: Any, plain: PlainDecoding, pipelined: bool) -> None:
+    """Logprobs of a captured step are those of the raw logits; a request that wants too many has no graph."""
     plan_of, *_ = lossless
-    engine = make_engine("copy")
+    engine = make_engine("copy", graphs=(2, 8), pipelined=pipelined)
+    engine.set_plan(plan_of(SHAPES))
+    requests = [request(i, logprobs=i % 4, **(ODD if i % 3 == 0 else {})) for i in range(8)]
+    messages_by_request = run(engine, requests)
+    assert all(all_correct(plain, submit, messages_by_request[submit.request_id]) for submit in requests)
+    assert set(engine._graphs.eager) == {"prefill"}
+    assert any(key.features.logprobs for key in engine._graphs._graphs)
+    many = request(9, logprobs=30)
+    assert all_correct(plain, many, run(engine, [many])["9"])
+    assert engine._graphs.eager["logprobs"] > 0
+
+
+def test_logprobs_of_another_node_are_detected(
+    make_engine: Any, lossless: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_of, *_ = lossless
+    right = LogprobOutputs.write
+    monkeypatch.setattr(LogprobOutputs, "write", lambda self, x, at, out: right(self, x.roll(1, dims=0), at, out))
+    engine = make_engine("copy", graphs=(1,))
+    engine.set_plan(plan_of(SHAPES))
+    assert not all_correct(plain, request(0), run(engine, [request(0)])["0"])
+
+
+@pytest.mark.parametrize("graphs", [(), (2,)], ids=["eager", "graphs"])
+def test_request_without_logprobs_gets_none(
+    make_engine: Any, lossless: Any, plain: PlainDecoding, graphs: tuple[int, ...]
+) -> None:
+    plan_of, *_ = lossless
+    engine = make_engine("copy", graphs=graphs)
     engine.set_plan(plan_of(SHAPES))
     requests = [request(0), request(1, logprobs=None)]
     messages_by_request = run(engine, requests)

@@ -95,6 +95,34 @@ def test_different_draft_for_each_task(
     assert drafts_by_task == {("t0", "d"), ("t1", "1"), ("t2", "2"), ("t3", "d")}
 
 
+@pytest.mark.parametrize("graphs", [(), (2,)], ids=["eager", "graphs"])
+def test_a_draft_catches_up_its_own_rows_only(make_engine: Any, lossless: Any, graphs: tuple[int, ...]) -> None:
+    """A row that paused its draft is not caught up by the draft of another row.
+
+    Its own draft would lack the keys of the tokens in between, and propose worse once the row drafts again.
+    """
+    plan_of, submit, _ = lossless
+    tasks = (TaskMatch(name="t0"), TaskMatch(name="t1", draft="d1"))
+    other, paused = submit(0, sampled=False, tokens=150, shapes=2), submit(1, sampled=False, tokens=150, shapes=2)
+    accepted = []
+    for others in ([other], []):
+        engine = make_engine(["copy", "copy"], graphs=graphs)
+        engine.set_plan(plan_of([TreeShape.chain(1), TreeShape(())], tasks=tasks))
+        for request in [*others, paused]:
+            engine.add(request)
+        tokens, last = 0, None
+        while not engine.idle:
+            for new in engine.step():
+                if new.request_id == paused.request_id:
+                    tokens, last = tokens + len(new.tokens), new
+            if tokens == 70:
+                engine.set_plan(plan_of([TreeShape.chain(1), TreeShape.chain(3)], version=2, tasks=tasks))
+        assert last is not None
+        accepted.append((last.drafts, last.accepted))
+    assert accepted[0] == accepted[1]
+    assert accepted[0][1] > 0
+
+
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 @pytest.mark.parametrize("then", ["draft-model", "ngram-blind", "copy", "peagle", "dflash"])
 def test_draft_swap_during_requests(

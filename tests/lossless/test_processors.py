@@ -10,6 +10,7 @@ import torch
 from plain_decoding import PlainDecoding
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.graphs import adjustment, feature_tables
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.speculation.sampling import token_counts
 from specdecode_worker.speculation.sampling.param_columns import ParamColumns
@@ -87,6 +88,60 @@ def test_mixed_batch_equals_plain_decoding(make_engine: Any, lossless: Any, plai
     engine = make_engine(draft, max_num_seqs=10)
     engine.set_plan(plan_of(SHAPES))
     assert run(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
+
+
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "medusa"])
+def test_mixed_batch_in_graphs_equals_plain_decoding(
+    make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str
+) -> None:
+    """The draft proposes as in eager steps, under the same processors."""
+    plan_of, *_ = lossless
+    reports = []
+    for graphs in ((4, 10), ()):
+        engine = make_engine(draft, max_num_seqs=10, graphs=graphs)
+        engine.set_plan(plan_of(SHAPES))
+        assert run(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
+        report = engine.report()
+        reports.append((report.drafts, report.accepted_tokens))
+        if graphs:
+            assert set(engine._graphs.eager) == {"prefill"}
+            assert {key.features.adjusts for key in engine._graphs._graphs} >= {8, 64}
+    assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize("bug", ["blind-to-the-tree", "prompt-is-answer", "stops-late", "short-history"])
+def test_planted_bugs_in_graphs_are_detected(
+    make_engine: Any, lossless: Any, plain: PlainDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_of, *_ = lossless
+    engine = make_engine("copy", max_num_seqs=10, graphs=(4, 10))
+    engine.set_plan(plan_of(SHAPES))
+    if bug == "blind-to-the-tree":
+        monkeypatch.setattr(adjustment.Adjustment, "_counted", lambda _, counts, at: counts.answer_BV[at.sequence_T])
+    elif bug == "short-history":
+        monkeypatch.setattr(adjustment, "count_tokens", _with_short_history(adjustment.count_tokens))
+    else:
+        _plant_in_tables(bug, monkeypatch)
+    assert run(engine, mixed_batch()) != {r.request_id: plain.text(r) for r in mixed_batch()}
+
+
+def _with_short_history(right: Any) -> Any:
+    return lambda state, rows, prompt_tokens, history, size: right(state, rows, prompt_tokens, 8, size)
+
+
+def _plant_in_tables(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write other values to the tables of graphs."""
+    right = feature_tables.ints_of
+
+    def wrong(requests: Any, key: Any) -> dict[str, list[int]]:
+        tables = right(requests, key)
+        if bug == "prompt-is-answer" and "prompt_tokens" in tables:
+            tables["prompt_tokens"] = [0] * len(tables["prompt_tokens"])
+        elif "min_tokens" in tables:
+            tables["min_tokens"] = [count + 2 if count else 0 for count in tables["min_tokens"]]
+        return tables
+
+    monkeypatch.setattr(feature_tables, "ints_of", wrong)
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["in-turn", "pipelined"])

@@ -34,6 +34,8 @@ from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.transforms.fusion import fuse
 from specdecode_worker.speculation.dispatch import Dispatcher
+from specdecode_worker.speculation.sampling.coupling import Coupling
+from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,
@@ -104,6 +106,7 @@ def engine_of(
     rows: Sequence[int] = (1, 2, 4),
     grammars: GrammarCompiler | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    sampler: SamplerFactory = Coupling,
 ) -> Engine:
     """Return an engine over the pair.
 
@@ -120,13 +123,23 @@ def engine_of(
     target = Target(pair.target, cache, state)
     graphs = None
     if backend is not None:
-        graphs = StepGraphs(target, registry, state, backend, rows=rows, max_tokens=budget, capture_after_steps=1)
+        graphs = StepGraphs(
+            target,
+            registry,
+            state,
+            backend,
+            rows=rows,
+            max_tokens=budget,
+            capture_after_steps=1,
+            coupled=sampler is Coupling,
+        )
     parts = EngineParts(
         scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
         target=target,
         drafts=registry,
         state=state,
         shape_selector=ShapeSelector(Dispatcher("", "d"), registry),
+        sampler=sampler,
         graphs=graphs,
         grammars=grammars,
     )

@@ -301,10 +301,11 @@ class Engine:
                     self._recorder.admit_to_block(row.request)
         launched = self._launcher.launch(rows, batch.choice, began_seconds=began, draft_prefill=draft_prefill)
         for row in rows:
-            row.request.in_flight.append(row.max_committed)
-            row.request.draft.record_launch(0 if row.is_chunk and draft_prefill else row.max_committed)
+            request, most = row.request, row.max_committed
+            request.in_flight.append(most)
+            request.draft.record_launch(0 if row.is_chunk and draft_prefill else most)
             if row.is_chunk:
-                self._scheduler.publish(row.request, row.start + row.count)
+                self._scheduler.publish(request, row.start + row.count)
         return launched
 
     def collect(self, step: LaunchedStep) -> list[Tokens]:

@@ -175,7 +175,15 @@ def _graphs(config: EngineConfig, target: Target, drafts: DraftRegistry, state: 
     rows = graph_rows(config)
     if state.length_S.device.type != "cuda" or not rows:
         return None
-    return StepGraphs(target, drafts, state, CudaGraphBackend(), rows=rows, max_tokens=config.max_num_batched_tokens)
+    return StepGraphs(
+        target,
+        drafts,
+        state,
+        CudaGraphBackend(),
+        rows=rows,
+        max_tokens=config.max_num_batched_tokens,
+        coupled=config.sampler == "coupled",
+    )
 
 
 def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | UnusableDraft]:

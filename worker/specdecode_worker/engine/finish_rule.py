@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +23,10 @@ class FinishRule:
         """Return the rule for the sampling parameters of a request and the end tokens of the model."""
         eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         return cls(frozenset(sampling.stop_token_ids) | eos, sampling.min_tokens, sampling.max_tokens)
+
+    def may_finish(self, tokens: Sequence[int], emitted: int) -> bool:
+        """Return whether one of ``tokens`` may end the request; the last one is output token number ``emitted``."""
+        return emitted >= self.max_tokens or not self.stops.isdisjoint(tokens)
 
     def finish(self, token: int, emitted: int) -> Literal["stop", "length"] | None:
         """Return the finish reason at ``token``, which is output token number ``emitted`` (from 1); None to go on."""

@@ -142,7 +142,7 @@ class Request:
     @property
     def cached_bound(self) -> int:
         """Upper bound of the keys in the target's cache after all launched steps."""
-        return self.cached + sum(self.in_flight)
+        return self.cached + sum(self.in_flight) if self.in_flight else self.cached
 
     @property
     def cached_min(self) -> int:
@@ -182,6 +182,12 @@ class Request:
 
         Sets ``finish`` when the request ends.
         """
+        emitted = self.emitted + len(tokens)
+        if self.guide is None and self.finish is None and not self.finish_rule.may_finish(tokens, emitted):
+            self.tokens += tokens
+            self.emitted = emitted
+            self._drop_blocks()
+            return tokens
         taken = []
         for token in tokens:
             if self.finish is not None:
@@ -195,9 +201,13 @@ class Request:
             if self.guide is not None and self.guide.ended:
                 self.finish = "stop"
         self.tokens += taken
+        self._drop_blocks()
+        return taken
+
+    def _drop_blocks(self) -> None:
+        """Allow all tokens once ``min_tokens`` are emitted."""
         if self.sampling_params.blocks and self.emitted >= self.sampling_params.min_tokens:
             self.sampling_params = replace(self.sampling_params, min_tokens=0)
-        return taken
 
     def _follow(self, token: int) -> bool:
         """Move the guide, if there is one, behind a token. Return False if the grammar cannot be followed."""

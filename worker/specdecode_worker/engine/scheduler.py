@@ -176,8 +176,11 @@ class Scheduler:
         requests = self._select_decoding(decoding_budget)
         selection = dispatch(requests) if requests else Selection()
         rows = self._decoding(requests, selection.trees, decoding_budget)
-        self._prefill(budget - sum(row.count for row in rows), rows)
-        return Batch(sorted(rows, key=lambda row: (not row.emits, row.is_chunk)), selection.choice)
+        decoding = len(rows)
+        self._prefill(budget - sum([row.count for row in rows]), rows)
+        if len(rows) > decoding:
+            rows.sort(key=lambda row: (not row.emits, row.is_chunk))
+        return Batch(rows, selection.choice)
 
     def set_draft_prefill(self, draft_prefill: bool) -> None:
         """Set whether drafts process the prompts of the next batches.
@@ -250,14 +253,17 @@ class Scheduler:
     def _decoding(self, requests: Sequence[Request], trees: Sequence[Tree], budget: int) -> list[Row]:
         """Return the rows of decoding requests; a tree that does not fit into the budget is replaced by one token."""
         rows: list[Row] = []
+        kv_tokens_total = self.kv_tokens_total
         budget -= len(requests)
         for request, tree in zip(requests, trees, strict=True):
             if request.slot < 0:
                 continue  # An earlier row preempted this request.
             # A tree too large for the whole cache would preempt every other request and still not fit.
-            fits = request.cached_bound + len(tree.parents) <= self.kv_tokens_total
+            bound = request.cached_bound
+            fits = bound + len(tree.parents) <= kv_tokens_total
             tree = tree if fits and tree.verified - 1 <= budget else PLAIN
-            if self._reserve(request, request.cached_bound + len(tree.parents), rows):
+            keys = bound + len(tree.parents)
+            if keys <= len(request.blocks) * BLOCK_SIZE or self._reserve(request, keys, rows):
                 rows.append(Row(request, tree.verified, tree))
                 budget -= tree.verified - 1
         return rows
@@ -269,9 +275,8 @@ class Scheduler:
         """
         # The upper bound of a request's keys can exceed the cache while steps are in flight; such a request waits until
         # one is collected.
-        ready = [
-            one for one in self.running if one.decoding and one.can_launch and one.cached_bound < self.kv_tokens_total
-        ]
+        total = self.kv_tokens_total
+        ready = [one for one in self.running if one.decoding and one.can_launch and one.cached_bound < total]
         self._decoding_took_turns = len(ready) > budget
         if not self._decoding_took_turns:
             return ready

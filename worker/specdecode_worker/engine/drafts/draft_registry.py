@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -64,6 +65,7 @@ class DraftRegistry:
         self._by_task: dict[str, str] = {}
         self.reads = TargetStates()
         """Target states that the loaded drafts read, in total."""
+        self._has_parallel = False
         self._align()
         state.allocate_states(self.reads.width(hidden_size))
 
@@ -87,6 +89,8 @@ class DraftRegistry:
 
         A parallel draft needs one pass for any depth.
         """
+        if not self._has_parallel:
+            return max(depths)
         return max(
             (min(depth, 1) if self._is_parallel(row.request) else depth)
             for row, depth in zip(rows, depths, strict=True)
@@ -139,10 +143,12 @@ class DraftRegistry:
 
         If the draft of the request has changed, its progress restarts.
         """
-        loaded = self._of(request)
+        loaded = self._of(request) if self._by_task else self._drafts.get(DEFAULT_DRAFT)
         if loaded is None:
             return False
-        self._restart_if_changed(request, loaded.state.hash)
+        identity = loaded.state.hash
+        if request.draft.draft != identity:
+            self._restart_if_changed(request, identity)
         return loaded.drafter.ready(request)
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor | None) -> None:
@@ -208,10 +214,18 @@ class DraftRegistry:
         self.reads = union_reads(loaded.drafter.reads for loaded in self._drafts.values())
         for loaded in self._drafts.values():
             loaded.drafter.columns = columns_of(loaded.drafter.reads, self.reads, self._size)
+        for name, drafter in self.paged().items():
+            drafter.serves = partial(self._serves, name)
+        self._has_parallel = any(drafter.parallel for drafter in self.paged().values())
 
     def _name(self, request: Request) -> str:
+        if not self._by_task:
+            return DEFAULT_DRAFT
         name = self._by_task.get(request.submit.task, DEFAULT_DRAFT)
         return name if name in self._drafts else DEFAULT_DRAFT
+
+    def _serves(self, name: str, request: Request) -> bool:
+        return self._name(request) == name
 
     def _is_parallel(self, request: Request) -> bool:
         loaded = self._of(request)

@@ -63,6 +63,11 @@ class AnswerReader(Protocol):
         ...
 
 
+def _any_request(request: Request) -> bool:
+    """Return True: a draft that no registry knows serves every request."""
+    return True
+
+
 class PagedDrafter(ABC):
     """Drafter with a paged KV cache of its own. Its passes can be captured in a graph unless it is ``parallel``."""
 
@@ -72,6 +77,11 @@ class PagedDrafter(ABC):
     """First slot of its cache that holds keys: 0, or 1 for EAGLE heads."""
     last_position: int
     """Last position that its position embedding supports; later positions are clamped to it."""
+    serves: Callable[[Request], bool] = staticmethod(_any_request)
+    """Function that returns whether this draft serves a request; set by the DraftRegistry.
+
+    Rows of other drafts can be in the same step. Their lag is that of their own draft.
+    """
 
     @abstractmethod
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:

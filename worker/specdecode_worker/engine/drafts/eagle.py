@@ -123,9 +123,11 @@ class StateDrafter(PagedDrafter):
         )
 
     def _runs_now(self, row: Row, tree: Tree) -> bool:
-        return tree.drafted_depth > 0 or (
-            row.request.draft.lag >= STATE_RING_POSITIONS - MAX_RANKS and self.ready(row.request)
-        )
+        if tree.drafted_depth > 0:
+            return True
+        request = row.request
+        is_behind = request.draft.lag >= STATE_RING_POSITIONS - MAX_RANKS
+        return is_behind and self.serves(request) and self.ready(request)
 
 
 class EagleDrafter(StateDrafter):

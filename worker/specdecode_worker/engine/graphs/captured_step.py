@@ -16,10 +16,11 @@ from specdecode_kernels.step_tables.op import begin, commit, pack, store_states,
 from specdecode_kernels.step_tables.tables import PackedRows, SamplingTables, SlotState, StepRows, Verified
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
-from specdecode_worker.engine.graphs import row_tables, tree_tables
+from specdecode_worker.engine.graphs.adjustment import AdjustedSampler, Adjustment, PassNodes
 from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey
+from specdecode_worker.engine.graphs.graph_logprobs import LogprobOutputs
 from specdecode_worker.engine.graphs.graph_sampling import PackedSampler
-from specdecode_worker.engine.graphs.static_inputs import Layout, StagedTensor
+from specdecode_worker.engine.graphs.step_inputs import StepInputs
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.packed_batch import PackedTensors
@@ -30,41 +31,40 @@ from specdecode_worker.speculation.sampling.row_selection import Nodes
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Models and device state that a captured step uses. ``drafter`` is None for a step without draft passes."""
+    """Models and device state that a captured step uses.
+
+    ``drafter`` is None for a step without draft passes, ``mask_table_NW`` for one without grammars.
+    """
 
     target: Target
     drafter: PagedDrafter | None
     state: DeviceState
     reads: TargetStates
+    mask_table_NW: Tensor | None = None
 
 
 class CapturedStep:
     """Decode step of one graph key, with the static tensors that it reads and writes.
 
-    The host writes the integer tables (`tree_tables.topology`, then `row_tables.rows_of`, laid out by ``row_layout``)
-    to ``int_inputs`` and the float tables (`row_tables.floats_of`, laid out by ``floats``) to ``float_inputs``.
+    The host writes ``inputs`` before each run.
 
-    ``out`` [B, 3 D + 3], with D draft passes, holds the columns of an Outcome side by side: emitted tokens (D + 1),
+    ``out`` [B, 3 D + 3], with trees of depth D, holds the columns of an Outcome side by side: emitted tokens (D + 1),
     path (D), ranks (D + 1) and the number of accepted nodes (1). ``ranked_BNK`` holds the ranked draft tokens behind
-    each node as `Drafter.propose` returns them; it is None for a key without draft passes.
+    each node as `Drafter.propose` returns them; it is None for a key without trees. Draft passes of the step write it;
+    without such passes the host writes it before the step, and the tokens of the nodes are in the state.
     """
 
     def __init__(self, key: GraphKey, parts: StepParts) -> None:
+        assert not (key.passes and key.outside), "a graph with draft passes drafts all trees"
         device = parts.state.length_S.device
-        trees, row_layout, floats = (
-            Layout(tree_tables.shapes(key)),
-            Layout(row_tables.shapes(key)),
-            Layout(row_tables.float_shapes(key)),
-        )
-        self.key, self.row_layout, self.floats, self._parts = key, row_layout, floats, parts
-        self.int_inputs = StagedTensor(trees.size + row_layout.size, torch.int64, device)
-        self.float_inputs = StagedTensor(floats.size, torch.float32, device)
-        parts_of_flat = torch.split(self.int_inputs.device_copy, [trees.size, row_layout.size])
-        self._at = trees.views(parts_of_flat[0]) | row_layout.views(parts_of_flat[1])
-        self._at |= floats.views(self.float_inputs.device_copy)
-        self.out = torch.zeros(key.rows, 3 * key.passes + 3, dtype=torch.int64, device=device)
+        self.key, self._parts = key, parts
+        self.inputs = StepInputs(key, parts.state.padding_slot, device)
+        self._at = self.inputs.at
+        self.out = torch.zeros(key.rows, 3 * key.depth + 3, dtype=torch.int64, device=device)
         shape = (key.rows, NODES, MAX_RANKS)
-        self.ranked_BNK = torch.full(shape, -1, device=device) if key.passes else None
+        self.ranked_BNK = torch.full(shape, -1, device=device) if key.depth else None
+        vocab_size = parts.target.vocab_size
+        self.logprobs = LogprobOutputs(key, vocab_size, parts.state.dtype, device) if key.features.logprobs else None
         # Constants of the key: no pass starts after the first key, root rows have node and depth 0.
         most = max(key.tokens, key.level_rows, key.rows)
         self._zeros = torch.zeros(most, dtype=torch.int64, device=device)
@@ -74,20 +74,27 @@ class CapturedStep:
         self._sampling = SamplingTables(self._at["temperature"], self._at["seed"], cuts)
 
     def run(self) -> None:
-        """Queue the step that the static tables describe, and write its results to ``out`` and ``ranked_BNK``."""
-        at = self._at
+        """Queue the step that the static tables describe, and write its results to the output tensors."""
+        at, key = self._at, self.key
         # Every step overwrites the length of the padding slot, so the root index of padding rows is forced to 0.
         rows = begin(self._slots, at["slot"], at["live"])
-        if self.key.passes:
-            self._draft(rows)
+        adjustment = None
+        if key.features.change_logits:
+            vocab_size, masks_NW = self._parts.target.vocab_size, self._parts.mask_table_NW
+            adjustment = Adjustment(key.features, at, self._slots, rows, masks_NW, vocab_size)
+        if key.passes:
+            self._draft(rows, adjustment)
         packed = self._verified(rows)
         tables = self._tables(
-            rows, packed, at["query_start"], rows.roots_B1[:-1], at["token_ancestors"], self._zeros[: self.key.rows]
+            rows, packed, at["query_start"], rows.roots_B1[:-1], at["token_ancestors"], self._zeros[: key.rows]
         )
         logits_TV, aux_TA = self._parts.target.forward_tables(tables, self._parts.reads)
-        self._commit(rows, packed, self._sampler(packed).choose(logits_TV), aux_TA)
+        nodes = PassNodes(at["token_sequence"], at["token_ancestors"], at.get("mask_row"))
+        self._commit(rows, packed, self._sampler(packed, nodes, adjustment).choose(logits_TV), aux_TA)
+        if self.logprobs is not None:
+            self.logprobs.write(logits_TV, at["query_start"], self.out)
 
-    def _draft(self, rows: StepRows) -> None:
+    def _draft(self, rows: StepRows, adjustment: Adjustment | None) -> None:
         """Run the draft passes. They write proposals to ``ranked_BNK`` and the tokens of nodes behind the roots."""
         at, drafter, ranked_BNK = self._at, self._parts.drafter, self.ranked_BNK
         assert drafter is not None, "a key with passes has a draft"
@@ -96,14 +103,15 @@ class CapturedStep:
         trees = at["node_parent"], at["node_rank"], at["node_depth"]
         hidden_RE = self._root_states(drafter, rows)[at["catch_last"]]
         zeros_B = self._zeros[: self.key.rows]
-        nodes = Nodes(at["first_sequence"], zeros_B, zeros_B)
+        nodes, ancestors_R = Nodes(at["first_sequence"], zeros_B, zeros_B), None
         packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
         for depth in range(self.key.passes):
             if depth:
-                nodes = self._nodes(depth)
+                nodes, ancestors_R = self._nodes(depth), at["level_ancestors"][depth - 1]
                 packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
                 hidden_RE = self._level(drafter, rows, packed, depth, hidden_RE)
-            ranked_RK = drafter.rank(hidden_RE, nodes, depth, self._sampler(packed))
+            sampler = self._sampler(packed, PassNodes(nodes.batch_R, ancestors_R), adjustment)
+            ranked_RK = drafter.rank(hidden_RE, nodes, depth, sampler)
             write_children(self._slots, rows, ranked_RK, nodes.batch_R, nodes.node_R, depth, trees, ranked_BNK)
 
     def _root_states(self, drafter: PagedDrafter, rows: StepRows) -> Tensor:
@@ -139,8 +147,13 @@ class CapturedStep:
     ) -> PackedRows:
         return pack(self._slots, rows, self._sampling, sequence_T, offset_T, depth_T, last_position)
 
-    def _sampler(self, packed: PackedRows) -> PackedSampler:
-        return PackedSampler(packed, self._parts.target.vocab_size)
+    def _sampler(
+        self, packed: PackedRows, nodes: PassNodes, adjustment: Adjustment | None
+    ) -> PackedSampler | AdjustedSampler:
+        vocab_size = self._parts.target.vocab_size
+        if adjustment is None:
+            return PackedSampler(packed, vocab_size)
+        return AdjustedSampler(packed, nodes, adjustment, vocab_size)
 
     @staticmethod
     def _tables(
@@ -165,7 +178,7 @@ class CapturedStep:
 
     def _commit(self, rows: StepRows, packed: PackedRows, chosen_T: Tensor, aux_TA: Tensor | None) -> None:
         """Accept nodes along the chosen tokens, and commit tokens, lengths, keys and auxiliary states."""
-        at, state, depth = self._at, self._parts.state, self.key.passes
+        at, state, depth = self._at, self._parts.state, self.key.depth
         trees = Verified(at["query_start"], at["node_verified_parent"], packed.tokens_T, chosen_T)
         done = commit(self._slots, rows, trees, self.ranked_BNK, at["depth_limit"][:-1], depth)
         if depth:

@@ -1,4 +1,4 @@
-"""Keys of CUDA graphs: the size buckets of a decode step.
+"""Keys of CUDA graphs: the size buckets and the optional parts of a decode step.
 
 Steps with the same key share a graph. Tree topology, sampling parameters and lengths are inputs of the graph and no
 part of the key.
@@ -19,14 +19,42 @@ TOKENS_PER_ROW = (*range(1, 10), 12, 16, 24, 32, 48, NODES)
 ROWS_PER_LEVEL = (1, 2, 4, 8, 16, 32, NODES)
 
 
+OUTSIDE_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, MAX_NODES)
+"""Depths of trees whose tokens are proposed before the graph runs. Forced tokens of a grammar can be deep chains."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Features:
+    """Optional parts of a step. Graphs with any of them are captured when they are needed, so others never pay.
+
+    ``adjusts`` is the width of the tables of biased and blocked tokens, 0 if no request adjusts logits. ``history`` is
+    the number of text positions whose tokens are counted for penalties, 0 without penalties. ``masks`` is set if a
+    request follows a grammar, ``logprobs`` if one wants log-probabilities.
+    """
+
+    adjusts: int = 0
+    history: int = 0
+    masks: bool = False
+    logprobs: bool = False
+
+    @property
+    def change_logits(self) -> bool:
+        """True if logits are adjusted or masked before a token is chosen."""
+        return self.adjusts > 0 or self.masks
+
+
+NO_FEATURES = Features()
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class GraphKey:
-    """Size buckets of a decode step.
+    """Size buckets and features of a decode step.
 
     Each of ``rows`` sequences verifies at most ``tokens_per_row`` tokens and its draft catches up with at most as many.
     The draft runs ``passes`` passes; those after the first run over at most ``width`` nodes of each sequence. ``cuts``
     is set if some request samples with top-k, top-p or min-p. ``draft`` is the name of the draft whose passes these
-    are; it is empty without passes, too.
+    are; it is empty without passes, too. ``outside`` is the greatest depth of trees whose tokens are proposed before
+    the graph runs; the graph then has no passes.
     """
 
     rows: int
@@ -35,6 +63,13 @@ class GraphKey:
     width: int = 0
     cuts: bool = False
     draft: str = ""
+    outside: int = 0
+    features: Features = NO_FEATURES
+
+    @property
+    def depth(self) -> int:
+        """Greatest depth of the trees."""
+        return self.passes or self.outside
 
     @property
     def tokens(self) -> int:
@@ -47,19 +82,38 @@ class GraphKey:
         return self.rows * self.width
 
 
-def key_of(rows: int, trees: Sequence[Tree], longest_catch_up: int, *, cuts: bool, draft: str = "") -> GraphKey | None:
+def key_of(
+    rows: int,
+    trees: Sequence[Tree],
+    longest_catch_up: int,
+    *,
+    cuts: bool,
+    draft: str = "",
+    features: Features = NO_FEATURES,
+) -> GraphKey | None:
     """Return the key of a step of ``trees``, drafted by ``draft``, in a bucket of ``rows``.
 
     Return None if the longest catch-up of a draft exceeds the largest bucket of tokens per row.
     """
-    tokens = at_least(max(longest_catch_up, *(tree.verified for tree in trees)), TOKENS_PER_ROW)
-    passes = max(tree.drafted_depth for tree in trees)
+    shapes = {id(tree): tree for tree in trees}.values()  # the rows of a task share a tree
+    tokens = at_least(max(longest_catch_up, *(tree.verified for tree in shapes)), TOKENS_PER_ROW)
+    passes = max(tree.drafted_depth for tree in shapes)
     if tokens is None:
         return None
-    widest = max((len(level) for tree in trees for level in tree.expanded[1:]), default=0)
+    widest = max((len(level) for tree in shapes for level in tree.expanded[1:]), default=0)
     width = at_least(widest, ROWS_PER_LEVEL) if widest else 0
     assert width is not None, "no tree has more nodes"
-    return GraphKey(rows, tokens, passes, width, cuts, draft if passes else "")
+    return GraphKey(rows, tokens, passes, width, cuts, draft if passes else "", features=features)
+
+
+def key_outside(rows: int, trees: Sequence[Tree], *, cuts: bool, features: Features = NO_FEATURES) -> GraphKey:
+    """Return the key of a step that only verifies ``trees``; their tokens are proposed before it."""
+    tokens = at_least(max(tree.verified for tree in trees), TOKENS_PER_ROW)
+    deepest = max(tree.depth for tree in trees)
+    depth = at_least(deepest, OUTSIDE_DEPTHS) if deepest else 0
+    assert tokens is not None, "no tree has more nodes"
+    assert depth is not None, "no tree is deeper"
+    return GraphKey(rows, tokens, cuts=cuts, outside=depth, features=features)
 
 
 def at_least(count: int, buckets: Sequence[int]) -> int | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -35,25 +37,43 @@ class Layout:
 
 
 class StagedTensor:
-    """Static tensor on the device (``device_copy``) with two host buffers to write it from."""
+    """Static tables on the device with two host buffers to write them from."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.device_copy = torch.zeros(size, dtype=dtype, device=device)
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self._layout = layout
+        self._device_copy = torch.zeros(layout.size, dtype=dtype, device=device)
         pinned = device.type == "cuda"
-        self._halves = [torch.zeros(size, dtype=dtype, pin_memory=pinned) for _ in range(2)]
+        self._halves = [torch.zeros(layout.size, dtype=dtype, pin_memory=pinned) for _ in range(2)]
+        self._tables: list[dict[str, NDArray[Any]]] = [{}, {}]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
-    def write(self, parts: Sequence[Tensor]) -> None:
-        """Concatenate ``parts``, which must fill the tensor, in a host buffer and queue its copy to the device."""
+    def views(self) -> dict[str, Tensor]:
+        """Return a view of the device's copy for each table."""
+        return self._layout.views(self._device_copy)
+
+    def begin(self) -> dict[str, NDArray[Any]]:
+        """Return the tables of the host buffer that is written next. ``queue`` copies them to the device."""
         self._turn = 1 - self._turn
-        half, copied = self._halves[self._turn], self._copied[self._turn]
+        copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()  # A copy queued two writes ago; it rarely blocks.
-        torch.cat(list(parts), out=half)
-        self.device_copy.copy_(half, non_blocking=True)
-        if self.device_copy.is_cuda:
+        tables = self._tables[self._turn]
+        if not tables:
+            tables |= {name: view.numpy() for name, view in self._layout.views(self._halves[self._turn]).items()}
+        return tables
+
+    def write(self, values: Tensor) -> None:
+        """Queue the copy of flat values on the host to the first elements of the device's copy."""
+        self.begin()
+        self._halves[self._turn][: len(values)].copy_(values)
+        self.queue(len(values))
+
+    def queue(self, size: int | None = None) -> None:
+        """Queue the copy of the first ``size`` elements of the host buffer, None for all."""
+        half = self._halves[self._turn]
+        self._device_copy[:size].copy_(half[:size], non_blocking=True)
+        if self._device_copy.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._copied[self._turn] = event

@@ -18,17 +18,18 @@ from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Captured
 from specdecode_worker.engine.graphs.captured_step import CapturedStep, StepParts
-from specdecode_worker.engine.graphs.graph_key import GraphKey, at_least, key_of
-from specdecode_worker.engine.graphs.row_tables import CatchUp, floats_of, rows_of
-from specdecode_worker.engine.graphs.tree_tables import topology
+from specdecode_worker.engine.graphs.feature_tables import HostMasks, MaskTable
+from specdecode_worker.engine.graphs.graph_key import GraphKey, key_of
+from specdecode_worker.engine.graphs.row_tables import CatchUp
+from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason, StepPlan, StepPlanner
 from specdecode_worker.engine.memory.memory_budget import MOST_GRAPHS
-from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.host_copy import HostCopy, to_host
+from specdecode_worker.engine.step.logprobs import RowLogprobs
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.speculation.acceptance import Outcome
-from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
+from specdecode_worker.speculation.trees import PLAIN, tree_of
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +60,33 @@ class Replayed:
     ranked_BNK: Tensor | None
     host_copy: HostCopy
     draft_seconds: float
+    output_logprobs: RowLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Results of what runs before a graph that only verifies.
+
+    ``ranked_BNK`` is as `Drafter.propose` returns it. ``masks`` are the grammar masks of the packed tokens.
+    """
+
+    ranked_BNK: Tensor | None = None
+    masks: HostMasks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyStep:
+    """Plan of a step and the captured graph that runs it."""
+
+    plan: StepPlan
+    graph: Graph
 
 
 class StepGraphs:
     """All CUDA graphs of one engine.
 
-    ``replayed`` counts the steps that a graph ran. ``eager`` counts the steps that no graph ran, by reason: "prefill",
-    "processors", "logprobs", "size", "draft", "catch-up" or "new" (not captured yet).
+    ``replayed`` counts the steps that a graph ran, and ``outside`` those of them whose drafts ran before the graph, by
+    reason. ``eager`` counts the steps that no graph ran, by reason.
     """
 
     def __init__(
@@ -78,6 +99,7 @@ class StepGraphs:
         rows: Sequence[int],
         max_tokens: int,
         capture_after_steps: int = CAPTURE_AFTER_STEPS,
+        coupled: bool = True,
     ) -> None:
         """Create an empty set of graphs.
 
@@ -89,15 +111,21 @@ class StepGraphs:
             rows: Numbers of rows to capture, as from `row_buckets`.
             max_tokens: Maximum number of packed tokens of one graph.
             capture_after_steps: Number of steps with the same key after which it is captured while serving.
+            coupled: The sampler is ``coupled``. Otherwise graphs run greedy steps only.
         """
         self._target, self._drafts, self._state, self._backend = target, drafts, state, backend
         self._rows, self._max_tokens, self._capture_after_steps = tuple(rows), max_tokens, capture_after_steps
+        self._coupled = coupled
+        self._planner = StepPlanner(drafts, self._rows, max_tokens, state.scratch, coupled=coupled)
+        self._mask_table: MaskTable | None = None
+        """Table of grammar masks, which all graphs share. It is allocated when the first of them needs it."""
         self._graphs: dict[GraphKey, Graph] = {}
         self._drafters: dict[str, PagedDrafter] = {}
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
         self.replayed = 0
-        self.eager: Counter[str] = Counter()
+        self.outside: Counter[OutsideReason] = Counter()
+        self.eager: Counter[EagerReason] = Counter()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -124,7 +152,7 @@ class StepGraphs:
             key_of(rows, [tree], tree.verified, cuts=cuts, draft=name)
             for rows in self._rows
             for tree, name in trees
-            for cuts in (False, True)
+            for cuts in ((False, True) if self._coupled else (False,))
         }
         keys = [
             key for key in candidates if key is not None and key.tokens <= self._max_tokens and key not in self._graphs
@@ -138,86 +166,67 @@ class StepGraphs:
             self._capture(key, drafters.get(key.draft))
             log.info("captured graph %d of %d: %s", index, len(chosen), key)
 
-    def launch(self, rows: Sequence[Row], depth_limits: Sequence[int] | None, *, ranked: bool) -> Replayed | None:
-        """Queue a step of ``rows`` by a graph. Return None, without side effects, if no graph can run it.
+    def plan(self, rows: Sequence[Row]) -> ReadyStep | None:
+        """Return the graph that runs a step of ``rows``. Return None and count the reason if there is none.
+
+        A graph that is needed often is captured here.
+        """
+        plan = self._planner.plan(rows)
+        graph = plan if isinstance(plan, EagerReason) else self._graph(plan)
+        if isinstance(plan, EagerReason) or isinstance(graph, EagerReason):
+            reason = plan if isinstance(plan, EagerReason) else graph
+            assert isinstance(reason, EagerReason), "a step without a graph has a reason"
+            self._count_eager(reason)
+            return None
+        return ReadyStep(plan, graph)
+
+    def replay(
+        self,
+        ready: ReadyStep,
+        rows: Sequence[Row],
+        depth_limits: Sequence[int] | None,
+        *,
+        ranked: bool,
+        proposals: Proposals | None = None,
+    ) -> Replayed:
+        """Queue a step of ``rows`` by its graph.
 
         Args:
+            ready: Graph of the step, from `plan`.
             rows: Decoding rows of the step.
             depth_limits: Maximum accepted depth of each row, as in `rows_of`; None for no limit.
             ranked: Copy the ranked draft tokens to the host too.
+            proposals: Results of the drafts that ran before the graph, if the plan has any.
         """
-        key_or_reason = self._find_key(rows)
-        if isinstance(key_or_reason, str):
-            self._count_eager(key_or_reason)
-            return None
-        key, catch_up, drafter = key_or_reason
-        graph = self._graph(key, drafter)
-        if graph is None:
-            self._count_eager("new")
-            return None
-        requests = [row.request for row in rows]
-        if drafter is not None and key.passes:
+        plan, step, proposals = ready.plan, ready.graph.step, proposals or Proposals()
+        catch_up, drafter, requests = plan.catch_up, plan.drafter, [row.request for row in rows]
+        if drafter is not None:
             drafting = [(r, n) for r, n in zip(requests, catch_up.counts, strict=True) if n]
             drafter.record_catch_up([request for request, _ in drafting], [count for _, count in drafting])
             catch_up = CatchUp(catch_up.counts, tuple(drafter.first_key(request) for request in requests))
-        self._fill(graph.step, tuple(row.tree for row in rows), requests, catch_up, depth_limits)
-        graph.captured.replay()
+        if proposals.masks is not None:
+            self._masks().write(proposals.masks.table_NW)
+        step.inputs.write(tuple(row.tree for row in rows), requests, catch_up, depth_limits, proposals.masks)
+        if plan.key.outside:
+            _store_proposals(step, proposals.ranked_BNK)
+        ready.graph.captured.replay()
         self.replayed += 1
-        return self._replayed(graph, len(rows), ranked=ranked)
+        if plan.outside is not None:
+            self.outside[plan.outside] += 1
+        return self._replayed(ready.graph, rows, ranked=ranked)
 
-    def _find_key(self, rows: Sequence[Row]) -> tuple[GraphKey, CatchUp, PagedDrafter | None] | str:
-        """Return the key, catch-up and drafter for ``rows``, or the reason why no graph can run them."""
-        if reason := _ineligibility_reason(rows):
-            return reason
-        bucket, trees = at_least(len(rows), self._rows), [row.tree for row in rows]
-        if bucket is None:
-            return "size"
-        running = self._running_draft(rows, trees)
-        if running is None:
-            return "draft"
-        name, drafter, behind = running
-        drafts = any(tree.drafted_depth for tree in trees)
-        if drafter is not None and drafter.parallel and drafts:
-            return "draft"
-        if behind and not drafts:
-            return "catch-up"
-        counts = [0] * len(rows)
-        if drafter is not None:
-            for b, count in zip(behind, drafter.catch_up_counts([rows[b].request for b in behind]), strict=True):
-                counts[b] = count
-        cuts = any(row.request.sampling_params.truncated and not row.request.sampling_params.greedy for row in rows)
-        key = key_of(bucket, trees, max(counts), cuts=cuts, draft=name)
-        if key is None or key.tokens > self._max_tokens:
-            return "size"
-        return key, CatchUp(tuple(counts)), drafter
-
-    def _running_draft(
-        self, rows: Sequence[Row], trees: Sequence[Tree]
-    ) -> tuple[str, PagedDrafter | None, list[int]] | None:
-        """Return the name and drafter of the only draft that runs in a step, and the indices of the rows it runs for.
-
-        Return no drafter if none runs, and None if no graph can run the drafts: several run, or one without a cache.
-        """
-        drafters, names = self._drafts.paged(), [self._drafts.name_of(row.request) for row in rows]
-        if any(tree.drafted_depth and name not in drafters for tree, name in zip(trees, names, strict=True)):
-            return None
-        running: tuple[str, PagedDrafter | None, list[int]] = ("", None, [])
-        for name, drafter in drafters.items():
-            mine = [b for b, owner in enumerate(names) if owner == name]
-            behind = drafter.drafting([rows[b] for b in mine], [trees[b] for b in mine])
-            if behind and running[1] is not None:
-                return None
-            if behind:
-                running = name, drafter, [mine[index] for index in behind]
-        return running
-
-    def _graph(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph | None:
-        graph = self._graphs.get(key)
-        if graph is None and len(self._graphs) < MOST_GRAPHS:
-            self._key_counts[key] += 1
-            if self._key_counts[key] >= self._capture_after_steps:
-                graph = self._capture(key, drafter)
-                log.info("captured a graph that was asked for: %s", key)
+    def _graph(self, plan: StepPlan) -> Graph | EagerReason:
+        """Return the graph of a plan, captured now if it is needed often enough, or the reason why there is none."""
+        key = plan.key
+        if key in self._graphs:
+            return self._graphs[key]
+        if len(self._graphs) >= MOST_GRAPHS:
+            return EagerReason.LIMIT
+        self._key_counts[key] += 1
+        if self._key_counts[key] < self._capture_after_steps:
+            return EagerReason.NEW
+        graph = self._capture(key, plan.drafter)
+        log.info("captured a graph that was asked for: %s", key)
         return graph
 
     def _capture(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph:
@@ -225,35 +234,31 @@ class StepGraphs:
         if key.passes:
             assert drafter is not None, "a key with passes has a draft"
             assert self._drafters.setdefault(key.draft, drafter) is drafter, "graphs are discarded when drafts change"
-        step = CapturedStep(
-            key, StepParts(self._target, drafter if key.passes else None, self._state, self._drafts.reads)
-        )
-        self._fill(step, (), [], CatchUp(), None)
+        masks_NW = self._masks().view() if key.features.masks else None
+        own = drafter if key.passes else None
+        step = CapturedStep(key, StepParts(self._target, own, self._state, self._drafts.reads, masks_NW))
+        step.inputs.write((), [], CatchUp(), None)
         graph = Graph(step, self._backend.capture(step.run))
         self._graphs[key] = graph
         return graph
 
-    def _fill(
-        self,
-        step: CapturedStep,
-        trees: tuple[Tree, ...],
-        requests: Sequence[Request],
-        catch_up: CatchUp,
-        depth_limits: Sequence[int] | None,
-    ) -> None:
-        key, int_inputs, float_inputs = step.key, step.int_inputs, step.float_inputs
-        of_rows = rows_of(requests, key, catch_up, depth_limits, self._state.padding_slot)
-        int_inputs.write((topology(trees, key), step.row_layout.flat(of_rows, int_inputs.dtype)))
-        float_inputs.write((step.floats.flat(floats_of(requests, key), float_inputs.dtype),))
+    def _masks(self) -> MaskTable:
+        """Return the table of grammar masks, with a mask for every packed token and one that allows all tokens."""
+        if self._mask_table is None:
+            device = self._state.length_S.device
+            self._mask_table = MaskTable(self._max_tokens + 1, self._target.vocab_size, device)
+        return self._mask_table
 
-    def _replayed(self, graph: Graph, rows: int, *, ranked: bool) -> Replayed:
+    def _replayed(self, graph: Graph, rows: Sequence[Row], *, ranked: bool) -> Replayed:
         """Queue the copies of the results to the host, before the next replay overwrites the static tensors."""
-        step, depth = graph.step, graph.step.key.passes
+        step, depth, count = graph.step, graph.step.key.depth, len(rows)
+        output_logprobs = step.logprobs.queue_read(rows) if step.logprobs is not None else None
         results = (step.out, step.ranked_BNK) if ranked and step.ranked_BNK is not None else (step.out,)
         (out, *more), host_copy = to_host(results, overwritten=True)
-        emitted, path, rank, count = torch.split(out[:rows], [depth + 1, depth, depth + 1, 1], dim=1)
-        outcome = Outcome(emitted, count[:, 0], path, rank)
-        return Replayed(outcome, more[0][:rows] if more else None, host_copy, self._draft_seconds(graph))
+        emitted, path, rank, accepted = torch.split(out[:count], [depth + 1, depth, depth + 1, 1], dim=1)
+        outcome = Outcome(emitted, accepted[:, 0], path, rank)
+        ranked_BNK = more[0][:count] if more else None
+        return Replayed(outcome, ranked_BNK, host_copy, self._draft_seconds(graph), output_logprobs)
 
     def _draft_seconds(self, graph: Graph) -> float:
         """Return the measured time of the step minus that of a plain step with as many rows, in seconds.
@@ -265,18 +270,16 @@ class StepGraphs:
         plain_seconds = plain.captured.seconds if plain is not None else 0.0
         return max(graph.captured.seconds - plain_seconds, 0.0) if key.passes else 0.0
 
-    def _count_eager(self, reason: str) -> None:
+    def _count_eager(self, reason: EagerReason) -> None:
         if reason not in self.eager:
             log.info("a step runs without a graph: %s", reason)
         self.eager[reason] += 1
 
 
-def _ineligibility_reason(rows: Sequence[Row]) -> str:
-    """Return the reason why no graph can run ``rows``, or "" if one can."""
-    if any(row.is_chunk for row in rows):
-        return "prefill"
-    if any(row.request.sampling_params.adjusts for row in rows):
-        return "processors"
-    if any(row.request.submit.sampling.logprobs is not None for row in rows):
-        return "logprobs"
-    return ""
+def _store_proposals(step: CapturedStep, ranked_BNK: Tensor | None) -> None:
+    """Queue the copy of ranked draft tokens to the static tensor of a step that drafts nothing itself."""
+    assert step.ranked_BNK is not None, "a step with trees has ranks"
+    step.ranked_BNK.fill_(-1)
+    if ranked_BNK is not None:
+        rows, nodes = ranked_BNK.shape[:2]
+        step.ranked_BNK[:rows, :nodes].copy_(ranked_BNK)

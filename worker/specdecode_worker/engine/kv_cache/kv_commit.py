@@ -32,13 +32,21 @@ class Roots:
 
 def upload_rows(state: DeviceState, rows: Sequence[Row]) -> None:
     """Copy the tokens and prefixes of newly admitted requests and all newly taken blocks to the device state."""
+    slots: list[int] = []
+    columns: list[int] = []
+    blocks: list[int] = []
     for row in rows:
         request = row.request
         if row.is_first_chunk:
             state.admit(request.slot, request.tokens, request.blocks[: request.prefix // BLOCK_SIZE])
-        if request.blocks_known < len(request.blocks):
-            state.set_blocks(request.slot, request.blocks)
-            request.blocks_known = len(request.blocks)
+        known, owned = request.blocks_known, len(request.blocks)
+        if known < owned:
+            slots += [request.slot] * (owned - known)
+            columns += range(known, owned)
+            blocks += request.blocks[known:]
+            request.blocks_known = owned
+    if blocks:
+        state.set_blocks(slots, columns, blocks)
 
 
 def commit_chunks(state: DeviceState, rows: Sequence[Row], step: TargetPass, aux_TA: Tensor | None) -> None:

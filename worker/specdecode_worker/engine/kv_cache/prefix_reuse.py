@@ -84,7 +84,7 @@ class PrefixReuse:
         if not self.enabled:
             return
         whole = end // BLOCK_SIZE
-        digests = self._digests(request, whole)
+        digests = self._digests(request, whole) if whole > request.published else []
         for k in range(request.published, whole):
             self._replace_useless(digests[k], request.draft.draft)
             self._pool.register(request.blocks[k], digests[k], digests[k - 1] if k else request.digest_root)

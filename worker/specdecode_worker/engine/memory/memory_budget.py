@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from specdecode_worker.contract import MAX_NODES
+from specdecode_worker.engine.graphs.adjustment import ROWS_AT_ONCE
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.step.device_state import STATE_RING_POSITIONS
 
@@ -25,6 +26,8 @@ SAMPLING_BYTES = 60
 GPU_SAMPLING_BYTES = 24
 """Peak bytes per logit on a GPU, where noise stays in registers: adjusted logits in fp32, a temporary of them, and the
 counts and masks of penalties. Multi-round sampling holds probabilities and takes ``SAMPLING_BYTES``."""
+COUNT_BYTES = 9
+"""Peak bytes per token of the vocabulary while a graph counts the tokens of a text: two fp32 tables and a mask."""
 MASK_BYTES = 27
 """Peak bytes per (token of a pass, visible key) while the attention mask is built on a CPU: indices and booleans. The
 kernel of a GPU builds none."""
@@ -180,14 +183,18 @@ class Budget:
         """Memory of the CUDA graphs, 0 if none are captured.
 
         All graphs share one pool of the size that the largest step needs: its widest layer and the logits of target and
-        draft. In addition, each graph has static tables and memory of the driver.
+        draft. Steps with penalties adjust a piece of the logits at a time and count the tokens of every text. A table
+        holds the grammar masks of a step. In addition, each graph has static tables and memory of the driver.
         """
-        bounds = self.bounds
+        bounds, vocab_size = self.bounds, self.target.vocab_size
         if self.device.kind == "cpu" or not bounds.graph_rows:
             return 0
         tokens = min(bounds.max_num_batched_tokens, bounds.graph_rows * ROWS_PER_SEQUENCE)
         widest = max(_layer_width(network) for network in (self.target, *self.drafts))
-        pool = tokens * bounds.dtype_bytes * (widest + 2 * self.target.vocab_size + self.aux_size)
+        pool = tokens * bounds.dtype_bytes * (widest + 2 * vocab_size + self.aux_size)
+        pool += min(tokens, ROWS_AT_ONCE) * vocab_size * GPU_SAMPLING_BYTES
+        pool += (bounds.graph_rows + 1) * vocab_size * COUNT_BYTES
+        pool += (bounds.max_num_batched_tokens + 1) * -(-vocab_size // 8)
         return pool + MOST_GRAPHS * (GRAPH_BYTES + bounds.graph_rows * GRAPH_TABLE_BYTES)
 
     @property

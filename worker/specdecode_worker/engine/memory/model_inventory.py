@@ -136,10 +136,9 @@ def bounds_of(config: WorkerConfig, positions: int) -> Bounds:
 def graph_rows(engine: EngineConfig) -> tuple[int, ...]:
     """Return the batch sizes that CUDA graphs are captured for; empty if steps cannot be captured.
 
-    Steps with several ranks cannot, because the host sends each step to the other ranks. Samplers other than
-    ``coupled`` cannot, because the host queues multi-round sampling call by call.
+    Steps with several ranks cannot, because the host sends each step to the other ranks.
     """
-    if engine.enforce_eager or engine.tensor_parallel_size > 1 or engine.sampler != "coupled":
+    if engine.enforce_eager or engine.tensor_parallel_size > 1:
         return ()
     return row_buckets(engine.max_num_seqs, engine.cuda_graph_sizes)
 

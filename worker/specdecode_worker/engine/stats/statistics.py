@@ -6,10 +6,9 @@ All counters only increase while the engine runs. Callers pass the time; no func
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from specdecode_worker.contract import (
     MAX_RANKS,
@@ -78,13 +77,39 @@ class Traffic:
     itl: Histogram = field(default_factory=lambda: Histogram.of("ttit"))
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptanceCategory:
+class AcceptanceCategory(NamedTuple):
     """Category of acceptance counts: task, sampled or greedy, and hash of the draft."""
 
     task: str
     sampled: bool
     draft: str = ""
+
+
+class RankCounts:
+    """Ranks of the target's tokens in one category: a counter for each depth, kind of parent and rank."""
+
+    __slots__ = ("_main", "_sibling")
+
+    def __init__(self) -> None:
+        self._main: list[list[int]] = []
+        self._sibling: list[list[int]] = []
+
+    def levels(self, depth: int, *, main: bool) -> list[list[int]]:
+        """Return the counters by rank of the depths 1 to ``depth`` at least, for the caller to increase.
+
+        Those of the main path count ranks below its nodes, the other ones ranks below all other nodes.
+        """
+        levels = self._main if main else self._sibling
+        while len(levels) < depth:
+            levels.append([0] * (MAX_RANKS + 1))
+        return levels
+
+    def cells(self) -> Iterator[tuple[int, bool, list[int]]]:
+        """Return depth, whether the parent is on the main path, and counters by rank, where something was counted."""
+        for main, levels in ((True, self._main), (False, self._sibling)):
+            for depth, counts in enumerate(levels, start=1):
+                if any(counts):
+                    yield depth, main, counts
 
 
 @dataclass(slots=True)
@@ -105,7 +130,7 @@ class Statistics:
     e2e: Histogram = field(default_factory=lambda: Histogram.of("e2e"))
     queue: Histogram = field(default_factory=lambda: Histogram.of("queue"))
     _named: set[str] = field(default_factory=set)
-    _ranks: Counter[tuple[AcceptanceCategory, int, bool, int]] = field(default_factory=Counter)
+    _ranks: dict[AcceptanceCategory, RankCounts] = field(default_factory=dict)
     _requests: dict[AcceptanceCategory, list[int]] = field(default_factory=dict)
     _traffic: dict[str, Traffic] = field(default_factory=dict)
 
@@ -121,7 +146,19 @@ class Statistics:
 
     def traffic(self, task: str) -> Traffic:
         """Return the traffic counters of a task, to be updated by the caller."""
-        return self._traffic.setdefault(self._label(task), Traffic())
+        label = self._label(task)
+        traffic = self._traffic.get(label)
+        if traffic is None:
+            traffic = self._traffic[label] = Traffic()
+        return traffic
+
+    def ranks(self, category: AcceptanceCategory) -> RankCounts:
+        """Return the counters of ranks of a category, to be updated by the caller."""
+        labelled = self._labelled(category)
+        counts = self._ranks.get(labelled)
+        if counts is None:
+            counts = self._ranks[labelled] = RankCounts()
+        return counts
 
     def record_rank(self, category: AcceptanceCategory, depth: int, *, main: bool, rank: int) -> None:
         """Count the rank of the target's token among the draft's candidates at one depth.
@@ -132,7 +169,7 @@ class Statistics:
             main: True if that parent is on the main path, i.e. it and its ancestors have rank 0.
             rank: Rank of the target's token, from 0; MAX_RANKS for a miss.
         """
-        self._ranks[self._labelled(category), depth, main, rank] += 1
+        self.ranks(category).levels(depth, main=main)[depth - 1][rank] += 1
 
     def record_draft(self, nodes: int, accepted: int) -> None:
         """Count one step of one sequence with ``nodes`` draft tokens, which may be 0 (a plain step)."""
@@ -151,9 +188,7 @@ class Statistics:
 
     def acceptance_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
         """Return the at most ``most`` acceptance cells with the highest counts, highest first."""
-        cells: dict[tuple[AcceptanceCategory, int, bool], list[int]] = {}
-        for (category, depth, main, rank), count in self._ranks.items():
-            cells.setdefault((category, depth, main), [0] * (MAX_RANKS + 1))[rank] += count
+        cells = [(category, *cell) for category, counts in self._ranks.items() for cell in counts.cells()]
         return tuple(
             AcceptanceCell(
                 draft=category.draft,
@@ -163,7 +198,7 @@ class Statistics:
                 parent="main" if main else "sibling",
                 ranks=tuple(ranks),
             )
-            for (category, depth, main), ranks in sorted(cells.items(), key=lambda item: -sum(item[1]))[:most]
+            for category, depth, main, ranks in sorted(cells, key=lambda cell: -sum(cell[-1]))[:most]
         )
 
     def request_cells(self) -> tuple[RequestCell, ...]:
@@ -205,7 +240,8 @@ class Statistics:
         )
 
     def _labelled(self, category: AcceptanceCategory) -> AcceptanceCategory:
-        return replace(category, task=self._label(category.task))
+        label = self._label(category.task)
+        return category if label == category.task else category._replace(task=label)
 
     def _label(self, task: str) -> str:
         """Return the task name to count under.
@@ -213,9 +249,12 @@ class Statistics:
         The first MAX_TASKS tasks keep their names and all later tasks count as ``other``. This bounds the size of the
         report even if plans with new tasks keep arriving.
         """
-        if task != OTHER_TASK and len(self._named) < MAX_TASKS:
-            self._named.add(task)
-        return task if task in self._named else OTHER_TASK
+        if task in self._named:
+            return task
+        if task == OTHER_TASK or len(self._named) >= MAX_TASKS:
+            return OTHER_TASK
+        self._named.add(task)
+        return task
 
 
 def _sum(name: LatencyName, parts: Iterable[Histogram]) -> Histogram:

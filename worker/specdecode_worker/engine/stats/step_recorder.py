@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.request import Request
@@ -11,12 +11,10 @@ from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.stats.statistics import AcceptanceCategory, Statistics, Traffic
 from specdecode_worker.engine.stats.step_costs import StepSize
 from specdecode_worker.speculation.shadow_scores import ShadowDraft, scores
-from specdecode_worker.speculation.trees import Tree
 from specdecode_worker.speculation.trial_costs import BlockCosts
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """Results of one row, read by the host.
 
     ``tokens`` are the emitted tokens, ``path`` the accepted nodes after the root, and ``ranks`` the rank of each
@@ -73,11 +71,12 @@ class StepRecorder:
                 self.statistics.record_draft(row.tree.verified - 1, len(result.tokens) - 1)
             if self.block is not None:
                 self.block.add_row(request.id, request.submit.task, len(taken))
-            self._count_ranks(row.tree, category_of(request), result, len(taken))
+            self._count_ranks(row, result, len(taken))
             self._store_shadow(row, result)
         self._count_latency(request, traffic, len(taken), now)
         traffic.output_tokens += len(taken)
-        self._score_shadows(request)
+        if self._shadows:
+            self._score_shadows(request)
 
     def record_end(self, request: Request, now: float) -> None:
         """Record the end of a request. Only requests that finished normally are counted.
@@ -104,13 +103,17 @@ class StepRecorder:
         if self.block is not None:
             self.block.end_step(concurrency, context, seconds)
 
-    def _count_ranks(self, tree: Tree, category: AcceptanceCategory, result: RowResult, taken: int) -> None:
-        main = True
-        for level, rank in enumerate(result.ranks[: min(len(result.tokens), taken)]):
-            if level:
-                main = main and tree.ranks[result.path[level - 1]] == 0
+    def _count_ranks(self, row: Row, result: RowResult, taken: int) -> None:
+        ranks = result.ranks[: min(len(result.tokens), taken)]
+        if not ranks or max(ranks) < 0:
+            return
+        counts, main, tree_ranks = self.statistics.ranks(category_of(row.request)), True, row.tree.ranks
+        levels = counts.levels(len(ranks), main=True)
+        for level, rank in enumerate(ranks):
+            if level and main and tree_ranks[result.path[level - 1]]:
+                main, levels = False, counts.levels(len(ranks), main=False)
             if rank >= 0:
-                self.statistics.record_rank(category, level + 1, main=main, rank=rank)
+                levels[level][rank] += 1
 
     def _store_shadow(self, row: Row, result: RowResult) -> None:
         if result.ranked_NK is None:
@@ -122,16 +125,18 @@ class StepRecorder:
         self._shadows.setdefault(row.request.id, []).append(shadow)
 
     def _score_shadows(self, request: Request) -> None:
+        shadows = self._shadows.get(request.id)
+        if not shadows:
+            return
         pending = []
-        for shadow in self._shadows.get(request.id, ()):
+        for shadow in shadows:
             shadow_scores = scores(shadow, request.tokens)
             if shadow_scores is None:
                 pending.append(shadow)
                 continue
             for score in shadow_scores:
                 self.statistics.record_rank(category_of(request), score.depth, main=True, rank=score.rank)
-        if request.id in self._shadows:
-            self._shadows[request.id] = pending
+        self._shadows[request.id] = pending
 
     @staticmethod
     def _count_latency(request: Request, traffic: Traffic, tokens: int, now: float) -> None:
@@ -150,11 +155,18 @@ def category_of(request: Request) -> AcceptanceCategory:
 
 def step_size_of(rows: Sequence[Row], draft_passes: int) -> StepSize:
     """Return the features of a step. Call it before the step is collected, which changes the lengths."""
-    verify = sum(row.count for row in rows if not row.is_chunk)
+    sequences = verify = keys = prefill = 0
+    for row in rows:
+        keys += row.request.cached
+        sequences += row.emits
+        if row.is_chunk:
+            prefill += row.count
+        else:
+            verify += row.count
     return StepSize(
-        sequences=sum(row.emits for row in rows),
+        sequences=sequences,
         verify_tokens=verify,
-        kv_tokens=sum(row.request.cached for row in rows),
+        kv_tokens=keys,
         draft_passes=draft_passes,
-        prefill_tokens=sum(row.count for row in rows if row.is_chunk),
+        prefill_tokens=prefill,
     )

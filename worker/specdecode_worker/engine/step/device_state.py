@@ -48,6 +48,11 @@ class DeviceState:
         self.ring_SRA: Tensor | None = None
         self.block_aux_NA: Tensor | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the auxiliary states, which is that of the target."""
+        return self._dtype
+
     def allocate_states(self, aux_size: int) -> None:
         """Allocate storage for auxiliary states of width ``aux_size`` (0: none); previous states are lost."""
         self.use_states(self.new_states(aux_size))
@@ -87,9 +92,10 @@ class DeviceState:
         """Write the number of keys of ``slot`` without waiting. An assignment would copy the number on torch 2.11."""
         self.length_S[slot].fill_(length)
 
-    def set_blocks(self, slot: int, blocks: list[int]) -> None:
-        """Write the block table of ``slot``."""
-        self.block_table_SM[slot, : len(blocks)] = to_device(blocks, self.block_table_SM.device)
+    def set_blocks(self, slots: list[int], columns: list[int], blocks: list[int]) -> None:
+        """Write entries of the block tables: block ``blocks[i]`` to column ``columns[i]`` of slot ``slots[i]``."""
+        entries = to_device([slots, columns, blocks], self.block_table_SM.device)
+        self.block_table_SM[entries[0], entries[1]] = entries[2]
 
     def commit(self, slots_C: Tensor, roots_C: Tensor, emitted_CD: Tensor, count_C: Tensor) -> None:
         """Write the emitted tokens after their roots and advance the lengths.

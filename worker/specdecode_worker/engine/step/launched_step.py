@@ -62,7 +62,7 @@ class LaunchedStep:
         shadowed = self.choice.shadow_passes > 0 and self.ranked_BNK is not None
         ranked = self.ranked_BNK.tolist() if shadowed and self.ranked_BNK is not None else None
         logprobs = self.output_logprobs.read() if self.output_logprobs is not None else {}
-        texts = [[token for token in row if token >= 0] for row in emitted]
+        texts = [row[: count + 1] for row, count in zip(emitted, self.outcome.count_B.tolist(), strict=True)]
         return [
             RowResult(
                 tokens=texts[b],

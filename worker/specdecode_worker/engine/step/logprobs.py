@@ -20,9 +20,9 @@ from specdecode_worker.engine.step.host_copy import HostCopy, to_host
 from specdecode_worker.speculation.acceptance import Outcome, nodes_of
 from specdecode_worker.speculation.trees import Forest
 
-_ROWS_AT_ONCE = 64
+ROWS_AT_ONCE = 64
 """Rows of logits processed at a time, which bounds the memory of the fp32 copies."""
-_TOP = 20
+LEAST_TOP = 20
 """Fewest top tokens that are computed. With ties, the number of top tokens would otherwise affect their choice."""
 
 
@@ -131,15 +131,15 @@ def gather_prompt_logprobs(
 def _queue_logprobs(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tensor, top: int) -> TokenLogprobs:
     """Queue the logprobs of ``tokens_T`` under the logits of ``rows_T``, in pieces of bounded size."""
     pieces = []
-    for start in range(0, len(rows_T), _ROWS_AT_ONCE):
-        here = slice(start, start + _ROWS_AT_ONCE)
-        pieces.append(_piece(logits_of(rows_T[here]), tokens_T[here], max(top, _TOP)))
+    for start in range(0, len(rows_T), ROWS_AT_ONCE):
+        here = slice(start, start + ROWS_AT_ONCE)
+        pieces.append(logprobs_of(logits_of(rows_T[here]), tokens_T[here], max(top, LEAST_TOP)))
     columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
     (tokens, logprob, rank, top_tokens, top_logprobs), host_copy = to_host([tokens_T, *columns])
     return TokenLogprobs(tokens, logprob, rank, top_tokens, top_logprobs, host_copy)
 
 
-def _piece(logits_TV: Tensor, tokens_T: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def logprobs_of(logits_TV: Tensor, tokens_T: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return logprob [T], rank [T], top tokens [T, K] and their logprobs [T, K], computed in fp32 or wider."""
     wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     logp_TV = torch.log_softmax(wide_TV, dim=-1)

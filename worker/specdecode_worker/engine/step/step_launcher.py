@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
-from specdecode_worker.engine.graphs.step_graphs import StepGraphs
+from specdecode_worker.engine.graphs.feature_tables import HostMasks
+from specdecode_worker.engine.graphs.step_graphs import Proposals, ReadyStep, StepGraphs
 from specdecode_worker.engine.guided_trees import given_tokens
 from specdecode_worker.engine.kv_cache.kv_commit import Roots, commit_chunks, commit_paths, upload_rows
 from specdecode_worker.engine.scheduler import Row
@@ -71,18 +72,16 @@ class StepLauncher:
             draft_prefill: Drafts process prefill chunks too, because the plan can lead to drafting.
         """
         upload_rows(self._state, rows)
-        knobs, emitting = self.synthetic, [row for row in rows if row.emits]
-        depth_limits = tuple(
-            knobs.draw_depth_limit(row.tree.drafted_depth, row.request.submit.task, row.request.draft.draft)
-            for row in emitting
-        )
-        queued = self._replay(rows, choice, depth_limits) or self._run(
-            rows, choice, depth_limits, draft_prefill=draft_prefill
-        )
+        depth_limits = self._depth_limits(rows)
+        ready = self._graphs.plan(rows) if self._graphs is not None else None
+        if ready is None:
+            queued = self._run(rows, choice, depth_limits, draft_prefill=draft_prefill)
+        else:
+            queued = self._replay(ready, rows, choice, depth_limits)
         passes = self._drafts.passes(rows, [row.tree.drafted_depth for row in rows])
         return LaunchedStep(
             rows=rows,
-            epochs=tuple(row.request.epoch for row in rows),
+            epochs=tuple([row.request.epoch for row in rows]),
             choice=choice,
             size=step_size_of(rows, passes),
             shadow_passes=self._shadow_passes(rows, choice, passes),
@@ -96,24 +95,57 @@ class StepLauncher:
             draft_seconds=queued.draft_seconds,
         )
 
+    def _depth_limits(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
+        """Return the largest accepted depth of each row that chooses a token, which synthetic knobs may limit."""
+        knobs = self.synthetic
+        if not knobs.cuts:
+            return tuple([row.tree.drafted_depth for row in rows if row.emits])
+        return tuple(
+            knobs.draw_depth_limit(row.tree.drafted_depth, row.request.submit.task, row.request.draft.draft)
+            for row in rows
+            if row.emits
+        )
+
     def _shadow_passes(self, rows: tuple[Row, ...], choice: Choice, passes: int) -> int:
         """Return the number of the step's ``passes`` that verified nodes do not need."""
         if not choice.shadow_passes:
             return 0
         return passes - self._drafts.passes(rows, [min(row.tree.depth, row.tree.drafted_depth) for row in rows])
 
-    def _replay(self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...]) -> _Queued | None:
-        """Queue the step as one captured CUDA graph; return None if no graph fits it."""
-        if self._graphs is None:
-            return None
+    def _replay(
+        self, ready: ReadyStep, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...]
+    ) -> _Queued:
+        """Queue the step as one captured CUDA graph, behind the passes of drafts that the graph does not have."""
+        assert self._graphs is not None, "a planned step has graphs"
+        proposals, draft_seconds = None, 0.0
+        if ready.plan.outside is not None:
+            proposals = self._propose(rows)
+            draft_seconds = self._phases.lap("draft")
         cuts = depth_limits if self.synthetic.cuts else None
-        done = self._graphs.launch(rows, cuts, ranked=choice.shadow_passes > 0)
-        if done is None:
-            return None
+        done = self._graphs.replay(ready, rows, cuts, ranked=choice.shadow_passes > 0, proposals=proposals)
         self._phases.lap("verify")
         return _Queued(
-            outcome=done.outcome, ranked_BNK=done.ranked_BNK, host_copy=done.host_copy, draft_seconds=done.draft_seconds
+            outcome=done.outcome,
+            ranked_BNK=done.ranked_BNK,
+            host_copy=done.host_copy,
+            output_logprobs=done.output_logprobs,
+            draft_seconds=draft_seconds or done.draft_seconds,
         )
+
+    def _propose(self, rows: tuple[Row, ...]) -> Proposals:
+        """Run the drafts of decoding rows before a graph verifies, and compute the masks of rows with a grammar."""
+        forest = forest_of(tuple(row.tree for row in rows), self._device)
+        sampler, masks = self._sampler_of(rows, forest, self._target.roots(rows))
+        self._write_given_tokens(rows)
+        ranked_BNK = self._drafts.propose(rows, forest, sampler)
+        if masks is None:
+            return Proposals(ranked_BNK)
+        masks.load_tokens()
+        rows_BN, table_NW = masks.verified()
+        packed = [
+            row for tree, nodes in zip(forest.trees, rows_BN.tolist(), strict=True) for row in nodes[: tree.verified]
+        ]
+        return Proposals(ranked_BNK, HostMasks(packed, table_NW))
 
     def _run(
         self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...], *, draft_prefill: bool

@@ -53,14 +53,23 @@ class TokenMasks:
 
     def prepare(self) -> None:
         """Compute the masks of all verified nodes of guided sequences and copy them to the device."""
+        rows_BN, table_NW = self.verified()
+        device = self._texts.roots_B.device
+        self._row_BN = torch.from_numpy(rows_BN).to(device, non_blocking=True)
+        self._table_NW = torch.from_numpy(table_NW.view(np.int32)).to(device, non_blocking=True)
+
+    def verified(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Compute the masks of all verified nodes. Call `load_tokens` before.
+
+        Returns:
+            The mask of each node [B, N], as a row of the masks [M, W], whose first one allows all tokens.
+        """
         rows, table = np.zeros(self._forest.parents_BN.shape, dtype=np.int64), [self._all]
         for b in self._tokens:
             for node in range(self._forest.trees[b].verified):
                 rows[b, node] = len(table)
                 table.append(self._mask(b, node, self._tokens[b]))
-        device = self._texts.roots_B.device
-        self._row_BN = torch.from_numpy(rows).to(device, non_blocking=True)
-        self._table_NW = torch.from_numpy(np.stack(table).view(np.int32)).to(device, non_blocking=True)
+        return rows, np.stack(table)
 
     def blocked(self, at: Nodes) -> Tensor:
         """Return the tokens [R, V] that these nodes must not choose, as bool; none for sequences without a grammar."""

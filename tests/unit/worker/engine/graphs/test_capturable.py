@@ -11,13 +11,19 @@ from typing import Any, Self
 
 import pytest
 import torch
+from char_tokenizer import END, tokenizer_json
 from small_llama import NoisedCopy, engine_of, networks, plan_of, submit, texts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.graphs.adjustment import Adjustment
 from specdecode_worker.engine.graphs.capture_backends import Captured, Work
 from specdecode_worker.engine.graphs.captured_step import CapturedStep
+from specdecode_worker.engine.graphs.graph_key import NO_FEATURES
+from specdecode_worker.engine.graphs.graph_logprobs import LogprobOutputs
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.guided.grammars import regex_grammar
 
 WAITING = (
     "aten._local_scalar_dense",
@@ -121,11 +127,16 @@ class WatchingBackend:
                     assert one == two, "two steps of one key make the same calls"
 
 
-def run(shape: str, *, pipelined: bool = False) -> tuple[Engine, WatchingBackend]:
+def run(shape: str, *, pipelined: bool = False, grammar: str = "", **fields: Any) -> tuple[Engine, WatchingBackend]:
+    """Serve four requests. Two of them have a grammar and the other sampling fields."""
     backend = WatchingBackend()
-    engine = engine_of(networks(torch.float64), backend=backend, rows=(2, 4), pipelined=pipelined)
+    compiler = GrammarCompiler(tokenizer_json, 61, (END,)) if grammar else None
+    eos = (END,) if grammar else ()
+    pair = networks(torch.float64)
+    engine = engine_of(pair, backend=backend, rows=(2, 4), pipelined=pipelined, grammars=compiler, eos_token_ids=eos)
     engine.set_plan(plan_of(shape))
-    texts(engine, [submit(i, sampled=i % 2 == 0, tokens=6 + 3 * i) for i in range(4)])
+    asked: dict[str, Any] = {**fields, "grammar": grammar}
+    texts(engine, [submit(i, sampled=i % 2 == 0, tokens=6 + 3 * i, **(asked if i > 1 else {})) for i in range(4)])
     return engine, backend
 
 
@@ -135,6 +146,24 @@ def test_two_steps_of_one_key_make_the_same_calls(shape: str, pipelined: bool) -
     assert engine._graphs is not None
     assert engine._graphs.replayed > 5
     assert max(map(len, backend.traces)) > 3, "steps with more and fewer rows, and other sampling parameters"
+    backend.check()
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "penalties": {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((3, 1.0),)},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": (1, 2)},
+    "logprobs": {"logprobs": 3},
+    "grammar": {"grammar": regex_grammar("[a-f]{3,9}(-[0-9]{2})+"), "presence_penalty": 0.3},
+}
+
+
+@pytest.mark.parametrize("shape", ["none", "tree:2,2,1"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_two_steps_with_a_feature_make_the_same_calls(feature: str, shape: str) -> None:
+    engine, backend = run(shape, **FEATURES[feature])
+    assert engine._graphs is not None
+    assert set(engine._graphs.eager) == {"prefill"}
+    assert any(key.features != NO_FEATURES for key in engine._graphs._graphs)
     backend.check()
 
 
@@ -172,6 +201,8 @@ BUGS: dict[str, tuple[type, str, Callable[..., Any], str]] = {
         "waits|by a mask",
     ),
     "the host's numbers": (CapturedStep, "_verified", lambda self, rows: torch.tensor([1, 2]), "waits"),
+    "in the penalties": (Adjustment, "_counted", lambda self, counts, nodes: counts.answer_BV.max().item(), "waits"),
+    "in the logprobs": (LogprobOutputs, "write", lambda self, logits, *_: logits[logits > 0], "waits|by a mask"),
     "in the draft": (NoisedCopy, "logits", lambda self, hidden_TE: bool(hidden_TE.sum() > 0), "waits"),
     "a size of the host's": (CapturedStep, "_verified", _by_the_host, "the same calls"),
 }
@@ -180,5 +211,6 @@ BUGS: dict[str, tuple[type, str, Callable[..., Any], str]] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_detected(bug: str) -> None:
     kind, method, code, words = BUGS[bug]
+    fields: dict[str, Any] = {"presence_penalty": 0.5, "logprobs": 1} if kind in (Adjustment, LogprobOutputs) else {}
     with planted(kind, method, code), pytest.raises(AssertionError, match=words):
-        run("chain:2")[1].check()
+        run("chain:2", **fields)[1].check()

@@ -10,11 +10,11 @@ from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_worker.contract import EngineConfig, TreeShape
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
-from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey, key_of, row_buckets
+from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey, key_of, key_outside, row_buckets
 from specdecode_worker.engine.graphs.static_inputs import Layout
 from specdecode_worker.engine.graphs.tree_tables import shapes, topology
 from specdecode_worker.engine.memory.model_inventory import graph_rows
-from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
+from specdecode_worker.speculation.trees import PLAIN, Tree, given_chain, tree_of
 
 CHAIN, TREE = tree_of(TreeShape.chain(3)), tree_of(TreeShape.parse("tree:3,2,1"))
 
@@ -28,7 +28,7 @@ def test_row_buckets_reach_the_most_rows() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "some"),
-    [({}, True), ({"enforce_eager": True}, False), ({"sampler": "mss"}, False), ({"tensor_parallel_size": 2}, False)],
+    [({}, True), ({"enforce_eager": True}, False), ({"sampler": "mss"}, True), ({"tensor_parallel_size": 2}, False)],
 )
 def test_which_configs_capture_graphs(changed: dict[str, object], some: bool) -> None:
     assert bool(graph_rows(EngineConfig.model_validate(changed))) == some
@@ -41,6 +41,13 @@ def test_key_depends_on_buckets_and_not_on_trees() -> None:
     assert key_of(4, [TREE, CHAIN], 1, cuts=False) == GraphKey(4, 16, 3, 8)
     assert key_of(4, [CHAIN], 7, cuts=False) == GraphKey(4, 7, 3, 1), "the draft catches up"
     assert key_of(4, [CHAIN], 65, cuts=False) is None
+
+
+def test_key_of_a_step_that_is_drafted_before_its_graph() -> None:
+    assert key_outside(4, [PLAIN], cuts=False) == GraphKey(4, 1)
+    key = key_outside(4, [CHAIN, TREE], cuts=True)
+    assert (key.tokens_per_row, key.passes, key.outside, key.depth, key.draft) == (16, 0, 3, 3, "")
+    assert key_outside(2, [given_chain(5)], cuts=False).depth == 6, "forced tokens share a bucket of depths"
 
 
 @pytest.mark.parametrize("trees", [(CHAIN,), (TREE, PLAIN), (PLAIN, CHAIN, TREE, CHAIN)], ids=len)
@@ -93,11 +100,3 @@ def test_graphs_of_the_plan_are_captured_at_once_and_others_after_repeated_use()
         engine.step()
     assert graphs.eager["new"] == 2, "twice eagerly, then it is captured"
     assert len(graphs) == before + 1
-
-
-def test_more_rows_than_any_bucket_run_eagerly() -> None:
-    engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(1,))
-    engine.set_plan(plan_of("none"))
-    texts(engine, [submit(i, sampled=False, tokens=8) for i in range(3)])
-    assert engine._graphs is not None
-    assert engine._graphs.eager["size"] > 0

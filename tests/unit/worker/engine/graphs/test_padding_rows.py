@@ -27,9 +27,22 @@ def poison(engine: Engine) -> None:
     state.length_S[state.padding_slot] = 10**9
 
 
-@pytest.mark.parametrize(("shape", "sampled"), [("none", True), ("chain:3", False), ("tree:2,2,1", True)])
-def test_poison_in_padding_changes_nothing(shape: str, sampled: bool) -> None:
-    requests = [submit(i, sampled=sampled, tokens=14 + i) for i in range(3)]
+ADJUSTED = {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((3, 1.0),), "logprobs": 2}
+
+
+@pytest.mark.parametrize(
+    ("shape", "sampled", "fields"),
+    [
+        ("none", True, {}),
+        ("chain:3", False, {}),
+        ("tree:2,2,1", True, {}),
+        ("none", False, ADJUSTED),
+        ("tree:2,2,1", True, ADJUSTED),
+    ],
+    ids=["plain", "chain", "tree", "plain-adjusted", "tree-adjusted"],
+)
+def test_poison_in_padding_changes_nothing(shape: str, sampled: bool, fields: dict[str, Any]) -> None:
+    requests = [submit(i, sampled=sampled, tokens=14 + i, **fields) for i in range(3)]
     outputs = []
     for poisoned in (False, True):
         engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(4,))

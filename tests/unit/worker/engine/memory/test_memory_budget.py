@@ -88,11 +88,14 @@ def test_llama_8b_on_80_gib_by_hand() -> None:
 def test_graphs_reduce_the_memory_left_for_keys() -> None:
     """Graphs reduce the memory that is left for keys.
 
-    Their pool holds the largest captured step: 128 tokens of the widest layer, logits and states.
+    Their pool holds the largest captured step: 128 tokens of the widest layer, logits and states; 64 rows of adjusted
+    logits; the counts of 17 texts; and a mask of every packed token.
     """
     without, memory_budget = budget(), budget(graph_rows=16)
     widest = 4 * 4096 + 4 * memory_budget.target.intermediate_size
-    pool = 128 * 2 * (widest + 2 * memory_budget.target.vocab_size + 3 * 4096)
+    vocab_size = memory_budget.target.vocab_size
+    pool = 128 * 2 * (widest + 2 * vocab_size + 3 * 4096) + 64 * vocab_size * 24 + 17 * vocab_size * 9
+    pool += (memory_budget.bounds.max_num_batched_tokens + 1) * vocab_size // 8
     assert memory_budget.graphs == pool + MOST_GRAPHS * (GRAPH_BYTES + 16 * GRAPH_TABLE_BYTES)
     assert memory_budget.kv_bytes_left == without.kv_bytes_left - memory_budget.graphs
     assert (without.graphs, budget(graph_rows=16, kind="cpu").graphs) == (0, 0)

@@ -110,7 +110,7 @@ def test_accepted_keys_move_behind_the_prefix_and_others_stay() -> None:
     paged.data.copy_(torch.arange(paged.data.numel()).view_as(paged.data))
     before = paged.data.flatten(2, 3).clone()
     state = DeviceState(2, 64, torch.float64, CPU)
-    state.set_blocks(1, [4, 2])
+    state.set_blocks([1, 1], [0, 1], [4, 2])
     state.length_S[1] = 14
     outcome = Outcome(torch.tensor([[7, 8, 9]]), torch.tensor([2]), torch.tensor([[2, 4]]), torch.full((1, 3), -1))
     roots = Roots(torch.tensor([1]), state.block_table_SM[[1]], torch.tensor([14]), torch.tensor([0]))

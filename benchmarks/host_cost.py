@@ -1,0 +1,182 @@
+"""Host milliseconds of a decode step on a stand-in device: `host_cost.py [--against CHECKOUT] [--profile CASE]`.
+
+The engine runs its own host code: scheduling, choice of shapes, tables of the graph, reading and recording. The graph
+itself does nothing, so every step emits all tokens of its trees. The figure is the CPU time of the engine's thread, so
+that other processes on the machine do not count. Copies to a GPU are copies between two buffers of the host here.
+
+With ``--against``, the host code of another checkout is measured too, in turn with this one, round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CASES = {"plain, 16 rows": ("none", 16), "chain:5, 16 rows": ("chain:5", 16),
+         "plain, 64 rows": ("none", 64), "chain:5, 64 rows": ("chain:5", 64)}  # fmt: skip
+PROMPT_TOKENS, WARM_STEPS, STEPS, ROUNDS = 256, 20, 200, 5
+MAX_LENGTH = 2048
+SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,
+                         "num_attention_heads": 1, "num_key_value_heads": 1,
+                         "max_position_embeddings": MAX_LENGTH}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NoDevice:
+    """Capture backend whose graphs do nothing. Their output says that every node of a chain was accepted."""
+
+    def capture(self, work: Any) -> Any:
+        import torch
+
+        from specdecode_worker.engine.graphs.capture_backends import Captured
+
+        step = work.__self__
+        depth = step.key.passes
+        step.out[:, depth + 1 : 2 * depth + 1] = torch.arange(1, depth + 1)  # the path; tokens and ranks are 0
+        step.out[:, -1] = depth
+        if not depth:
+            step.out[:, 1] = -1  # nothing was ranked
+        return Captured(lambda: None)
+
+    def clear(self) -> None:
+        """Do nothing."""
+
+
+def engine_of(rows: int) -> Any:
+    """Return an engine of ``rows`` sequences over tiny networks, whose steps are launched ahead as on a GPU."""
+    import torch
+
+    from specdecode_worker.contract import DraftState
+    from specdecode_worker.engine.drafts.draft_loader import paged_cache
+    from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadedDraft
+    from specdecode_worker.engine.drafts.eagle import EagleDrafter
+    from specdecode_worker.engine.engine import Engine, EngineParts
+    from specdecode_worker.engine.graphs.step_graphs import StepGraphs
+    from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
+    from specdecode_worker.engine.scheduler import Limits, Scheduler
+    from specdecode_worker.engine.shape_selector import ShapeSelector
+    from specdecode_worker.engine.stats.report_builder import WorkerIdentity
+    from specdecode_worker.engine.step.device_state import DeviceState
+    from specdecode_worker.engine.step.target_pass import Target
+    from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
+    from specdecode_worker.models.networks.eagle3 import Eagle3Head
+    from specdecode_worker.models.networks.llama import Llama
+    from specdecode_worker.speculation.dispatch import Dispatcher
+
+    cpu, blocks = torch.device("cpu"), rows * (MAX_LENGTH // BLOCK_SIZE + 2) + 1
+    target = Llama(llama_config(SHAPE)).requires_grad_(False)
+    head_shape = {**SHAPE, "num_hidden_layers": 1, "draft_vocab_size": SHAPE["vocab_size"],
+                  "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}  # fmt: skip
+    head = Eagle3Head(eagle3_config(head_shape, target.config), target.model.embed_tokens).requires_grad_(False)
+    state = DeviceState(rows, MAX_LENGTH, torch.float32, cpu)
+    cache = paged_cache(target.config, SHAPE["num_hidden_layers"], blocks, torch.float32, cpu)
+    own = paged_cache(target.config, 1, blocks, torch.float32, cpu)
+    drafter = EagleDrafter(head, None, own, state, MAX_LENGTH)
+    loaded = LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))
+    registry = DraftRegistry({"": loaded}, state, target.config.hidden_size)
+    passes, budget = Target(target, cache, state), 2048
+    graphs = StepGraphs(passes, registry, state, NoDevice(), rows=(rows,), max_tokens=budget, capture_after_steps=1)
+    parts = EngineParts(
+        scheduler=Scheduler(Limits(rows, budget), BlockPool(blocks), prefix_caching=True),
+        target=passes,
+        drafts=registry,
+        state=state,
+        shape_selector=ShapeSelector(Dispatcher("", "d"), registry),
+        graphs=graphs,
+    )
+    identity = WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=rows)
+    return Engine(parts, identity, max_model_len=MAX_LENGTH, eos_token_ids=(), pipelined=True)
+
+
+def running(shape: str, rows: int) -> Any:
+    """Return an engine that decodes ``rows`` requests, half of them sampled, past its first steps."""
+    from specdecode_worker.contract import Plan, TreeShape
+    from specdecode_worker.engine.ipc.messages import Sampling, Submit
+
+    engine = engine_of(rows)
+    engine.set_plan(Plan(draft="d", version=1, initial=TreeShape.parse(shape), explore=0, guard=True))
+    for i in range(rows):
+        sampling = Sampling(
+            max_tokens=MAX_LENGTH - PROMPT_TOKENS - 1, seed=i, temperature=float(i % 2), ignore_eos=True
+        )
+        engine.add(Submit(request_id=str(i), prompt=tuple((i * 7 + k) % 61 for k in range(PROMPT_TOKENS)),
+                          sampling=sampling, task="t"))  # fmt: skip
+    while engine._graphs.replayed < WARM_STEPS:
+        engine.step()
+    return engine
+
+
+def measure(shape: str, rows: int) -> float:
+    """Return the median milliseconds of CPU time of a step."""
+    engine, times = running(shape, rows), []
+    before = engine._graphs.replayed
+    for _ in range(STEPS):
+        begin = time.thread_time()
+        engine.step()
+        times.append(time.thread_time() - begin)
+    assert engine._graphs.replayed - before > 0.75 * STEPS, "steps must be graphs"
+    return 1e3 * statistics.median(times)
+
+
+def profile(name: str) -> None:
+    """Print where the time of a step goes."""
+    engine = running(*CASES[name])
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(STEPS):
+        engine.step()
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+
+
+def in_process(checkout: Path) -> dict[str, float]:
+    """Measure all cases with the code of a checkout, in a process of its own."""
+    path = os.pathsep.join(str(checkout / part) for part in ("worker", "kernels"))
+    command = [sys.executable, __file__, "--once"]
+    ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True, text=True)
+    figures: dict[str, float] = json.loads(ran.stdout)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", type=Path, help="checkout to compare with")
+    parser.add_argument("--profile", choices=CASES, help="print a profile of one case")
+    parser.add_argument("--once", action="store_true", help="measure once with the code on PYTHONPATH")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    args = parser.parse_args()
+    if args.profile:
+        profile(args.profile)
+        return
+    if args.once:
+        print(json.dumps({name: measure(*case) for name, case in CASES.items()}))
+        return
+    checkouts = {"now": ROOT, **({"before": args.against.resolve()} if args.against else {})}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+    for index in range(args.rounds):
+        for name in sorted(checkouts, reverse=bool(index % 2)):
+            rounds[name].append(in_process(checkouts[name]))
+    table = {
+        case: {name: round(statistics.median(one[case] for one in measured), 3) for name, measured in rounds.items()}
+        for case in CASES
+    }
+    print(
+        json.dumps(
+            {"unit": "milliseconds of CPU time of a step, median", "rounds": args.rounds, "cases": table}, indent=1
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Static inputs of a step: after any steps before, the tables are those of the last step, and little is copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_llama import submit
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.graphs import step_inputs
+from specdecode_worker.engine.graphs.graph_key import Features, GraphKey
+from specdecode_worker.engine.graphs.row_tables import CatchUp
+from specdecode_worker.engine.graphs.static_inputs import StagedTensor
+from specdecode_worker.engine.graphs.step_inputs import StepInputs
+from specdecode_worker.engine.request import Request
+from specdecode_worker.speculation.trees import PLAIN, tree_of
+
+CPU, PADDING_SLOT = torch.device("cpu"), 9
+CHAIN, TREE = tree_of(TreeShape.chain(2)), tree_of(TreeShape.levels(2, 1))
+KEY = GraphKey(4, 6, passes=2, width=2, cuts=True, features=Features(adjusts=8, history=64))
+
+
+def requests(*slots: int, **sampling: Any) -> list[Request]:
+    rows = [Request.of(submit(slot, sampled=True, tokens=9, **sampling), (), arrived_seconds=0.0) for slot in slots]
+    for slot, request in zip(slots, rows, strict=True):
+        request.slot = slot
+    return rows
+
+
+def unblocked(one: Request) -> Request:
+    """Return the request as it is once ``min_tokens`` have been emitted."""
+    one.sampling_params = replace(one.sampling_params, min_tokens=0)
+    return one
+
+
+BLOCKED = requests(0, 1, min_tokens=4, stop_token_ids=(3,))
+STEPS: dict[str, tuple[Any, ...]] = {
+    "first": ((CHAIN, CHAIN), requests(0, 1), CatchUp((1, 3), (1, 5)), None),
+    "other catch-up": ((CHAIN, CHAIN), requests(0, 1), CatchUp((2, 0), (1, 1)), None),
+    "other trees": ((CHAIN, TREE), requests(0, 1), CatchUp((1, 3), (1, 5)), None),
+    "other slots": ((CHAIN, CHAIN), requests(1, 0), CatchUp((1, 3), (1, 5)), None),
+    "other sampling": ((CHAIN, CHAIN), requests(0, 1, presence_penalty=0.5), CatchUp((1, 3), (1, 5)), None),
+    "blocked": ((CHAIN, CHAIN), BLOCKED, CatchUp((1, 3), (1, 5)), None),
+    "fewer rows": ((TREE,), requests(3), CatchUp((4,), (2,)), None),
+    "limits": ((CHAIN, CHAIN), requests(0, 1), CatchUp((1, 3), (1, 5)), (0, 2)),
+    "plain": ((PLAIN, CHAIN, PLAIN), requests(2, 3, 4), CatchUp((0, 1, 0), (1, 1, 1)), None),
+}
+
+
+def written(*steps: tuple[Any, ...]) -> dict[str, list[Any]]:
+    inputs = StepInputs(KEY, PADDING_SLOT, CPU)
+    for step in steps:
+        inputs.write(*step)
+    return {name: table.tolist() for name, table in inputs.at.items()}
+
+
+@pytest.mark.parametrize("last", STEPS)
+@pytest.mark.parametrize("before", STEPS)
+def test_tables_are_those_of_the_last_step(before: str, last: str) -> None:
+    assert written(STEPS[before], STEPS[last], STEPS[before], STEPS[last]) == written(STEPS[last])
+
+
+def test_a_request_whose_parameters_change_is_written_again() -> None:
+    one = requests(0, min_tokens=4, stop_token_ids=(3,))
+    inputs = StepInputs(KEY, PADDING_SLOT, CPU)
+    inputs.write((CHAIN,), one, CatchUp((1,), (1,)), None)
+    assert inputs.at["min_tokens"][0] == 4
+    inputs.write((CHAIN,), [unblocked(one[0])], CatchUp((1,), (1,)), None)
+    assert inputs.at["min_tokens"][0] == 0
+
+
+def test_catch_up_tables_by_hand() -> None:
+    at = written(STEPS["first"])
+    assert at["catch_start"] == [0, 1, 4, 4, 4]
+    assert at["catch_sequence"] == [0, 1, 1, 1] + [4] * 20
+    assert at["catch_offset"] == [0, -2, -1, 0] + [0] * 20
+    assert at["catch_base"] == [0, -2, 1, 1, 1]
+    assert at["catch_last"] == [0, 3, 3, 3]
+    assert at["key_start"] == [1, 5, 0, 0, 0]
+
+
+def test_what_stays_the_same_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[StagedTensor] = []
+    queue = StagedTensor.queue
+    monkeypatch.setattr(StagedTensor, "queue", lambda self, size=None: (copies.append(self), queue(self, size)))
+    drafting, plain = StepInputs(KEY, PADDING_SLOT, CPU), StepInputs(GraphKey(2, 1), PADDING_SLOT, CPU)
+    trees, rows, *_ = STEPS["first"]
+    counts = []
+    for inputs, these in ((drafting, trees), (plain, (PLAIN, PLAIN))):
+        for _ in range(3):
+            copies.clear()
+            inputs.write(these, rows, CatchUp((1, 3), (1, 5)), None)
+            counts.append(len(copies))
+    assert counts == [4, 1, 1, 3, 0, 0]
+
+
+def test_a_planted_bug_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of another batch would be used if equal slots were enough to skip the copy."""
+
+    class Careless(list[Any]):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, list) and len(other) == len(self)
+
+        __hash__ = None  # type: ignore[assignment]
+
+    right = step_inputs.StepInputs.write
+
+    def wrong(self: StepInputs, *args: Any) -> None:
+        right(self, *args)
+        if self._written_rows is not None:
+            self._written_rows = (Careless(self._written_rows[0]), *self._written_rows[1:])
+
+    monkeypatch.setattr(step_inputs.StepInputs, "write", wrong)
+    assert written(STEPS["first"], STEPS["other sampling"]) != written(STEPS["other sampling"])

@@ -1,0 +1,169 @@
+"""Decision whether a graph can run a step, which one, and which part of the step runs outside of it.
+
+`StepPlanner.plan` is the only place that sends a step to the eager path, apart from graphs that are not captured
+(`EagerReason.NEW` and `LIMIT`, which `StepGraphs` adds). docs/gpu.md explains every reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
+from specdecode_worker.engine.drafts.drafter import PagedDrafter
+from specdecode_worker.engine.graphs.feature_tables import WIDTHS, width_of
+from specdecode_worker.engine.graphs.graph_key import NO_FEATURES, Features, GraphKey, at_least, key_of, key_outside
+from specdecode_worker.engine.graphs.row_tables import CatchUp
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.step.logprobs import LEAST_TOP
+from specdecode_worker.speculation.sampling.params import SamplingParams
+
+HISTORIES = (1024, 4096, 16384, 65536)
+"""Numbers of text positions that graphs with penalties count tokens in; the longest text is another one."""
+
+
+class EagerReason(StrEnum):
+    """Reason why no graph runs a step."""
+
+    PREFILL = "prefill"
+    """A row is a chunk of a prompt."""
+    SAMPLER = "sampler"
+    """A row is sampled by a sampler other than ``coupled``."""
+    BIAS = "bias"
+    """A request has more biased or blocked tokens than the tables have columns."""
+    LOGPROBS = "logprobs"
+    """A request wants more log-probabilities than the tables have columns."""
+    SIZE = "size"
+    """More rows than the largest bucket, or more packed tokens than a graph may have."""
+    NEW = "new"
+    """The graph is not captured yet."""
+    LIMIT = "limit"
+    """The graph is not captured, and no further one may be."""
+
+
+class OutsideReason(StrEnum):
+    """Reason why the draft passes of a step run before its graph, which then only verifies."""
+
+    GRAMMAR = "grammar"
+    """The masks of a grammar, or the tokens that it forces, follow from drafted tokens on the host."""
+    METHOD = "method"
+    """The passes of the draft's method are not captured."""
+    SEVERAL = "several"
+    """Several drafts run."""
+    CATCH_UP = "catch-up"
+    """No row drafts, but a draft must process tokens before it loses the states that it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Graph that can run a step.
+
+    ``drafter`` runs in the graph and catches up with ``catch_up``; it is None if no draft does. ``outside`` is the
+    reason why drafts run before the graph, None if they do not.
+    """
+
+    key: GraphKey
+    catch_up: CatchUp = field(default_factory=CatchUp)
+    drafter: PagedDrafter | None = None
+    outside: OutsideReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """Draft that runs in a step, and the indices of the rows that it runs for."""
+
+    name: str
+    drafter: PagedDrafter
+    rows: list[int]
+
+
+class StepPlanner:
+    """Planner of steps.
+
+    Args of the constructor: loaded drafts, row buckets of graphs, most packed tokens of a graph, longest text with its
+    tree, and whether the sampler is ``coupled``.
+    """
+
+    def __init__(
+        self, drafts: DraftRegistry, rows: Sequence[int], max_tokens: int, longest_text: int, *, coupled: bool
+    ) -> None:
+        self._drafts, self._rows, self._max_tokens, self._coupled = drafts, tuple(rows), max_tokens, coupled
+        self._histories = (*(size for size in HISTORIES if size < longest_text), longest_text)
+
+    def plan(self, rows: Sequence[Row]) -> StepPlan | EagerReason:
+        """Return the graph that can run ``rows``, or the reason why none can. Changes nothing."""
+        if rows[-1].is_chunk or any(row.is_chunk for row in rows):
+            return EagerReason.PREFILL
+        batch = [row.request.sampling_params for row in rows]
+        if not self._coupled and not all(params.greedy for params in batch):
+            return EagerReason.SAMPLER
+        bucket = at_least(len(rows), self._rows)
+        if bucket is None:
+            return EagerReason.SIZE
+        features = self._features(rows, batch)
+        if isinstance(features, EagerReason):
+            return features
+        cuts = any(params.truncated and not params.greedy for params in batch)
+        plan = self._plan(rows, bucket, features, cuts=cuts)
+        return EagerReason.SIZE if plan is None or plan.key.tokens > self._max_tokens else plan
+
+    def _features(self, rows: Sequence[Row], batch: Sequence[SamplingParams]) -> Features | EagerReason:
+        """Return the optional parts of the step, or the reason why a graph cannot have them."""
+        tops = [top for row in rows if (top := row.request.submit.sampling.logprobs) is not None]
+        if max(tops, default=0) > LEAST_TOP:
+            return EagerReason.LOGPROBS
+        if not any(params.adjusts for params in batch):
+            return Features(logprobs=True) if tops else NO_FEATURES
+        width = at_least(max(map(width_of, batch)), WIDTHS)
+        if width is None:
+            return EagerReason.BIAS
+        counts = any(params.counts for params in batch)
+        adjusts = counts or any(params.blocks or params.logit_bias for params in batch)
+        longest = 1 + max(row.request.cached_bound for row in rows)
+        history = (at_least(longest, self._histories) or 0) if counts else 0
+        masks = any(params.guided for params in batch)
+        return Features(width if adjusts else 0, history, masks, bool(tops))
+
+    def _plan(self, rows: Sequence[Row], bucket: int, features: Features, *, cuts: bool) -> StepPlan | None:
+        """Return the graph in a bucket of rows, None if a draft must catch up with more tokens than any graph has."""
+        trees = [row.tree for row in rows]
+        running = self._running(rows)
+        if (reason := self._outside(rows, running, features)) is not None:
+            return StepPlan(key_outside(bucket, trees, cuts=cuts, features=features), outside=reason)
+        counts = [0] * len(rows)
+        if not running:
+            key = key_of(bucket, trees, 0, cuts=cuts, features=features)
+            return None if key is None else StepPlan(key, CatchUp(tuple(counts)))
+        (draft,) = running
+        behind = draft.drafter.catch_up_counts([rows[b].request for b in draft.rows])
+        for b, count in zip(draft.rows, behind, strict=True):
+            counts[b] = count
+        key = key_of(bucket, trees, max(counts), cuts=cuts, draft=draft.name, features=features)
+        return None if key is None else StepPlan(key, CatchUp(tuple(counts)), draft.drafter)
+
+    def _outside(self, rows: Sequence[Row], running: Sequence[_Running], features: Features) -> OutsideReason | None:
+        """Return the reason why drafts run before the graph, None if they run in it or not at all."""
+        drafted = [row for row in rows if row.tree.drafted_depth]
+        if any(row.tree.given for row in rows) or features.masks:
+            return OutsideReason.GRAMMAR
+        paged = self._drafts.paged()
+        if any(self._drafts.name_of(row.request) not in paged for row in drafted):
+            return OutsideReason.METHOD
+        if len(running) > 1:
+            return OutsideReason.SEVERAL
+        if not drafted:
+            return OutsideReason.CATCH_UP if running else None
+        return OutsideReason.METHOD if running[0].drafter.parallel else None
+
+    def _running(self, rows: Sequence[Row]) -> list[_Running]:
+        """Return the drafts with a cache that run in a step, to draft or to catch up."""
+        paged = self._drafts.paged()
+        names = [self._drafts.name_of(row.request) for row in rows] if paged else []
+        running = []
+        for name, drafter in paged.items():
+            mine = [b for b, owner in enumerate(names) if owner == name]
+            behind = drafter.drafting([rows[b] for b in mine], [rows[b].tree for b in mine])
+            if behind:
+                running.append(_Running(name, drafter, [mine[index] for index in behind]))
+        return running
