@@ -162,9 +162,20 @@ def test_heads_load_for_a_fused_target(folders: Folders, load: Load, target: Lla
     assert isinstance(load("eagle3", folders["eagle3"]), Eagle3Head)
 
 
-def test_draft_model_with_another_tokenizer_is_refused(folders: Folders, load: Load, target_folder: Path) -> None:
+def test_draft_model_with_other_added_tokens_keeps_its_rows(folders: Folders, load: Load, target_folder: Path) -> None:
     saved(folders["draft-model"], tokenizer(special=("<end>",)))
-    with pytest.raises(VocabularyMismatch, match="token 260 is '<end>' to the draft and '<eos>' to the target"):
+    draft = load("draft-model", folders["draft-model"])
+    assert isinstance(draft, Llama)
+    assert draft.vocabulary is not None
+    assert (draft.config.vocab_size, len(draft.vocabulary.draft_ids)) == (90, 97)
+    assert draft.vocabulary.target_ids.tolist() == list(range(90)), "the draft has no rows for the last tokens"
+    fuse(draft)
+    check_draft("draft-model", folders["draft-model"], target_folder)
+
+
+def test_draft_model_with_other_tokens_is_refused(folders: Folders, load: Load, target_folder: Path) -> None:
+    saved(folders["draft-model"], tokenizer(lowercase=True))
+    with pytest.raises(VocabularyMismatch, match="token 0 of the probe text"):
         load("draft-model", folders["draft-model"])
     with pytest.raises(VocabularyMismatch):
         check_draft("draft-model", folders["draft-model"], target_folder)
