@@ -12,10 +12,25 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from specdecode_worker.contract import Method
 from specdecode_worker.models.configs.model_config import llama_config, read_config
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.vocabulary_map import VocabularyMap
-from specdecode_worker.models.vocabulary.vocabulary_match import VocabularyMatch, match_vocabularies
+from specdecode_worker.models.vocabulary.vocabulary_match import (
+    TOKENIZER_FILE,
+    VocabularyMatch,
+    expect_same_ordinary_tokens,
+    match_vocabularies,
+)
+
+
+def expect_vocabulary(method: Method, folder: Path, target_folder: Path) -> None:
+    """Raise VocabularyMismatch if ``folder`` holds a head with the tokenizer of another target.
+
+    Most heads come without a tokenizer. They are checked by the shapes of their matrices alone.
+    """
+    if method != "draft-model" and (folder / TOKENIZER_FILE).is_file():
+        expect_same_ordinary_tokens(target_folder, folder)
 
 
 def match_draft_model(

@@ -12,7 +12,7 @@ import torch
 
 from specdecode_worker.contract import Method
 from specdecode_worker.models.checkpoints.dflash_weights import load_dflash, prepare_dflash
-from specdecode_worker.models.checkpoints.draft_vocabulary import match_draft_model, set_vocabulary
+from specdecode_worker.models.checkpoints.draft_vocabulary import expect_vocabulary, match_draft_model, set_vocabulary
 from specdecode_worker.models.checkpoints.peagle_weights import load_peagle, prepare_peagle
 from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
 from specdecode_worker.models.checkpoints.tensor_placement import Network, UnloadedNetwork
@@ -65,9 +65,10 @@ def load_draft(
     Raises:
         ConfigMismatch: config.json is unsupported, or made for a target of another shape.
         WeightMismatch: the tensors do not fit config.json.
-        VocabularyMismatch: a draft model cannot draft in the tokens of the target.
+        VocabularyMismatch: the draft cannot draft in the tokens of the target.
     """
     expect_method(method, folder)
+    expect_vocabulary(method, folder, target_folder)
     match method:
         case "eagle3":
             return load_eagle3(folder, target, dtype=dtype, device=device)
@@ -100,6 +101,7 @@ def build_meta_draft(
 ) -> Draft:
     """Return the network that `load_draft` would load, on the meta device, after the checks of `check_draft`."""
     expect_method(method, folder)
+    expect_vocabulary(method, folder, target_folder)
     match method:
         case "eagle3":
             return _checked_network(prepare_eagle3(folder, target))

@@ -20,6 +20,7 @@ class VocabularyMap(nn.Module):
 
     def __init__(self, match: VocabularyMatch, device: torch.device) -> None:
         super().__init__()
+        self.coverage = match.coverage
         pairs = sorted(match.proposals.items())
         for name, ids in (
             ("draft_ids", match.draft_ids),

@@ -7,7 +7,7 @@ as an EAGLE-3 head does with ``d2t``. The text stays in the target's own tokens;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +16,25 @@ from tokenizers import Tokenizer
 from specdecode_worker.models.errors import VocabularyMismatch
 from specdecode_worker.models.vocabulary.token_bytes import Vocabulary
 
-PROBE = """The quick brown fox -- isn't it? -- jumps over 13 lazy dogs, 1,024.50 times; e.g. "why"?
-In the middle of the internationalisation, they were thinking about nothing other than what the others had.
+TOKENIZER_FILE = "tokenizer.json"
+SAMPLE = """The committee met on Tuesday to discuss how much of the budget should go to repairing roads, and whether
+the new library could open before winter. "We have waited long enough," said the mayor, although nobody had asked. In
+the end they agreed on 1,250,000 dollars, 12.5 % more than last year. Please write a short summary of the text below.
 
-def f(x: int) -> list[str]:\n\treturn [f"{x:>04d}"] * 3   # trailing   spaces   \r\n
-SELECT name, COUNT(*) FROM t WHERE id <> 7 GROUP BY 1; <div class='a'>&amp;</div> \\frac{a}{b} https://x.org/?q=1&r=2
-Žluťoučký kůň, ﬁne e\u0301 vs é, größer, ИЮНЬ, 你好世界, こんにちは, 한국어, مرحبا, नमस्ते, 🤖👩\u200d💻 ½ ①
-\u00a0\u2003<s> </s> <unk> <|endoftext|> <|im_start|>user <|eot_id|> [INST] ünïcödé AAAAAAAAAA 0000000000 xX_yY-zZ"""
-"""Probe text: words, numbers, code, markup, scripts, composed and decomposed letters, spaces, special tokens."""
+def read_lines(path: str, limit: int = 100) -> list[str]:
+    # Return the first lines of a file.
+    with open(path, encoding="utf-8") as file:
+        return [line.rstrip() for index, line in enumerate(file) if index < limit]
+
+First, let x be the number of apples. Then 3x + 7 = 22, so x = 5. Therefore, the answer is 5.
+
+- Install the package: `pip install requests`
+- Send a request: {"name": "Anna", "items": [1, 2, 3], "active": true}
+"""
+"""Text whose tokens measure the coverage: prose, code, arithmetic and markup, as assistants write them."""
+MIN_COVERAGE = 0.5
+"""Least share of the target's tokens of `SAMPLE` that a draft must have. A draft with a share c, even if it is always
+right, has fewer than c / (1 - c) tokens accepted in a step; at one half that is a single token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,8 @@ class VocabularyMatch:
     """Draft's id for each id of the target: the token with the same bytes, or the substitute."""
     proposals: Mapping[int, int]
     """Target's id for each draft id that is proposed. No two draft ids have the same target id."""
+    coverage: float = 1.0
+    """Share of the target's tokens of a sample text that are proposed."""
 
 
 _Key = tuple[str, bytes]
@@ -64,46 +77,41 @@ def match_vocabularies(
         draft_size: Number of rows of the draft's embedding; ids beyond it are not used.
 
     Raises:
-        VocabularyMismatch: A tokenizer cannot be read, or they differ in other tokens than added ones.
+        VocabularyMismatch: A tokenizer cannot be read, or the draft has too few of the target's tokens.
     """
     target, draft = read_tokenizer(target_folder), read_tokenizer(draft_folder)
-    names = f"{draft_folder} cannot draft for {target_folder}"
-    expect_same_ordinary_tokens(target, draft, names)
     if _by_id(target) == _by_id(draft):
-        expect_same_splits(target, draft, names)
         return None
     ours, theirs = _tokens(target, target_size), _tokens(draft, draft_size)
-    return _matched(ours, theirs, target_size, _substitute(draft, draft_size))
+    draft_ids, proposals = _matched(ours, theirs, target_size, _substitute(draft, draft_size))
+    coverage = _coverage(target, target_size, set(proposals.values()))
+    if coverage < MIN_COVERAGE:
+        raise VocabularyMismatch(
+            f"{draft_folder} cannot draft for {target_folder}: it has {coverage:.0%} of the tokens that the target "
+            f"makes of a sample text, and {MIN_COVERAGE:.0%} are needed; take a draft model with a tokenizer that is "
+            "closer to the target's, a head (method eagle3), or the method suffix or ngram"
+        )
+    return VocabularyMatch(tuple(draft_ids), proposals, coverage)
 
 
-def expect_same_ordinary_tokens(target: Tokenizer, draft: Tokenizer, names: str) -> None:
+def expect_same_ordinary_tokens(target_folder: Path, draft_folder: Path) -> None:
     """Raise VocabularyMismatch, which names the first token that differs, unless only added tokens differ."""
+    target, draft = read_tokenizer(target_folder), read_tokenizer(draft_folder)
     ours, theirs = (_by_id(tokenizer) for tokenizer in (target, draft))
     our_added, their_added = (tokenizer.get_added_tokens_decoder() for tokenizer in (target, draft))
     for token_id in sorted(ours.keys() | theirs.keys()):
         added = token_id in our_added or token_id in their_added
         if not added and ours.get(token_id) != theirs.get(token_id):
             raise VocabularyMismatch(
-                f"{names}: token {token_id} is {_shown(theirs.get(token_id))} to the draft and "
-                f"{_shown(ours.get(token_id))} to the target"
-            )
-
-
-def expect_same_splits(target: Tokenizer, draft: Tokenizer, names: str) -> None:
-    """Raise VocabularyMismatch if the tokenizers split the probe text in different ways."""
-    encodings = (tokenizer.encode(PROBE, add_special_tokens=False) for tokenizer in (target, draft))
-    ours, theirs = (encoding.tokens for encoding in encodings)
-    for place, pair in enumerate(zip([*ours, None], [*theirs, None], strict=False)):
-        if pair[0] != pair[1]:
-            raise VocabularyMismatch(
-                f"{names}: token {place} of the probe text is {_shown(pair[1])} to the draft and {_shown(pair[0])} to "
-                "the target"
+                f"{draft_folder}: token {token_id} is {_shown(theirs.get(token_id))} to the draft and "
+                f"{_shown(ours.get(token_id))} to the target; a head works on the target's embeddings, so only a draft "
+                "of method draft-model may have another vocabulary"
             )
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
     """Read tokenizer.json without its padding and truncation. Raise VocabularyMismatch if that fails."""
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise VocabularyMismatch(f"{path} does not exist; without it nothing says which tokens target and draft share")
     try:
@@ -115,21 +123,24 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _matched(ours: Sequence[_Token], theirs: Sequence[_Token], target_size: int, substitute: int) -> VocabularyMatch:
+def _matched(
+    ours: Sequence[_Token], theirs: Sequence[_Token], size: int, substitute: int
+) -> tuple[list[int], dict[int, int]]:
+    """Return ``draft_ids`` and ``proposals`` of the match."""
     by_first, by_any = dict[_Key, int](), dict[_Key, int]()
     for token in theirs:
         by_first.setdefault(token.keys[0], token.id)
     for token in theirs:
         for key in token.keys[1:]:
             by_any.setdefault(key, token.id)
-    draft_ids, proposals = [substitute] * target_size, dict[int, int]()
+    draft_ids, proposals = [substitute] * size, dict[int, int]()
     # Tokens with an equal first key come first, so that the proposal of A is A and not the byte <0x41>.
     for token in sorted(ours, key=lambda token: token.keys[0] not in by_first):
         ids = (by_key[key] for by_key in (by_first, by_any) for key in token.keys if key in by_key)
         if (draft_id := next(ids, None)) is not None:
             draft_ids[token.id] = draft_id
             proposals.setdefault(draft_id, token.id)
-    return VocabularyMatch(tuple(draft_ids), proposals)
+    return draft_ids, proposals
 
 
 def _tokens(tokenizer: Tokenizer, size: int) -> list[_Token]:
@@ -144,6 +155,19 @@ def _tokens(tokenizer: Tokenizer, size: int) -> list[_Token]:
 
     ids = (i for i in sorted(_by_id(tokenizer)) if i < size)
     return [_Token(i, keys(i, data)) for i in ids if (data := vocabulary.bytes_of(i))]
+
+
+def _coverage(target: Tokenizer, size: int, proposed: Collection[int]) -> float:
+    """Return the share of the target's tokens of `SAMPLE` that are in ``proposed``.
+
+    A tokenizer that makes no tokens of it counts by its vocabulary.
+    """
+    try:
+        ids = target.encode(SAMPLE, add_special_tokens=False).ids
+    except Exception:  # the library raises no narrower type
+        ids = []
+    counted = [i for i in ids if i < size] or [i for i in _by_id(target) if i < size]
+    return sum(i in proposed for i in counted) / max(len(counted), 1)
 
 
 def _substitute(draft: Tokenizer, size: int) -> int:

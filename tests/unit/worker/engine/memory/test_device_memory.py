@@ -205,7 +205,7 @@ def test_a_mismatched_draft_takes_no_memory_and_is_reported_as_at_loading(tmp_pa
 def test_a_draft_for_another_target_is_reported_with_its_field(tmp_path: Path, target: Path) -> None:
     other = write_head(tmp_path / "other", target={"vocab_size": 98}, vocab_size=98)
     verdict = make_verdict(take_inventory(config_of(target, other), Path, CPU))
-    assert verdict.draft_problem == "the draft's vocab_size is 98, the target's 97"
+    assert (verdict.draft_problem or "").startswith("the draft's vocab_size is 98, the target's 97; a head works on")
 
 
 def small_device(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tokens import saved, tokenizer
 
-from specdecode_worker.models.checkpoints.draft_vocabulary import fit_vocabulary, set_vocabulary
+from specdecode_worker.models.checkpoints.draft_vocabulary import expect_vocabulary, fit_vocabulary, set_vocabulary
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.errors import VocabularyMismatch
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.vocabulary.vocabulary_match import PROBE, VocabularyMatch, match_vocabularies
+from specdecode_worker.models.vocabulary.vocabulary_match import (
+    MIN_COVERAGE,
+    SAMPLE,
+    VocabularyMatch,
+    match_vocabularies,
+)
 
 TOKENS = torch.randint(0, 90, (11,), generator=torch.Generator().manual_seed(4))
 
@@ -87,20 +94,76 @@ def test_ids_without_a_row_are_not_used(tmp_path: Path) -> None:
     assert {draft: target for draft, target in tables.proposals.items() if draft >= 260} == {262: 265, 263: 264}
 
 
-def test_another_ordinary_token_is_named(tmp_path: Path) -> None:
-    draft = tokenizer(extra=("zz",))
-    with pytest.raises(VocabularyMismatch, match="token 260 is 'zz' to the draft and nothing to the target"):
-        match(tmp_path, tokenizer(special=()), draft)
+def sentencepiece(words: Sequence[str], special: Sequence[str] = ("<unk>", "</s>")) -> Tokenizer:
+    """Return a tokenizer that writes spaces as ``▁`` and has all bytes, then ``words``, as ids after ``special``."""
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    model = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], byte_fallback=True))
+    model.normalizer = normalizers.Replace(" ", "▁")
+    model.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    model.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return model
 
 
-def test_different_tokenizer_rules_are_detected_by_the_probe_text(tmp_path: Path) -> None:
-    """Tokenizers with equal vocabularies but different normalizers or merges are refused."""
-    with pytest.raises(VocabularyMismatch, match="token 0 of the probe text is 'the' to the draft and 'T' to"):
-        match(tmp_path, tokenizer(), tokenizer(lowercase=True))
-    fewer = tokenizer(merges=[("t", "h"), ("i", "n")])
-    place = tokenizer().encode(PROBE).tokens.index("Ġthe")
-    with pytest.raises(VocabularyMismatch, match=f"token {place} of the probe text is 'Ġ' to the draft and 'Ġthe'"):
-        match(tmp_path, tokenizer(), fewer)
+def test_tokens_of_another_kind_of_tokenizer_match_by_their_bytes(tmp_path: Path) -> None:
+    """``▁the`` is ``Ġthe``, and a byte such as ``<0x0A>`` is the byte-level token of a line break."""
+    target, draft = tokenizer(), sentencepiece(["▁the", "▁", "in", "A", "zebra"])
+    tables = match(tmp_path, target, draft)
+    assert tables is not None
+    theirs = {"Ġthe": "▁the", "Ġ": "▁", "in": "in", "A": "A", "Ċ": "<0x0A>", "z": "<0x7A>", "Ã": "<0xC3>"}
+    for ours, wanted in theirs.items():
+        assert draft.id_to_token(tables.draft_ids[target.token_to_id(ours)]) == wanted
+        assert tables.proposals[draft.token_to_id(wanted)] == target.token_to_id(ours)
+    assert draft.token_to_id("<0x41>") not in tables.proposals, "A is proposed by the token of that text"
+    assert draft.token_to_id("zebra") not in tables.proposals
+    assert {draft.id_to_token(tables.draft_ids[target.token_to_id(name)]) for name in ("th", "the", "<eos>")} == {
+        "<unk>"
+    }
+    assert len(tables.proposals) == 258
+
+
+def test_both_forms_of_a_byte_stay_distinct(tmp_path: Path) -> None:
+    tables = match(tmp_path, sentencepiece(["A", "B"]), sentencepiece(["B", "A"]))
+    assert tables is not None
+    assert tables.proposals == {**{i: i for i in range(258)}, 258: 259, 259: 258}
+    assert tables.draft_ids[:260] == (*range(258), 259, 258)
+    assert tables.coverage == 1
+
+
+def test_a_draft_with_too_few_tokens_is_refused(tmp_path: Path) -> None:
+    target = tokenizer()
+    ids = target.encode(SAMPLE).ids
+    frequent = [i for i, _ in Counter(ids).most_common()]
+    shares = []
+    for count in range(1, len(frequent)):
+        words = [target.id_to_token(i) for i in frequent[:count]]
+        draft = Tokenizer(models.WordLevel({token: i for i, token in enumerate(words)}, unk_token=words[0]))
+        draft.decoder = decoders.ByteLevel()
+        share = sum(i in frequent[:count] for i in ids) / len(ids)
+        if share >= MIN_COVERAGE:
+            tables = match(tmp_path, target, draft)
+            assert tables is not None
+            assert tables.coverage == share
+            break
+        shares.append(share)
+        with pytest.raises(VocabularyMismatch, match=f"has {share:.0%} of the tokens .* and 50% are needed; take a dr"):
+            match(tmp_path, target, draft)
+    assert len(shares) > 3
+
+
+def test_other_rules_of_equal_tokens_need_no_map(tmp_path: Path) -> None:
+    """The draft reads the target's tokens, however its own tokenizer would have split the text."""
+    assert match(tmp_path, tokenizer(), tokenizer(lowercase=True)) is None
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle", "dflash", "eagle", "medusa"])
+def test_a_head_with_the_tokenizer_of_another_target_is_refused(method: Any, tmp_path: Path) -> None:
+    target, head = saved(tmp_path / "a", tokenizer()), saved(tmp_path / "b", tokenizer(special=("<eos>", "<more>")))
+    expect_vocabulary(method, head, target)
+    saved(head, sentencepiece(["A"]))
+    with pytest.raises(VocabularyMismatch, match="only a draft of method draft-model may have another vocabulary"):
+        expect_vocabulary(method, head, target)
+    (head / "tokenizer.json").unlink()
+    expect_vocabulary(method, head, target)
 
 
 def test_padding_and_truncation_of_a_tokenizer_are_ignored(tmp_path: Path) -> None:
