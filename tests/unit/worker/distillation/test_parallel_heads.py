@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from serving_records import engine_of
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.capture import Record
+from specdecode_worker.commands.common.local_engine import Prompt
+from specdecode_worker.contract import Method, TreeShape
 from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.artifacts.export import write_draft
+from specdecode_worker.training.distillation.record_replay import Replayed, replay
 from specdecode_worker.training.evaluation.paired_step_times import step_costs
+from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
+from specdecode_worker.training.heads.distillable import load_distillable
 from specdecode_worker.training.heads.initialization import new_dflash, new_head, new_medusa, new_peagle
 
 CPU = torch.device("cpu")
@@ -63,6 +70,31 @@ def test_a_parallel_head_is_distilled_to_one_of_its_method(
     lineage = json.loads((out / "head" / "lineage.json").read_text())
     assert (lineage["method"], lineage["generation"]) == (method, 1)
     assert len(json.loads((out / "head" / "calibration.json").read_text())["sharpness"]) == 3
+
+
+@pytest.mark.parametrize("shape", ["chain:3", "tree:2,2"])
+@pytest.mark.parametrize("method", ["peagle", "dflash"])
+def test_counted_steps_equal_engine_steps(
+    method: Method, shape: str, head: Path, model: Path, target: Llama, records: Sequence[Record]
+) -> None:
+    """The verdict counts the steps that a worker would take with the head."""
+    draft = CalibratedDraft(load_distillable(head, target, model, torch.float32, CPU))
+    chosen = records[:15]
+    engine = engine_of(model, head, method)
+    engine.run_shape(TreeShape.parse(shape))
+    prompts = [Prompt(record.tokens[: record.prompt_length]) for record in chosen]
+    answers, _ = engine.answer(prompts, [record.sampling for record in chosen])
+    accepted = 0
+    for record, answer in zip(chosen, answers, strict=True):
+        replayed = replay(target, record)
+        assert isinstance(replayed, Replayed)
+        (tally,) = count_steps(
+            [draft], Sample(record, replayed.conversation), TreeShape.parse(shape), (257,), target.config.vocab_size
+        )
+        # The engine may draft beyond the end of the answer, which can add one step.
+        assert tally.steps == pytest.approx(answer.drafts, abs=1), record.sampling
+        accepted += tally.tokens - tally.steps
+    assert accepted > 10, "a draft that is never right would prove nothing"
 
 
 @pytest.mark.parametrize("method", ["medusa"])
