@@ -54,6 +54,8 @@ from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.models.networks.peagle import PEagleHead
+from specdecode_worker.models.networks.vocabulary_map import VocabularyMap
+from specdecode_worker.models.vocabulary.vocabulary_match import VocabularyMatch
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory
@@ -91,6 +93,27 @@ class NoisedCopy(nn.Module):
         return self.llama.logits(hidden_TE)
 
 
+def with_permuted_ids(model: Llama, known: int) -> Llama:
+    """Return the model over a vocabulary in another order, of which ``known`` tokens are the target's.
+
+    Its other tokens are foreign: the rows of all ids that the target lacks are random.
+    """
+    permuted, size = copy.deepcopy(model), model.config.vocab_size
+    generator = torch.Generator().manual_seed(11)
+    own_of_target = torch.randperm(size, generator=generator)
+    shared = torch.randperm(size, generator=generator)[:known].sort().values
+    for matrix in {id(m.weight): m for m in (permuted.model.embed_tokens, permuted.lm_head)}.values():
+        rows = torch.randn(matrix.weight.shape, generator=generator, dtype=torch.float64)
+        rows[own_of_target[shared]] = matrix.weight[shared]
+        matrix.weight = nn.Parameter(rows, requires_grad=False)
+    pairs = {int(own_of_target[token]): int(token) for token in shared}
+    substitute = next(own for own in range(size) if own not in pairs) if known < size else 0
+    ids = {token: own for own, token in pairs.items()}
+    match = VocabularyMatch(tuple(ids.get(token, substitute) for token in range(size)), pairs)
+    permuted.vocabulary = VocabularyMap(match, CPU)
+    return permuted
+
+
 @dataclass(frozen=True)
 class Pair:
     """A target and its drafts."""
@@ -103,6 +126,8 @@ class Pair:
     dflash: DFlashHead
     eagle1: EagleHead
     medusa: MedusaHeads
+    permuted: Llama
+    foreign: Llama
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +166,9 @@ def pair() -> Pair:
     eagle1 = EagleHead(eagle_config(dict(shape, num_hidden_layers=1), config), target).double().requires_grad_(False)
     heads = medusa_config({"medusa_num_heads": 4, "medusa_num_layers": 1}, config)
     medusa = MedusaHeads(heads).double().requires_grad_(False)
-    return Pair(config, target, NoisedCopy(target, noise=0.03), eagle, peagle, dflash, eagle1, medusa)
+    noised = NoisedCopy(target, noise=0.03)
+    others = (with_permuted_ids(noised.llama, known) for known in (VOCABULARY, VOCABULARY - 12))
+    return Pair(config, target, noised, eagle, peagle, dflash, eagle1, medusa, *others)
 
 
 def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafter:
@@ -166,6 +193,10 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
             return MedusaDrafter(pair.medusa, None, state)
         case "draft-model":
             return ModelDrafter(pair.copy.llama, vocabulary, cache(layers), state)
+        case "permuted-model":
+            return ModelDrafter(pair.permuted, vocabulary, cache(layers), state)
+        case "foreign-model":
+            return ModelDrafter(pair.foreign, vocabulary, cache(layers), state)
         case "ngram":
             return NgramDrafter(state, vocabulary, 1, 4, host_is_current=True)
         case "ngram-blind":

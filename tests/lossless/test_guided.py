@@ -126,7 +126,20 @@ def _until_end(answer: list[int], request: Submit) -> list[int]:
 
 @pytest.mark.parametrize(
     "draft",
-    [None, "copy", "eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model", "ngram", "ngram-blind", "suffix"],
+    [
+        None,
+        "copy",
+        "eagle3",
+        "peagle",
+        "dflash",
+        "eagle",
+        "medusa",
+        "draft-model",
+        "foreign-model",
+        "ngram",
+        "ngram-blind",
+        "suffix",
+    ],
 )
 def test_guided_text_equals_plain_decoding(guided_engine: Any, plain: GuidedDecoding, draft: str | None) -> None:
     submits = [r for r in requests() if r.sampling.grammar]

@@ -219,7 +219,7 @@ class SpeculationSpec(Api):
     method: Method = Field(
         default="eagle3",
         description="Kind of the draft. eagle3, eagle: a head; peagle, dflash: a head that drafts all depths in one "
-        "pass; medusa: several heads; draft-model: a smaller model with the same tokenizer; ngram: lookup in the "
+        "pass; medusa: several heads; draft-model: a smaller model; ngram: lookup in the "
         "prompt, without a draft; suffix: lookup in the prompt and in earlier answers; none: plain decoding.",
     )
     draft: DraftSpec | None = Field(

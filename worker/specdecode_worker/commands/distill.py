@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--job the exit code is 0 for every verdict and every error."
     )
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
-    parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI", help="deployed EAGLE-3 head, to go on from")
+    parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI", 
+                        help="deployed head to go on from: eagle3, peagle or dflash")  # fmt: skip
     add_capture_flags(parser)
     parser.add_argument("--golden", type=Path, metavar="FILE.jsonl",
                         help="frozen prompts by domain on which no draft may lose; optional with --job")  # fmt: skip

@@ -17,7 +17,7 @@ from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, load_draft
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.errors import ModelError, VocabularyMismatch
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.artifacts.export import FAMILIES
 from specdecode_worker.training.data.chat_tokens import Chat
@@ -142,6 +142,8 @@ def _draft_settings(args: argparse.Namespace, target: Llama, folder: Path) -> Dr
         parent = (args.draft, resolve(args.draft, args.cache_dir))
         cpu = torch.device("cpu")
         origin = load_draft(args.method, parent[1], target, target_folder=folder, dtype=torch.float32, device=cpu)
+        if isinstance(origin, Llama) and origin.vocabulary is not None:
+            raise VocabularyMismatch(f"{args.draft}: a draft model with another tokenizer cannot be trained further")
     return DraftSettings(
         target=(args.model, folder),
         method=args.method,

@@ -3,7 +3,7 @@
 ModelError
 ├── ConfigMismatch      config.json lacks a field or holds an unsupported value
 ├── WeightMismatch      a tensor is missing, extra, misshapen or of the wrong dtype
-├── VocabularyMismatch  target and draft model have different tokenizers
+├── VocabularyMismatch  target and draft share too few tokens, or a tokenizer cannot be read
 ├── BadUri              the URI does not name a model
 ├── NotPresent          the URI is valid, but there is no complete model at its location
 ├── CannotServe         too little device memory, or a required draft that does not fit the target; found before loading
@@ -33,7 +33,7 @@ class WeightMismatch(ModelError):
 
 
 class VocabularyMismatch(ModelError):
-    """Target and draft model do not share a tokenizer. The message names the first token that differs."""
+    """Target and draft share too few tokens, or a tokenizer cannot be read. The message says what to do."""
 
 
 class BadUri(ModelError):

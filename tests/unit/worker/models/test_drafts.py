@@ -10,8 +10,13 @@ import pytest
 import torch
 from checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import WordLevel
 from tokens import saved, tokenizer
 
+from specdecode_worker.contract import DraftConfig
+from specdecode_worker.engine.drafts.draft_hash import draft_hash
 from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMethod, check_draft, load_draft
 from specdecode_worker.models.checkpoints.safetensors_headers import describe, infer_method, read_tensor_headers
 from specdecode_worker.models.configs.model_config import (
@@ -162,12 +167,36 @@ def test_heads_load_for_a_fused_target(folders: Folders, load: Load, target: Lla
     assert isinstance(load("eagle3", folders["eagle3"]), Eagle3Head)
 
 
-def test_draft_model_with_another_tokenizer_is_refused(folders: Folders, load: Load, target_folder: Path) -> None:
+def test_draft_model_with_other_added_tokens_keeps_its_rows(folders: Folders, load: Load, target_folder: Path) -> None:
     saved(folders["draft-model"], tokenizer(special=("<end>",)))
-    with pytest.raises(VocabularyMismatch, match="token 260 is '<end>' to the draft and '<eos>' to the target"):
+    draft = load("draft-model", folders["draft-model"])
+    assert isinstance(draft, Llama)
+    assert draft.vocabulary is not None
+    assert (draft.config.vocab_size, len(draft.vocabulary.draft_ids)) == (90, 97)
+    assert draft.vocabulary.target_ids.tolist() == list(range(90)), "the draft has no rows for the last tokens"
+    fuse(draft)
+    check_draft("draft-model", folders["draft-model"], target_folder)
+
+
+def test_draft_model_with_too_few_shared_tokens_is_refused(folders: Folders, load: Load, target_folder: Path) -> None:
+    few = Tokenizer(WordLevel({"e": 0, "nothing": 1}, unk_token="e"))
+    few.decoder = ByteLevel()
+    saved(folders["draft-model"], few)
+    with pytest.raises(VocabularyMismatch, match="% of the tokens that the target makes of a sample text"):
         load("draft-model", folders["draft-model"])
     with pytest.raises(VocabularyMismatch):
         check_draft("draft-model", folders["draft-model"], target_folder)
+
+
+def test_the_hash_of_a_draft_model_covers_its_tokenizer(folders: Folders) -> None:
+    """Two drafts with the same weights and another tokenizer propose other tokens. Heads have no tokenizer."""
+    hashes = {method: set[str]() for method in ("draft-model", "eagle3")}
+    for special in (("<eos>",), ("<end>",)):
+        for method, seen in hashes.items():
+            saved(folders[method], tokenizer(special=special))
+            config = DraftConfig.model_validate({"method": method, "uri": str(folders[method])})
+            seen.add(draft_hash(config, Path))
+    assert [len(seen) for seen in hashes.values()] == [2, 1]
 
 
 def test_a_windowed_model_may_serve_short_texts(

@@ -28,4 +28,4 @@ def draft_hash(config: DraftConfig, resolve: Callable[[str], Path]) -> str:
         return "suffix"
     if config.uri is None:
         return f"ngram-{config.prompt_lookup_min}-{config.prompt_lookup_max}"
-    return model_hash(resolve(config.uri))
+    return model_hash(resolve(config.uri), with_tokenizer=config.method == "draft-model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.models.transforms.fusion import fuse
 from specdecode_worker.models.transforms.quantization import quantise_draft
 from specdecode_worker.speculation.suffix_store import SuffixStore
+
+log = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Path]
 """Callable that returns the local folder of a model URI."""
@@ -74,6 +77,13 @@ class DraftLoader:
             device=self._device,
             max_model_len=self.max_model_len,
         )
+        if isinstance(draft, Llama) and (vocabulary := draft.vocabulary) is not None:
+            log.info(
+                "draft %s has another tokenizer: it proposes %d tokens, which cover %.0f %% of a sample text",
+                config.uri,
+                len(vocabulary.target_ids),
+                100 * vocabulary.coverage,
+            )
         quantise_draft(draft, config.quantization)
         fuse(draft)
         state = DraftState(

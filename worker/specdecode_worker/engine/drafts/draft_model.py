@@ -34,7 +34,11 @@ A draft that lags further restarts with the last tokens of the text, so that no 
 
 
 class ModelDrafter(PagedDrafter):
-    """Drafter of the method draft-model. Both models have the same vocabulary; the loader checks that."""
+    """Drafter of the method draft-model.
+
+    A model with another vocabulary than the target's has a map between the two (`Llama.vocabulary`). It reads one token
+    for each token of the target, so its slots are those of the target in any case.
+    """
 
     def __init__(
         self, model: Llama, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
@@ -44,7 +48,8 @@ class ModelDrafter(PagedDrafter):
         self._model, self._cache, self._state = model, cache, state
         self._vocab_size = vocab_size
         self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
-        self._ranking = Ranking(None, sharpness)
+        self._vocabulary = model.vocabulary
+        self._ranking = Ranking(None if model.vocabulary is None else model.vocabulary.target_ids, sharpness)
 
     def ready(self, request: Request) -> bool:
         """Return whether the request is still within the positions that the draft model supports."""
@@ -101,7 +106,9 @@ class ModelDrafter(PagedDrafter):
 
     def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
         """Return the best target token ids behind these states, [R, K], best first."""
-        return self._ranking.of(self._model.logits(hidden_RE)[:, : self._vocab_size], at, depth, sampler)
+        logits_RV = self._model.logits(hidden_RE)
+        mine = logits_RV[:, : self._vocab_size] if self._vocabulary is None else self._vocabulary.outputs(logits_RV)
+        return self._ranking.of(mine, at, depth, sampler)
 
     def _run_catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
         requests = [rows[b].request for b in drafting]
@@ -115,4 +122,5 @@ class ModelDrafter(PagedDrafter):
         return self._forward(causal_pass(self._state, requests, counts, first_B, self.last_position, first_slot=0))
 
     def _forward(self, packed: PackedBatch | PackedTensors) -> Tensor:
-        return self._model(packed.tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]
+        tokens_T = packed.tokens_T if self._vocabulary is None else self._vocabulary.inputs(packed.tokens_T)
+        return self._model(tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]

@@ -173,6 +173,7 @@ def network_of(
         tables=_tables(model),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
+        own_vocab_size=shape.vocab_size if isinstance(model, Llama) and model.vocabulary is not None else 0,
         separate_draft_parameters=_parameters(model) if draft and isinstance(model, Llama) else None,
         **({} if isinstance(shape, MedusaConfig) else _blocks(shape)),
     )

@@ -12,10 +12,10 @@ import torch
 
 from specdecode_worker.contract import Method
 from specdecode_worker.models.checkpoints.dflash_weights import load_dflash, prepare_dflash
+from specdecode_worker.models.checkpoints.draft_vocabulary import expect_vocabulary, match_draft_model, set_vocabulary
 from specdecode_worker.models.checkpoints.peagle_weights import load_peagle, prepare_peagle
 from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
 from specdecode_worker.models.checkpoints.tensor_placement import Network, UnloadedNetwork
-from specdecode_worker.models.checkpoints.vocabulary_check import check_vocabulary, fit_vocabulary
 from specdecode_worker.models.checkpoints.weights import (
     load_eagle,
     load_eagle3,
@@ -60,14 +60,15 @@ def load_draft(
     """Load the draft in ``folder`` for ``target``, unfused.
 
     ``target`` may be fused; it was loaded from ``target_folder``. A draft model is resized to the target's vocabulary,
-    and its config keeps its own maximum length.
+    or gets a map to it if its tokenizer is another one. Its config keeps its own maximum length.
 
     Raises:
         ConfigMismatch: config.json is unsupported, or made for a target of another shape.
         WeightMismatch: the tensors do not fit config.json.
-        VocabularyMismatch: a draft model and the target do not share a tokenizer.
+        VocabularyMismatch: the draft cannot draft in the tokens of the target.
     """
     expect_method(method, folder)
+    expect_vocabulary(method, folder, target_folder)
     match method:
         case "eagle3":
             return load_eagle3(folder, target, dtype=dtype, device=device)
@@ -80,9 +81,9 @@ def load_draft(
         case "medusa":
             return load_medusa(folder, target, dtype=dtype, device=device)
         case "draft-model":
-            check_vocabulary(target_folder, folder)
+            shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
             draft = load_llama(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
-            fit_vocabulary(draft, target.config.vocab_size)
+            set_vocabulary(draft, shared, target.config.vocab_size)
             return draft
 
 
@@ -100,6 +101,7 @@ def build_meta_draft(
 ) -> Draft:
     """Return the network that `load_draft` would load, on the meta device, after the checks of `check_draft`."""
     expect_method(method, folder)
+    expect_vocabulary(method, folder, target_folder)
     match method:
         case "eagle3":
             return _checked_network(prepare_eagle3(folder, target))
@@ -112,9 +114,9 @@ def build_meta_draft(
         case "medusa":
             return _checked_network(prepare_medusa(folder, target))
         case "draft-model":
-            check_vocabulary(target_folder, folder)
+            shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
             draft = _checked_network(prepare_llama(folder, max_model_len=max_model_len))
-            fit_vocabulary(draft, target.config.vocab_size)
+            set_vocabulary(draft, shared, target.config.vocab_size)
             return draft
 
 

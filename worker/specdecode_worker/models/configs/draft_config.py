@@ -188,7 +188,10 @@ def head_vocabulary(fields: Fields, target: LlamaConfig) -> int:
     """Return the size of the draft's whole vocabulary, which is the target's. Raise ConfigMismatch if it differs."""
     vocab = fields.integer("vocab_size", target.vocab_size)
     if vocab != target.vocab_size:
-        raise ConfigMismatch(f"the draft's vocab_size is {vocab}, the target's {target.vocab_size}")
+        raise ConfigMismatch(
+            f"the draft's vocab_size is {vocab}, the target's {target.vocab_size}; a head works on the target's "
+            "embeddings, so only a draft of method draft-model may have another vocabulary"
+        )
     return vocab
 
 

@@ -15,6 +15,7 @@ from specdecode_worker.models.configs.model_config import LlamaConfig
 from specdecode_worker.models.configs.target_states import NO_STATES, TargetStates
 from specdecode_worker.models.networks.layers import Attend, Block, RMSNorm, normed_linear
 from specdecode_worker.models.networks.rope import Rope
+from specdecode_worker.models.networks.vocabulary_map import VocabularyMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
+        self.vocabulary: VocabularyMap | None = None  # set for a draft model with another vocabulary than its target's
         self.model = LlamaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from specdecode_worker.models.vocabulary.token_bytes import Vocabulary
 from specdecode_worker.server.responses.objects import ScoredToken
-from specdecode_worker.server.text.token_bytes import Vocabulary
 
 # Value that OpenAI uses for very unlikely tokens, because JSON has no infinity.
 _LEAST = -9999.0

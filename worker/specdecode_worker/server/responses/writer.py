@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from specdecode_worker.models.vocabulary.token_bytes import Vocabulary
 from specdecode_worker.server.responses.objects import Choice, ChoicePiece, ScoredToken, Statistics
 from specdecode_worker.server.responses.usage import metrics, usage
-from specdecode_worker.server.text.token_bytes import Vocabulary
 
 Json = dict[str, Any]
 

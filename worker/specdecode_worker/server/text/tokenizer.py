@@ -13,10 +13,10 @@ from pathlib import Path
 
 import tokenizers
 
+from specdecode_worker.models.vocabulary.token_bytes import Vocabulary
 from specdecode_worker.server.errors import TokenizerProblem
 from specdecode_worker.server.text.chat_template import ChatTemplate, Message, find_template
 from specdecode_worker.server.text.length_bound import most_bytes_per_token
-from specdecode_worker.server.text.token_bytes import Vocabulary
 
 _INCOMPLETE = "\ufffd"
 # The text of the first token depends on the tokens before it (a leading space, an incomplete character); this many

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from specdecode_worker.contract import Method
 from specdecode_worker.training.distillation.record_shards import Summary
 from specdecode_worker.training.errors import TrainingError
 
@@ -25,6 +26,7 @@ def lineage(
     *,
     target: Ancestor,
     parent: Ancestor,
+    method: Method,
     draft: str,
     summary: Summary,
     golden_sha256: str | None,
@@ -34,7 +36,7 @@ def lineage(
     """Return the content of lineage.json. ``draft`` is the hash of the candidate's weights."""
     begin, end = (datetime.fromtimestamp(t, UTC).isoformat(timespec="seconds") for t in summary.window_seconds)
     return {
-        "method": "eagle3",
+        "method": method,
         "made_by": "distill",
         "target": {"uri": target.uri, "hash": target.hash},
         "draft": draft,

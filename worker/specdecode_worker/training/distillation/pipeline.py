@@ -25,8 +25,6 @@ import torch
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.drafts.calibration_file import read_sharpness
 from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.weights import load_eagle3
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.artifacts.atomic_files import write_text
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor, lineage, read_lineage
@@ -48,7 +46,9 @@ from specdecode_worker.training.evaluation.golden_set import (
     runs_of_samples,
 )
 from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample
-from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
+from specdecode_worker.training.heads.continued_head import prepare_draft
+from specdecode_worker.training.heads.distillable import Distillable, load_distillable, method_in
+from specdecode_worker.training.heads.trainable_drafts import vocabulary_of
 
 _VERDICT = "verdict.json"
 CLOCK_TOLERANCE_SECONDS = 300.0
@@ -188,11 +188,12 @@ class Distillation:
             return None
         student_data = self._student_data(golden, summary)
         origin = self._load(self._job.parent.folder, torch.float32, torch.device("cpu"))
-        head = prepare_eagle3_head(origin, self._target, origin.target_ids.clone())
-        output_VE, eos = self._target.lm_head.weight, self._target.config.eos_token_ids
+        output_VE = self._target.lm_head.weight
+        head = prepare_draft(origin, self._target, vocabulary_of(origin, len(output_VE)).clone())
         training_run = StudentTraining(
-            head.to(output_VE.device), output_VE, student_data, self._job.settings, self._job.out, eos
-        )
+            head.to(output_VE.device), self._target, student_data, self._job.settings, self._job.out,
+            target_folder=self._job.target.folder,
+        )  # fmt: skip
         training_run.run(self._log, self._stopped)
         shutil.copytree(self._job.out / "best", head_folder, dirs_exist_ok=True)
         texts = [sample.conversation for sample in student_data.validation] + list(student_data.old_validation)
@@ -258,9 +259,10 @@ class Distillation:
     def _load_calibrated(self, folder: Path) -> CalibratedDraft:
         return CalibratedDraft(self._load(folder, self._target.lm_head.weight.dtype), read_sharpness(folder))
 
-    def _load(self, folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> Eagle3Head:
+    def _load(self, folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> Distillable:
         """Load a head, by default to the device of the target."""
-        return load_eagle3(folder, self._target, dtype=dtype, device=device or self._target.lm_head.weight.device)
+        place = device or self._target.lm_head.weight.device
+        return load_distillable(folder, self._target, self._job.target.folder, dtype, place)
 
     def _describe_run(self, summary: Summary, training_run: StudentTraining | None) -> dict[str, Any]:
         """Return the part of the document that describes the data and the training."""
@@ -274,6 +276,7 @@ class Distillation:
         lineage_document = lineage(
             target=job.target,
             parent=job.parent,
+            method=method_in(head),
             draft=model_hash(head),
             summary=summary,
             golden_sha256=golden.sha256,

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.checkpoints.draft_weights import Draft
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.training.artifacts.export import write_head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.artifacts.export import write_draft
 from specdecode_worker.training.data.batches import DataSet, batches
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.distillation.mixture import (
@@ -75,11 +73,12 @@ class StudentTraining:
     """Training of one draft over rounds. All files go to ``out``; the best draft so far is in out/best."""
 
     def __init__(
-        self, head: Eagle3Head, output_VE: Tensor, data: StudentData, settings: StudentSettings, out: Path,
-        eos_token_ids: tuple[int, ...],
+        self, head: Draft, target: Llama, data: StudentData, settings: StudentSettings, out: Path, *,
+        target_folder: Path,
     ) -> None:  # fmt: skip
-        self.settings, self._data, self._out = settings, data, out
-        self._eos, self._vocab_size = eos_token_ids, len(output_VE)
+        self.settings, self._data, self._out, self._target_folder = settings, data, out, target_folder
+        output_VE = target.lm_head.weight
+        self._eos, self._vocab_size = target.config.eos_token_ids, len(output_VE)
         self._trainer = _BoundedTrainer(
             head, output_VE, DataSet(out / "unused", validation=0), train_settings(settings)
         )
@@ -160,14 +159,14 @@ class StudentTraining:
             }
         )
         if self.best == len(at.history) - 1:
-            write_head(_eagle3(self._trainer.master), self._out / "best")
+            write_draft(self._trainer.master, self._out / "best", self._target_folder)
         self._trainer.save(self._out)
         log(f"distill: validation {at.history[-1]}")
 
     def _captured_tokens_per_step(self) -> dict[str, float]:
         """Return the tokens per step of the trained chain by captured domain."""
         counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
-        draft, shape = CalibratedDraft(_eagle3(self._trainer.head)), TreeShape.chain(self.settings.depth)
+        draft, shape = CalibratedDraft(self._trainer.head), TreeShape.chain(self.settings.depth)
         for sample in self._data.validation:
             (sample_counts,) = count_steps([draft], sample, shape, self._eos, self._vocab_size)
             counts = counts_by_domain[sample.record.task]
@@ -220,8 +219,3 @@ def train_settings(settings: StudentSettings) -> TrainSettings:
         deepen_at=(0.0,) * (settings.depth - 1),
         seed=settings.seed,
     )
-
-
-def _eagle3(draft: Draft) -> Eagle3Head:
-    assert isinstance(draft, Eagle3Head), "distillation goes on with heads alone"
-    return draft

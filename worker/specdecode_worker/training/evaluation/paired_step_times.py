@@ -1,7 +1,7 @@
 """Paired step times of two drafts on this machine, measured in alternation so that drift affects both equally.
 
 Only the networks are timed, with one sequence. The target's verification of the shape is timed once per round and
-counts for both. A draft adds one pass per depth of the shape.
+counts for both. A draft adds one pass per depth of the shape, a parallel draft one pass for all of them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.training.evaluation.draft_evaluation import CONTEXT, ZeroContextAttention
 from specdecode_worker.training.evaluation.draft_verdict import StepCosts
 
@@ -25,18 +29,18 @@ _WARM = 2
 
 @torch.inference_mode()
 def step_costs(
-    target: Llama, deployed: Eagle3Head, candidate: Eagle3Head, shape: TreeShape, *, rounds: int = ROUNDS
+    target: Llama, deployed: Draft, candidate: Draft, shape: TreeShape, *, rounds: int = ROUNDS
 ) -> StepCosts:
     """Return the seconds per step by round, on a CPU processor seconds. The two drafts alternate in going first."""
     depth = max(shape.depths)
     verify = _verification(target, 1 + shape.nodes)
-    drafts = (_draft_pass(deployed), _draft_pass(candidate))
+    drafts = (_draft_step(deployed, depth), _draft_step(candidate, depth))
     on_gpu = target.lm_head.weight.is_cuda
     seconds_R2 = np.zeros((rounds, 2))
     for number in range(-_WARM, rounds):
         verified = _seconds(verify, on_gpu=on_gpu)
         for which in (0, 1) if number % 2 else (1, 0):
-            drafted = sum(_seconds(drafts[which], on_gpu=on_gpu) for _ in range(depth))
+            drafted = _seconds(drafts[which], on_gpu=on_gpu)
             if number >= 0:
                 seconds_R2[number, which] = verified + drafted
     return StepCosts(seconds_R2[:, 0], seconds_R2[:, 1])
@@ -73,10 +77,41 @@ def _verification(target: Llama, tokens: int) -> Callable[[], object]:
     return verify
 
 
-def _draft_pass(head: Eagle3Head) -> Callable[[], object]:
-    """Return a function that runs one draft pass over one token."""
-    device = head.fc.weight.device
-    hidden = torch.zeros(1, head.config.hidden_size, dtype=head.fc.weight.dtype, device=device)
-    token = torch.ones(1, dtype=torch.int64, device=device)
-    position = torch.tensor([min(CONTEXT, head.config.max_position_embeddings - 1)], device=device)
-    return lambda: head.logits(head(hidden, token, position, ZeroContextAttention())).topk(1)
+def _draft_step(draft: Draft, depth: int) -> Callable[[], object]:
+    """Return a function that runs the draft passes of one step for a chain of ``depth`` tokens."""
+    match draft:
+        case PEagleHead():
+            return _head_pass(draft, slots=depth)
+        case DFlashHead():
+            return _block_pass(draft, depth)
+        case Eagle3Head():
+            run = _head_pass(draft, slots=1)
+            return lambda: [run() for _ in range(depth)]
+    raise TypeError(f"{type(draft).__name__} is not distilled")
+
+
+def _head_pass(head: Eagle3Head, slots: int) -> Callable[[], object]:
+    """Return a function that runs one pass of a head over ``slots`` slots of one sequence."""
+    weight = head.fc.weight
+    hidden = torch.zeros(slots, head.config.hidden_size, dtype=weight.dtype, device=weight.device)
+    tokens, positions = _slots(slots, head.config.max_position_embeddings, weight.device)
+    return lambda: head.logits(head(hidden, tokens, positions, ZeroContextAttention())).topk(1)
+
+
+def _block_pass(head: DFlashHead, depth: int) -> Callable[[], object]:
+    """Return a function that reads the target's states of one token, and runs a block of ``depth`` mask slots."""
+    weight = head.fc.weight
+    states = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    tokens, positions = _slots(depth + 1, head.config.max_position_embeddings, weight.device)
+
+    def run() -> object:
+        head.context(states, positions[:1])
+        return head.logits(head(tokens, positions, ZeroContextAttention())[1:]).topk(1)
+
+    return run
+
+
+def _slots(count: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the tokens and positions of ``count`` slots behind a context, shortened for a model of few positions."""
+    first = min(CONTEXT, positions - count)
+    return torch.ones(count, dtype=torch.int64, device=device), first + torch.arange(count, device=device)

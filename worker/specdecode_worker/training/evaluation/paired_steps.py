@@ -16,11 +16,11 @@ from torch import Tensor
 
 from specdecode_worker.capture import Record
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.distillation.record_replay import RecordPositions
 from specdecode_worker.training.evaluation.acceptance_replay import RANKS, StepCounts
-from specdecode_worker.training.heads.unroll import make_batch, unroll
+from specdecode_worker.training.heads.trainable_drafts import batch_for, logits_of, unrolled, vocabulary_of
 
 _ROWS = 64
 
@@ -40,7 +40,7 @@ class CalibratedDraft:
     The last factor applies to all deeper depths; without factors it is 1.
     """
 
-    head: Eagle3Head
+    head: Draft
     sharpness: tuple[float, ...] = ()
 
     def factor(self, depth: int) -> float:
@@ -70,17 +70,18 @@ def count_steps(
     return [_count_steps_of_ranks(_by_root(torch.cat(ranks)), shape) for ranks in ranks_by_draft]
 
 
-def _states(head: Eagle3Head, conversation: Conversation, depth: int) -> list[Tensor]:
+def _states(head: Draft, conversation: Conversation, depth: int) -> list[Tensor]:
     """Return the head's states by depth, [A, E], at every slot of the answer."""
-    batch = make_batch([conversation], head.fc.weight.dtype, device=head.fc.weight.device)
-    return [state_BAE[0] for state_BAE, _ in unroll(head, batch, depth)]
+    batch = batch_for(head, [conversation], next(head.parameters()).dtype)
+    return [state_BAE[0] for state_BAE, _ in unrolled(head, batch, depth)]
 
 
 def _ranks(draft: CalibratedDraft, rows: RecordPositions, state_RE: Tensor, depth: int, wanted_R: Tensor) -> Tensor:
     """Return the rank of the recorded token among the draft's proposals, [R], or ``RANKS`` for a miss."""
-    logits_RV = draft.head.logits(state_RE).cpu()
+    logits_RV = logits_of(draft.head, state_RE, depth).cpu()
     k = min(RANKS, logits_RV.shape[-1])
-    best_RK = rows.propose(logits_RV, draft.head.target_ids.cpu(), draft.factor(depth), k)
+    target_ids_V = vocabulary_of(draft.head, logits_RV.shape[-1]).cpu()
+    best_RK = rows.propose(logits_RV, target_ids_V, draft.factor(depth), k)
     hit_RK = best_RK == wanted_R[:, None]
     return torch.where(hit_RK.any(dim=-1), hit_RK.int().argmax(dim=-1), RANKS)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.layers import Block
 from specdecode_worker.models.networks.llama import Llama
@@ -24,6 +25,8 @@ def prepare_draft(origin: Draft, target: Llama, vocabulary: Tensor, layers: int 
     """
     if isinstance(origin, Eagle3Head):
         return prepare_eagle3_head(origin, target, vocabulary, layers)
+    if isinstance(origin, DFlashHead):
+        _check_states(origin, target)
     known = origin.target_ids if isinstance(origin, MedusaHeads) else None
     if known is not None and not torch.equal(known, vocabulary):
         raise DraftNotTrainable("Medusa heads keep their draft vocabulary; name an --out without vocabulary.json")
@@ -62,7 +65,7 @@ def prepare_eagle3_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, l
     return head
 
 
-def _check_states(origin: Eagle3Head, target: Llama) -> None:
+def _check_states(origin: Eagle3Head | DFlashHead, target: Llama) -> None:
     """Raise DraftNotTrainable if the head reads other layers of the target than training records."""
     reads = origin.config.aux_layers
     if reads and reads != target.config.aux_layers:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.commands.common.local_engine import LocalEngine
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
+from specdecode_worker.contract import DraftConfig, EngineConfig, Method, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.engine.ipc.messages import Sampling
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 
@@ -19,12 +19,12 @@ SAMPLING_PARAMS = (
 )
 
 
-def engine_of(model: Path, draft: Path) -> LocalEngine:
+def engine_of(model: Path, draft: Path, method: Method = "eagle3") -> LocalEngine:
     """Return a local engine that serves ``model`` with ``draft``."""
     return LocalEngine(
         WorkerConfig(
             model=ModelConfig(uri=f"file://{model}", served_name="m", dtype="float32"),
-            draft=DraftConfig(method="eagle3", uri=f"file://{draft}", required=True),
+            draft=DraftConfig(method=method, uri=f"file://{draft}", required=True),
             engine=EngineConfig(max_num_seqs=8, device="cpu", threads=1, kv_cache_tokens=4096),
         ),
         Path("/nowhere"),

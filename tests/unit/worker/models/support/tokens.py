@@ -10,11 +10,15 @@ MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the")]
 
 
 def tokenizer(
-    *, merges: list[tuple[str, str]] = MERGES, special: tuple[str, ...] = ("<eos>",), lowercase: bool = False
+    *,
+    merges: list[tuple[str, str]] = MERGES,
+    special: tuple[str, ...] = ("<eos>",),
+    lowercase: bool = False,
+    extra: tuple[str, ...] = (),
 ) -> Tokenizer:
-    """Return a tokenizer with the vocabulary: bytes, then merged tokens, then special tokens."""
+    """Return a tokenizer with the vocabulary: bytes, then merged tokens, ``extra`` ones, then special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = alphabet + [a + b for a, b in MERGES]
+    tokens = [*alphabet, *(a + b for a, b in MERGES), *extra]
     bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -1,4 +1,6 @@
-"""Bytes of single tokens, for log-probabilities: a token can be an incomplete UTF-8 character without text.
+"""Bytes of single tokens, for log-probabilities and for drafts of another vocabulary.
+
+A token can be an incomplete UTF-8 character without text.
 
 Vocabularies write bytes in two ways. Byte-level BPE maps each of the 256 bytes to a printable character (GPT-2's
 ``bytes_to_unicode``). SentencePiece writes text with ``▁`` for a space, and bytes that are no text as ``<0x0A>``.
@@ -33,6 +35,10 @@ class Vocabulary:
         if (byte_match := _FALLBACK.fullmatch(piece)) is not None:
             return bytes.fromhex(byte_match[1])
         return piece.replace(_SPACE, " ").encode()
+
+    def is_byte(self, token: int) -> bool:
+        """Return whether the token is a byte that SentencePiece writes as ``<0x0A>``."""
+        return self._letters is None and _FALLBACK.fullmatch(self.piece_of(token)) is not None
 
     def piece_of(self, token: int) -> str:
         """Return the token as the vocabulary writes it; empty for an id without a token."""

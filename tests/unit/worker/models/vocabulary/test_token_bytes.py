@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from specdecode_worker.server.text.token_bytes import Vocabulary
+from specdecode_worker.models.vocabulary.token_bytes import Vocabulary
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
 

@@ -1,0 +1,124 @@
+"""The ``distill`` command on P-EAGLE and DFlash heads, from captured traffic to a draft of the same method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from serving_records import engine_of
+
+from specdecode_worker.__main__ import main
+from specdecode_worker.capture import Record
+from specdecode_worker.commands.common.local_engine import Prompt
+from specdecode_worker.contract import Method, TreeShape
+from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
+from specdecode_worker.models.checkpoints.weights import load_llama
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.artifacts.export import write_draft
+from specdecode_worker.training.distillation.record_replay import Replayed, replay
+from specdecode_worker.training.evaluation.paired_step_times import step_costs
+from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
+from specdecode_worker.training.heads.distillable import load_distillable
+from specdecode_worker.training.heads.initialization import new_dflash, new_head, new_medusa, new_peagle
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def head(method: str, model: Path, target: Llama, tmp_path: Path) -> Path:
+    """Return the folder of a new head for the small target, of which every layer has an effect."""
+    known = torch.arange(0, target.config.vocab_size, 2)
+    made = {
+        "peagle": lambda: new_peagle(target, known),
+        "dflash": lambda: new_dflash(target, 1, 3),
+        "medusa": lambda: new_medusa(target, known, 2),
+    }[method]()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    write_draft(made, tmp_path / "head", model)
+    return tmp_path / "head"
+
+
+def distill(flags: list[str], head: Path, out: Path) -> int:
+    """Run ``distill`` on the capture of ``flags`` with another draft and return its exit code."""
+    words = [word for word in flags if word != "--job"]
+    words[words.index("--draft") + 1] = f"file://{head}"
+    return main(["distill", *words, "--out", str(out)])
+
+
+@pytest.mark.parametrize("method", ["peagle", "dflash"])
+def test_a_parallel_head_is_distilled_to_one_of_its_method(
+    method: str, head: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert distill(flags, head, out) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["domains"]) == {"alpha", "beta", "golden/g"}
+    assert document["training"]["rounds"][-1]["step"] == 4
+    assert infer_method(read_tensor_headers(out / "head")) == method
+    before, best = (load_file(folder / "model.safetensors") for folder in (head, out / "head"))
+    assert before.keys() == best.keys()
+    trained = torch.load(out / "checkpoint.pt", weights_only=True)["head"]
+    changed = (trained["fc.weight"] - before["fc.weight"].float()).abs().mean()
+    assert 0 < changed < 0.05, "it goes on from the deployed head"
+    lineage = json.loads((out / "head" / "lineage.json").read_text())
+    assert (lineage["method"], lineage["generation"]) == (method, 1)
+    assert len(json.loads((out / "head" / "calibration.json").read_text())["sharpness"]) == 3
+
+
+@pytest.mark.parametrize("shape", ["chain:3", "tree:2,2"])
+@pytest.mark.parametrize("method", ["peagle", "dflash"])
+def test_counted_steps_equal_engine_steps(
+    method: Method, shape: str, head: Path, model: Path, target: Llama, records: Sequence[Record]
+) -> None:
+    """The verdict counts the steps that a worker would take with the head."""
+    draft = CalibratedDraft(load_distillable(head, target, model, torch.float32, CPU))
+    chosen = records[:15]
+    engine = engine_of(model, head, method)
+    engine.run_shape(TreeShape.parse(shape))
+    prompts = [Prompt(record.tokens[: record.prompt_length]) for record in chosen]
+    answers, _ = engine.answer(prompts, [record.sampling for record in chosen])
+    accepted = 0
+    for record, answer in zip(chosen, answers, strict=True):
+        replayed = replay(target, record)
+        assert isinstance(replayed, Replayed)
+        (tally,) = count_steps(
+            [draft], Sample(record, replayed.conversation), TreeShape.parse(shape), (257,), target.config.vocab_size
+        )
+        # The engine may draft beyond the end of the answer, which can add one step.
+        assert tally.steps == pytest.approx(answer.drafts, abs=1), record.sampling
+        accepted += tally.tokens - tally.steps
+    assert accepted > 10, "a draft that is never right would prove nothing"
+
+
+@pytest.mark.parametrize("method", ["medusa"])
+def test_a_draft_of_another_method_is_refused(
+    method: str, head: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert distill(flags, head, tmp_path / "out") == 1
+    assert "holds a draft of method medusa; eagle3, peagle and dflash are distilled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["peagle", "dflash", "eagle3"])
+def test_a_step_of_a_parallel_head_is_timed_with_one_pass(
+    kind: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_llama(model, dtype=torch.float32, device=CPU)
+    known = torch.arange(target.config.vocab_size)
+    made = {
+        "peagle": lambda: new_peagle(target, known),
+        "dflash": lambda: new_dflash(target, 1, 4),
+        "eagle3": lambda: new_head(target, known),
+    }[kind]()
+    calls: list[int] = []
+    forward = made.forward
+    monkeypatch.setattr(made, "forward", lambda *args: calls.append(len(args[1])) or forward(*args))
+    step_costs(target, made, made, TreeShape.chain(4), rounds=1)
+    slots = {"peagle": [4], "dflash": [5], "eagle3": [1] * 4}[kind]
+    assert calls == slots * 6, "two drafts in three rounds, of which two warm up"
