@@ -27,5 +27,5 @@ def test_decisions_that_were_added_meanwhile_are_left_without_those_that_have_an
     assert grown.after(done, is_saved=True) == Pending(urgent=True, learnt=True, changes=(NEW,))
 
 
-def test_decisions_of_a_later_deployment_are_kept() -> None:
+def test_other_decisions_stay() -> None:
     assert Pending(changes=(NEW,)).after(Pending(changes=(OLD,)), is_saved=True).changes == (NEW,)
