@@ -66,7 +66,7 @@ BAD = {
     "no draft": ({"draft": None}, "draft.uri is needed"),
     "unknown method": ({"method": "medusa2"}, "Unsupported value"),
     "too deep": ({"depth": {"max": 99}}, "less than or equal to 16"),
-    "a bad uri": ({"draft": {"uri": "s3://bucket/x"}}, "should match"),
+    "a bad uri": ({"draft": {"uri": "ftp://host/x"}}, "should match"),
 }
 
 
