@@ -44,6 +44,9 @@ class OneWorker:
     def jobs(self, key: Key) -> tuple[()]:
         return ()
 
+    def jobs_problem(self, key: Key) -> str:
+        return ""
+
 
 def resource(generation: int = 1, **spec: Any) -> dict[str, Any]:
     metadata = {"namespace": "ns", "name": "n", "uid": "u1", "generation": generation}

@@ -121,13 +121,14 @@ class PrefixReuse:
         """Remove the block for ``digest`` from the index if it has no keys of ``draft``.
 
         The same text can then be registered with a block that has these keys. Requests that own the old block keep it.
+        The draft of an owner may still reach a block that no draft has processed, so such a block stays.
         """
         known = self._index.holder(digest)
         if known is None or not draft or self._index.is_marked(known, draft):
             return
         if self._index.is_unowned(known):
             self._pool.evict(known)
-        else:
+        elif self._index.is_marked(known, _FOLLOWED):
             self._index.drop(known)
 
     def _max_reusable_blocks(self, request: Request) -> int:
