@@ -72,17 +72,12 @@ def offer(endpoint: Endpoint, uri: str, digest: str, **settings: int) -> None:
     endpoint.patch({"rollout": {"draft": {"candidate": candidate, "blockRequests": 1, **settings}}})
 
 
-def running_hashes(endpoint: Endpoint) -> set[str]:
-    """Return the hashes of the drafts that the ready workers run."""
-    return {endpoint.report(pod).draft.hash for pod in endpoint.ready_pods()}
-
-
 def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watched: Namespace, drafts: Path) -> None:
     release.start()
     good = model_hash(resolve(GOOD_URI))
     with two_workers(watched, drafts, NOISED_URI) as endpoint, watched.reach("service", NAME, 80) as url:
         expected, before = unbroken_answers(url, MODEL), endpoint.identities()
-        assert running_hashes(endpoint) == {model_hash(drafts / "noised")}
+        assert endpoint.running_drafts() == {model_hash(drafts / "noised")}
         with StreamTraffic(url, MODEL, CLIENTS) as traffic:
             offer(endpoint, GOOD_URI, good)
             wait_for("a pod tries it", lambda: endpoint.draft_status().get("trial", {}).get("pod"), timeout_s=60)
@@ -90,7 +85,7 @@ def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watche
             assert endpoint.identities() == before, "no pod was replaced"
             kill_pod(endpoint, sorted(endpoint.ready_pods())[0])
             wait_for_ready_pods(endpoint, 2)
-            wait_for("the new pod runs it, too", lambda: running_hashes(endpoint) == {good}, timeout_s=60)
+            wait_for("the new pod runs it, too", lambda: endpoint.running_drafts() == {good}, timeout_s=60)
         status = endpoint.draft_status()
         print(f"\npromoted after {status['lineage'][0]['pairs']} pairs: {status['lastVerdict']}")
         assert status["lineage"][0]["outcome"] == "Promoted"
@@ -100,7 +95,7 @@ def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watche
 
 def _is_promoted(endpoint: Endpoint, digest: str) -> bool:
     current = endpoint.draft_status().get("current") or {}
-    return current.get("hash") == digest and running_hashes(endpoint) == {digest}
+    return current.get("hash") == digest and endpoint.running_drafts() == {digest}
 
 
 @PROOFS
@@ -112,7 +107,7 @@ def test_worse_candidate_is_rolled_back(release: Release, watched: Namespace, dr
         with StreamTraffic(url, MODEL, CLIENTS) as traffic:
             offer(endpoint, NOISED_URI, noised)
             wait_for("a verdict", lambda: endpoint.draft_status().get("lineage"), timeout_s=VERDICT_SECONDS, every_s=2)
-            wait_for("all workers run the old draft", lambda: running_hashes(endpoint) == {good}, timeout_s=10)
+            wait_for("all workers run the old draft", lambda: endpoint.running_drafts() == {good}, timeout_s=10)
         (ended,) = endpoint.draft_status()["lineage"]
         print(f"\nrolled back after {ended['pairs']} pairs: {ended['reason']}")
         assert ended["outcome"] == "RolledBack"
@@ -132,7 +127,7 @@ def test_candidate_with_more_tokens_per_step_and_slower_steps_is_rolled_back(
         with StreamTraffic(url, MODEL, CLIENTS) as traffic:
             offer(endpoint, GOOD_URI, good)
             ended = wait_for_end(endpoint)
-            wait_for("all workers run the old draft", lambda: running_hashes(endpoint) == {noised}, timeout_s=10)
+            wait_for("all workers run the old draft", lambda: endpoint.running_drafts() == {noised}, timeout_s=10)
         assert ended["outcome"] == "RolledBack", ended
         assert failures(traffic.answers, expected) == []
 
@@ -155,7 +150,7 @@ def test_candidate_that_loses_one_task_is_not_promoted(release: Release, watched
         with StreamTraffic(url, MODEL, 6) as traffic, lost:
             offer(endpoint, "file:///drafts/twin", twin, maxPairs=30)
             ended = wait_for_end(endpoint)
-            wait_for("all workers run the old draft", lambda: running_hashes(endpoint) == {good}, timeout_s=10)
+            wait_for("all workers run the old draft", lambda: endpoint.running_drafts() == {good}, timeout_s=10)
         assert ended["outcome"] in ("RolledBack", "Undecided"), ended
         assert failures([*traffic.answers, *lost.answers], expected) == []
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from char_tokenizer import END, tokenizer_json
+from draft_names import DRAFTS
 from guided_decoding import GuidedDecoding
 from msgspec import structs
 
@@ -124,23 +125,7 @@ def _until_end(answer: list[int], request: Submit) -> list[int]:
     return answer[: answer.index(END, least) + 1] if END in answer[least:] else answer
 
 
-@pytest.mark.parametrize(
-    "draft",
-    [
-        None,
-        "copy",
-        "eagle3",
-        "peagle",
-        "dflash",
-        "eagle",
-        "medusa",
-        "draft-model",
-        "foreign-model",
-        "ngram",
-        "ngram-blind",
-        "suffix",
-    ],
-)
+@pytest.mark.parametrize("draft", [None, "copy", *DRAFTS])
 def test_guided_text_equals_plain_decoding(guided_engine: Any, plain: GuidedDecoding, draft: str | None) -> None:
     submits = [r for r in requests() if r.sampling.grammar]
     assert run(guided_engine(draft), submits) == texts(plain, submits)

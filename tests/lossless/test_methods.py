@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_names import DRAFTS
 from plain_decoding import dense
 
 from specdecode_worker.contract import FEATURES, DraftState, TaskMatch, TreeShape, draft_passes
@@ -17,19 +18,7 @@ from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.models.configs.target_states import TargetStates
 
-METHODS = (
-    "eagle3",
-    "peagle",
-    "dflash",
-    "eagle",
-    "medusa",
-    "draft-model",
-    "foreign-model",
-    "ngram",
-    "ngram-blind",
-    "suffix",
-    "suffix-blind",
-)
+METHODS = (*DRAFTS, "suffix-blind")
 LEAST = {"draft-model": 1.5, "foreign-model": 1.2}
 """Minimum tokens per step for the test of a method to be meaningful. Other methods only need some accepted tokens."""
 SHAPES = {"chain": "chain:4", "tree": "tree:3,2,1,1"}

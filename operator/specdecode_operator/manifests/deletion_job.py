@@ -7,9 +7,15 @@ device. Containers and volumes of the user's template are left out: they are tho
 from __future__ import annotations
 
 from specdecode_operator.drafts.run_places import deletion_id, run_folder
-from specdecode_operator.manifests.distillation_job import BACKOFF_LIMIT, job_container, job_label, job_labels, job_pod
+from specdecode_operator.manifests.distillation_job import (
+    BACKOFF_LIMIT,
+    job_container,
+    job_label,
+    job_labels,
+    job_pod,
+    job_template,
+)
 from specdecode_operator.manifests.identity import metadata
-from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.volumes import CLAIMS_DIR, claim_volume
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Defaults, Deployment, Manifest
@@ -40,12 +46,9 @@ def deletion_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> 
     }
     volume = {"name": claim_volume(run.claim), "persistentVolumeClaim": {"claimName": run.claim}}
     pod = {**job_pod(deployment), "containers": [container], "volumes": [volume]}
-    ours = {"metadata": {"labels": labels}, "spec": pod}
     users = dict(deployment.spec.distillation.job.template or {})
     if isinstance(users.get("spec"), dict):
         users["spec"] = {name: value for name, value in users["spec"].items() if name not in _NOT_TAKEN}
-    template = merged(ours, users, "distillation.job.template")
-    template = merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -55,6 +58,6 @@ def deletion_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> 
             "activeDeadlineSeconds": DEADLINE_SECONDS,
             "completions": 1,
             "parallelism": 1,
-            "template": template,
+            "template": job_template(pod, labels, users),
         },
     }

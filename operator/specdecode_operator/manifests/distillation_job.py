@@ -30,6 +30,7 @@ from specdecode_operator.manifests.template import pod_security_context
 from specdecode_operator.manifests.volumes import (
     REVISIONS_PATH,
     pull_mounts,
+    secret_variable,
     secret_volume,
     torch_environment,
     torch_mounts,
@@ -91,10 +92,6 @@ def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults,
     made = metadata(deployment, job_name(deployment.name, run.id))
     labels = job_labels(made["labels"], deployment, run.id)
     queue = {QUEUE_LABEL: job.queue_name} if job.queue_name else {}
-    ours = {"metadata": {"labels": labels}, "spec": _pod(deployment, run, defaults, keep)}
-    template = merged(ours, job.template or {}, "distillation.job.template")
-    # The labels stay, whatever the user's template says: another role would put the pod into a Service.
-    template = merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -107,9 +104,20 @@ def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults,
             "podFailurePolicy": _failure_policy(),
             # A replacement starts only when the earlier pod has ended, because both would write to the run's folder.
             "podReplacementPolicy": "Failed",
-            "template": template,
+            "template": job_template(_pod(deployment, run, defaults, keep), labels, job.template or {}),
         },
     }
+
+
+def job_template(pod: Mapping[str, Any], labels: Mapping[str, str], users: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template of a Job's pods: ``pod`` with the user's template merged over it.
+
+    Raises:
+        SpecError: The user's template cannot be merged.
+    """
+    template = merged({"metadata": {"labels": labels}, "spec": pod}, users, "distillation.job.template")
+    # The labels stay, whatever the user's template says: another role would put the pod into a Service.
+    return merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
 
 
 def job_labels(labels: Mapping[str, str], deployment: Deployment, run: str) -> dict[str, str]:
@@ -184,7 +192,7 @@ def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[st
     if unpinned_uris(spec):
         env.append({"name": Env.revisions_path, "value": REVISIONS_PATH})
     if secret:
-        env.append(_from_secret("HF_TOKEN", secret.name, secret.key))
+        env.append(secret_variable("HF_TOKEN", secret.name, secret.key))
     env += bucket_environment(spec)
     uris = dict.fromkeys([spec.model.uri, run.draft_uri])
     return {
@@ -208,7 +216,7 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: S
         *torch_environment(),
         *([{"name": "OMP_NUM_THREADS", "value": str(threads)}] if threads else []),
         *([{"name": Env.revisions_path, "value": REVISIONS_PATH}] if unpinned_uris(spec) else []),
-        _from_secret(Env.capture_token, tokens_name(deployment.name), TokenScope.capture.value),
+        secret_variable(Env.capture_token, tokens_name(deployment.name), TokenScope.capture.value),
         *bucket_environment(spec),
     ]
     return {
@@ -279,7 +287,3 @@ def _prompts(deployment: Deployment) -> list[dict[str, Any]]:
     job = deployment.spec.distillation.job
     named = ((job.golden, GOLDEN), (job.replay_prompts, REPLAY))
     return [{"configMap": {"name": name, "items": [{"key": key, "path": key}]}} for name, key in named if name]
-
-
-def _from_secret(variable: str, name: str, key: str) -> dict[str, Any]:
-    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}

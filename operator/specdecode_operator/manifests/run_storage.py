@@ -6,7 +6,7 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.drafts.run_places import run_folder
-from specdecode_operator.manifests.volumes import CLAIMS_DIR, claim_volume
+from specdecode_operator.manifests.volumes import CLAIMS_DIR, claim_volume, secret_variable
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Deployment
 
@@ -43,6 +43,5 @@ def bucket_environment(spec: Spec) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = [{"name": "AWS_REGION", "value": s3.region}]
     if s3.endpoint:
         made.append({"name": "AWS_ENDPOINT_URL_S3", "value": s3.endpoint})
-    keys = [{"name": key, "valueFrom": {"secretKeyRef": {"name": s3.secret, "key": key}}} for key in _KEYS]
-    token = {"secretKeyRef": {"name": s3.secret, "key": _TOKEN, "optional": True}}
-    return [*made, *keys, {"name": _TOKEN, "valueFrom": token}]
+    keys = [secret_variable(key, s3.secret, key) for key in _KEYS]
+    return [*made, *keys, secret_variable(_TOKEN, s3.secret, _TOKEN, optional=True)]

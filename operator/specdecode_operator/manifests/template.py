@@ -17,6 +17,7 @@ from specdecode_operator.manifests.volumes import (
     PLAN_PATH,
     REVISIONS_PATH,
     pull_mounts,
+    secret_variable,
     serving_mounts,
     torch_environment,
     volumes,
@@ -146,11 +147,10 @@ def _container(spec: Spec, defaults: Defaults, name: str) -> dict[str, Any]:
 
 def _pull(spec: Spec, defaults: Defaults) -> dict[str, Any]:
     secret = spec.model.token_secret_ref
-    token = {"secretKeyRef": {"name": secret.name, "key": secret.key}} if secret else None
     env = [
         {"name": "HOME", "value": "/tmp"},
         *_revisions(spec),
-        *([{"name": "HF_TOKEN", "valueFrom": token}] if token else []),
+        *([secret_variable("HF_TOKEN", secret.name, secret.key)] if secret else []),
         *bucket_environment(spec),
     ]
     return {

@@ -140,6 +140,12 @@ def secret_volume(volume: str, name: str, key: str | None = None) -> dict[str, A
     return {"name": volume, "secret": {"secretName": name, "defaultMode": SECRET_MODE, **items}}
 
 
+def secret_variable(variable: str, name: str, key: str, *, optional: bool = False) -> dict[str, Any]:
+    """Return the environment variable with an entry of a Secret. An ``optional`` entry may be absent."""
+    reference = {"name": name, "key": key, **({"optional": True} if optional else {})}
+    return {"name": variable, "valueFrom": {"secretKeyRef": reference}}
+
+
 def _cache(spec: Spec) -> dict[str, Any]:
     cache = spec.storage.model_cache
     if cache.pvc:

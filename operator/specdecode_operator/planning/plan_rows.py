@@ -70,10 +70,8 @@ def choose(
     times, model = StepTimeModel.fit(learned.costs, learned.wander), AcceptanceModel(learned, speculation)
     objective, swept_at = Objective(speculation.objective, prompt or Prompt()), _swept_at(learned, now)
     for at in {_load_of(row): None for row in rows}:
-        group, is_present = (
-            [row for row in after.values() if _load_of(row) == at],
-            at == present_row(learned.load, found),
-        )
+        group = [row for row in after.values() if _load_of(row) == at]
+        is_present = at == present_row(learned.load, found)
         is_due = swept_at == now or is_present or any(is_timed_now(row) for row in group)
         if times is None or at in bounded or not is_due:
             continue

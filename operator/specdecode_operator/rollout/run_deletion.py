@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from specdecode_operator.drafts.run_places import deletion_id, published_hash, published_prefix
 from specdecode_operator.rollout.observed_events import Detection, Facts
+from specdecode_operator.rollout.run_events import jobs_with_id
 from specdecode_operator.state.draft_record import DraftRecord, RunRecord
 from specdecode_operator.times import back_off
-from specdecode_operator.types import Deployment, Observation, TrainingJob
+from specdecode_operator.types import Deployment, Observation
 
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 600.0, 86_400.0
 """Pause after a Job that could not delete the folder; it doubles from failure to failure."""
@@ -23,7 +24,7 @@ def find_run_deletion(facts: Facts, record: DraftRecord) -> Detection | None:
     run = record.undeleted_run
     if run is None:
         return None
-    job = _job_of(facts.observed.jobs, facts.deployment, deletion_id(run.id))
+    job = next(jobs_with_id(facts.observed.jobs, facts.deployment, deletion_id(run.id)), None)
     if job is None or job.deleting or not job.status.state.is_final or facts.now < run.retry_at:
         return None
     if job.status.completed:
@@ -39,17 +40,17 @@ def run_to_delete(deployment: Deployment, observed: Observation, now: float) -> 
     run = observed.session.drafts.undeleted_run
     if run is None or now < run.retry_at or observed.jobs_problem:
         return None
-    ids = (run.id, deletion_id(run.id))
-    return None if any(_job_of(observed.jobs, deployment, one) for one in ids) else run
+    mine = (job for one in (run.id, deletion_id(run.id)) for job in jobs_with_id(observed.jobs, deployment, one))
+    return run if next(mine, None) is None else None
 
 
-def needed_drafts(deployment: Deployment, record: DraftRecord, claim: str, uris: Iterable[str]) -> tuple[str, ...]:
+def needed_drafts(deployment: Deployment, record: DraftRecord, place: str, uris: Iterable[str]) -> tuple[str, ...]:
     """Return the hashes of the published drafts that a Job must not delete.
 
     Args:
         deployment: The resource.
         record: Its stored rollout.
-        claim: Claim with the drafts.
+        place: URI below which the drafts lie.
         uris: URIs of all drafts of the spec.
     """
     candidate = deployment.spec.rollout.draft.candidate
@@ -57,13 +58,8 @@ def needed_drafts(deployment: Deployment, record: DraftRecord, claim: str, uris:
     known |= {entry.hash for entry in record.lineage} | set(record.uris)
     if candidate is not None:
         known.add(candidate.hash)
-    prefix = published_prefix(f"pvc://{claim}", deployment.name)
+    prefix = published_prefix(place, deployment.name)
     named = {
         published_hash(uri, prefix) for uri in (*uris, *record.uris.values(), *([candidate.uri] if candidate else []))
     }
     return tuple(sorted((known | named) - {""}))
-
-
-def _job_of(jobs: Iterable[TrainingJob], deployment: Deployment, run: str) -> TrainingJob | None:
-    """Return the deployment's Job with this id in its label, also one that is being deleted."""
-    return next((job for job in jobs if job.run == run and job.owner_uid == deployment.uid), None)

@@ -7,6 +7,7 @@ that was killed at any write creates no second Job.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from specdecode_operator.api.v1alpha1 import Spec, seconds_of
@@ -127,8 +128,12 @@ def captured_conversations(observed: Observation, record: DraftRecord, *, since_
 
 def job_of_run(jobs: tuple[TrainingJob, ...], deployment: Deployment, run: RunRecord) -> TrainingJob | None:
     """Return the Job of a run. One that is being deleted, or that the deployment does not own, is none."""
-    mine = (job for job in jobs if job.run == run.id and job.owner_uid == deployment.uid and not job.deleting)
-    return next(mine, None)
+    return next((job for job in jobs_with_id(jobs, deployment, run.id) if not job.deleting), None)
+
+
+def jobs_with_id(jobs: Iterable[TrainingJob], deployment: Deployment, run: str) -> Iterator[TrainingJob]:
+    """Yield the deployment's Jobs with this id in their label, also those that are being deleted."""
+    return (job for job in jobs if job.run == run and job.owner_uid == deployment.uid)
 
 
 def jobs_to_delete(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from harness.askers import Askers
-from harness.draft_files import GOOD_URI, bind_claim, delete_claim, write_head_without_tables, write_noised_head
+from harness.draft_files import GOOD_URI, bound_claim, write_head_without_tables, write_noised_head
 from harness.endpoint import EQUAL_STEPS, MEMORY, MODEL, Endpoint
 from harness.kube import Namespace
 from harness.loop import deployed, with_knobs
@@ -56,11 +56,8 @@ def claim(cluster: Cluster, watched: Namespace, tmp_path: Path) -> Iterator[Path
     folder.mkdir()
     write_noised_head(folder / "noised")
     write_head_without_tables(folder / "no-tables")
-    for parent in (tmp_path, tmp_path.parent):
-        parent.chmod(0o755)
-    volume = bind_claim(watched, CLAIM, folder)
-    yield folder
-    delete_claim(cluster, watched, CLAIM, volume)
+    with bound_claim(watched, CLAIM, folder):
+        yield folder
 
 
 def test_captured_traffic_becomes_a_faster_draft(release: Release, watched: Namespace, claim: Path) -> None:
@@ -117,13 +114,13 @@ class Loop:
 
     def promote(self) -> None:
         """Go from the request to a new draft on all workers."""
-        endpoint, old = self.endpoint, running_hashes(self.endpoint)
+        endpoint, old = self.endpoint, self.endpoint.running_drafts()
         self.wait("Collecting", timeout_s=60, also=("Distilling",))
         self.wait("Distilling", timeout_s=COLLECT_SECONDS)
         self.wait("Canary", timeout_s=JOB_SECONDS)
         self.wait("Promoting", timeout_s=CANARY_SECONDS, also=("Cooldown",))
         new = endpoint.draft_status()["current"]["hash"]
-        wait_for("all workers run it", lambda: running_hashes(endpoint) == {new}, timeout_s=60)
+        wait_for("all workers run it", lambda: endpoint.running_drafts() == {new}, timeout_s=60)
         self.wait("Cooldown", timeout_s=60)
         self._end = status = endpoint.draft_status()
         assert status["lastRun"]["outcome"] == "Better", status
@@ -163,7 +160,7 @@ def served(release: Release, namespace: Namespace, head: Path, settings: Manifes
     ):
         wait_for_ready_pods(endpoint, 2)
         expected, before = unbroken_answers(url, MODEL), endpoint.identities()
-        assert running_hashes(endpoint) == {model_hash(head)}
+        assert endpoint.running_drafts() == {model_hash(head)}
         with StreamTraffic(url, MODEL, CLIENTS) as traffic, Askers(url, ASKERS, different_questions(SPLITS)) as askers:
             yield Loop(endpoint, head.parent, askers)
         print(f"{len(traffic.answers)} streamed answers compared, {askers.asked} others")
@@ -184,11 +181,6 @@ def distillation(steps: int = 40, trigger: Manifest | None = None) -> Manifest:
         },
         "storage": {"claim": CLAIM},
     }
-
-
-def running_hashes(endpoint: Endpoint) -> set[str]:
-    """Return the hashes of the drafts that the ready workers run."""
-    return {endpoint.report(pod).draft.hash for pod in endpoint.ready_pods()}
 
 
 def captured(endpoint: Endpoint) -> int:

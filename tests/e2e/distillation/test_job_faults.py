@@ -12,12 +12,12 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from harness.askers import Askers
-from harness.draft_files import GOOD_URI, bind_claim, delete_claim, write_noised_head
+from harness.draft_files import GOOD_URI, bound_claim, write_noised_head
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
 from harness.loop import deployed
@@ -55,14 +55,12 @@ def folders(
     made = {name: parent / name for name in (CLAIM, SMALL_CLAIM)}
     for folder in made.values():
         folder.mkdir()
-    for one in (parent, parent.parent):
-        one.chmod(0o755)
     small = str(made[SMALL_CLAIM])
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={CLAIM_BYTES}", "tmpfs", small], check=True)
-    volumes = {name: bind_claim(watched, name, folder) for name, folder in made.items()}
-    yield made
-    for name, volume in volumes.items():
-        delete_claim(cluster, watched, name, volume)
+    with ExitStack() as claims:
+        for name, folder in made.items():
+            claims.enter_context(bound_claim(watched, name, folder))
+        yield made
     subprocess.run(["umount", "--lazy", small], check=True)
 
 
@@ -175,19 +173,14 @@ def test_draft_of_the_user_ends_a_run(endpoint: Endpoint, folders: dict[str, Pat
         ended = wait_for_end(endpoint, run)
         wait_for("no Job is left", lambda: not jobs(endpoint), timeout_s=60)
         digest = model_hash(head)
-        wait_for("the worker runs it", lambda: hashes(endpoint) == {digest}, timeout_s=180, every_s=1)
+        wait_for("the worker runs it", lambda: endpoint.running_drafts() == {digest}, timeout_s=180, every_s=1)
         print(f"\n{phase}: the user's draft runs after {time.monotonic() - began:.0f} s")
         assert ended["outcome"] == "Superseded", ended
         assert endpoint.draft_status().get("phase") == "Serving"
     finally:
         endpoint.patch({"speculation": {"draft": {"uri": GOOD_URI}}})
         good = model_hash(resolve(GOOD_URI))
-        wait_for("the worker is back", lambda: hashes(endpoint) == {good}, timeout_s=180, every_s=1)
-
-
-def hashes(endpoint: Endpoint) -> set[str]:
-    """Return the drafts of the ready workers."""
-    return {endpoint.report(pod).draft.hash for pod in endpoint.ready_pods()}
+        wait_for("the worker is back", lambda: endpoint.running_drafts() == {good}, timeout_s=180, every_s=1)
 
 
 def test_full_claim_fails_the_run_with_the_reason(

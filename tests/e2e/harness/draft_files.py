@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from harness.kube import Namespace
-from kube import Cluster
 
 from specdecode_worker.models.checkpoints.model_store import resolve
 
@@ -72,10 +72,23 @@ def _with_noise(tensor: Any, generator: Any, amount: float) -> Any:
     return tensor + amount * tensor.std() * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
 
-def bind_claim(namespace: Namespace, claim: str, folder: Path) -> str:
-    """Create a claim whose volume is a folder of this machine, writable for every user. Return the volume's name."""
-    assert namespace.cluster.local, "the folder lies on this machine"
+@contextmanager
+def bound_claim(namespace: Namespace, claim: str, folder: Path) -> Iterator[None]:
+    """Bind a claim to a folder of this machine, writable for every user, while a block runs. The folder stays."""
+    for parent in (folder.parent, folder.parent.parent):
+        parent.chmod(0o755)
     folder.chmod(0o777)
+    volume = _bind(namespace, claim, folder)
+    try:
+        yield
+    finally:
+        namespace.kubectl("delete", "pvc", claim, "--wait=false", "--ignore-not-found")
+        namespace.cluster.kubectl("delete", "pv", volume, "--wait=false", "--ignore-not-found")
+
+
+def _bind(namespace: Namespace, claim: str, folder: Path) -> str:
+    """Create a volume of a folder, and a claim that is bound to it. Return the volume's name."""
+    assert namespace.cluster.local, "the folder lies on this machine"
     volume = f"{namespace.name}-{claim}"
     size = {"storage": "4Gi"}
     namespace.cluster.apply(
@@ -107,9 +120,3 @@ def bind_claim(namespace: Namespace, claim: str, folder: Path) -> str:
         }
     )
     return volume
-
-
-def delete_claim(cluster: Cluster, namespace: Namespace, claim: str, volume: str) -> None:
-    """Delete a claim and its volume. The folder stays."""
-    namespace.kubectl("delete", "pvc", claim, "--wait=false", "--ignore-not-found")
-    cluster.kubectl("delete", "pv", volume, "--wait=false", "--ignore-not-found")

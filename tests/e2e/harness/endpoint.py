@@ -93,6 +93,10 @@ class Endpoint:
     def draft_status(self) -> Manifest:
         return self.status().get("draft") or {}
 
+    def running_drafts(self) -> set[str]:
+        """Return the hashes of the drafts that the ready workers run."""
+        return {self.report(pod).draft.hash for pod in self.ready_pods()}
+
     def command_draft(self, verb: str) -> None:
         """Give a command on drafts as the kubectl plugin does."""
         text = f"specdecode.io/draft-command={verb} {time.time_ns()}"

@@ -39,6 +39,7 @@ from specdecode_worker.commands.common.flags import (
     add_shape_flags,
     add_tensor_parallel_flag,
 )
+from specdecode_worker.commands.common.progress import print_progress
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.checkpoints.model_hash import model_hash
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--job the exit code is 0 for every verdict and every error."
     )
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
-    parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI", 
+    parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI",
                         help="deployed head to go on from: eagle3, peagle or dflash")  # fmt: skip
     add_capture_flags(parser)
     parser.add_argument("--golden", type=Path, metavar="FILE.jsonl",
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         with _stoppable() as stop, clock.running():
             return _run_job(args, stop, clock) if args.job else _run(args, stop, clock)
     except Interrupted:
-        _log("distill: stopped; the same command goes on from here")
+        print_progress("distill: stopped; the same command goes on from here")
         return INTERRUPTED
 
 
@@ -193,10 +194,10 @@ def _distill(args: argparse.Namespace, stop: threading.Event, clock: RunClock) -
 def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
     """Fetch captured segments where they are wanted, and run all remaining stages."""
     settings = _settings(args)
-    capture = capture_folders(args, _log, stopped)
+    capture = capture_folders(args, print_progress, stopped)
     oldest_seconds = expiry_seconds(capture, time.time())
     # A run that was suspended goes on without what has expired since.
-    delete_expired_from_runs([args.out, *args.replay], oldest_seconds, _log)
+    delete_expired_from_runs([args.out, *args.replay], oldest_seconds, print_progress)
     target, parent = (_ancestor(uri, args.cache_dir) for uri in (args.model, args.draft))
     job = DistillationSettings(
         target=target,
@@ -222,7 +223,7 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
         threads=args.threads,
     )
     with placed_target(placement) as model:
-        return Distillation(model, Chat(target.folder), job, _log, stopped).run()
+        return Distillation(model, Chat(target.folder), job, print_progress, stopped).run()
 
 
 def _settings(args: argparse.Namespace) -> StudentSettings:
@@ -258,8 +259,3 @@ def _ancestor(uri: str, cache_dir: Path | None) -> Ancestor:
     """Resolve a model URI and hash its weights."""
     folder = resolve(uri, cache_dir)
     return Ancestor(uri, folder, model_hash(folder))
-
-
-def _log(line: str) -> None:
-    """Print a progress line to standard error."""
-    print(line, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from specdecode_worker.commands.common.progress import print_progress
 from specdecode_worker.contract import Env, Revisions, WorkerConfig
 from specdecode_worker.engine.assignment.assigned_draft import assigned_uris, worker_name
 from specdecode_worker.models.checkpoints import hub, model_store
@@ -76,7 +77,7 @@ def _pull_for_pod(config: WorkerConfig, cache: Path) -> int:
     if config.draft.uri is not None and _pull(config.draft.uri, cache) != 0:
         if config.draft.required:
             return 1
-        _print_progress("the draft is not required: the worker will serve without it")
+        print_progress("the draft is not required: the worker will serve without it")
     return code
 
 
@@ -86,9 +87,7 @@ def _pull_assigned(config: WorkerConfig, cache: Path) -> None:
     plan = read_plan(Path(path), config.deployment_uid) if path else None
     for uri in assigned_uris(plan, config, worker_name()) if plan is not None else ():
         if uri.startswith(("hf://", "s3://")) and _pull(uri, cache) != 0:
-            _print_progress(
-                "the draft is assigned by the plan: without it the worker serves with the draft of the spec"
-            )
+            print_progress("the draft is assigned by the plan: without it the worker serves with the draft of the spec")
 
 
 def _pull(uri: str, cache: Path) -> int:
@@ -96,9 +95,9 @@ def _pull(uri: str, cache: Path) -> int:
     try:
         folder = _fetch(uri, cache)
     except ModelError as error:
-        _print_progress(f"{uri}: {error}")
+        print_progress(f"{uri}: {error}")
         return 1
-    _print_progress(f"{uri} is in {folder}")
+    print_progress(f"{uri} is in {folder}")
     return 0
 
 
@@ -124,7 +123,7 @@ def _hub_pull(uri: str, cache: Path) -> Path:
         model = model.at(commit)
     server = hub.Hub.from_environment()
     try:
-        return server.pull(model, cache, ProgressLines(), _print_progress)
+        return server.pull(model, cache, ProgressLines(), print_progress)
     finally:
         server.close()
 
@@ -139,7 +138,7 @@ def _report_revisions(uris: Sequence[str], cache: Path) -> None:
     try:
         message = Revisions(revisions={uri: commit for uri, commit in commits.items() if commit})
     except ValidationError as error:
-        _print_progress(f"the hub names commits that are none: {error}")
+        print_progress(f"the hub names commits that are none: {error}")
         return
     if message.revisions:
         write_termination_message(message.model_dump_json())
@@ -165,9 +164,4 @@ class ProgressLines:
         rate = (received - began_bytes) / max(now - began_seconds, 1e-3)
         left = f", {(size - received) / rate:.0f} s left" if received < size and rate else ""
         percent = 100 * received // size if size else 100
-        _print_progress(f"{name}  {percent} %  of {size / 1e6:.1f} MB  {rate / 1e6:.1f} MB/s{left}")
-
-
-def _print_progress(text: str) -> None:
-    """Print a line to standard error."""
-    print(text, file=sys.stderr, flush=True)
+        print_progress(f"{name}  {percent} %  of {size / 1e6:.1f} MB  {rate / 1e6:.1f} MB/s{left}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from specdecode_worker.commands.common.flags import EMBEDDED_TARGET, add_device_flag, add_tensor_parallel_flag
+from specdecode_worker.commands.common.progress import print_progress
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, load_draft
 from specdecode_worker.models.checkpoints.model_store import resolve
@@ -122,7 +123,7 @@ def _train(args: argparse.Namespace) -> Path:
             _settings(args),
             _draft_settings(args, target, folder),
             args.out,
-            _log if peers.rank == 0 else _discard,
+            print_progress if peers.rank == 0 else _discard,
             peers,
             whole=_whole_target(args, placement),
         )
@@ -183,11 +184,6 @@ def _recording_settings(args: argparse.Namespace) -> RecordingSettings:
         rows=args.rows,
         answer_tokens=args.max_tokens,
     )
-
-
-def _log(line: str) -> None:
-    """Print a progress line to standard error."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def _discard(line: str) -> None:

@@ -158,7 +158,7 @@ def test_a_new_run_trains_while_the_last_one_is_deleted() -> None:
 
 
 def needed(record: DraftRecord, *uris: str, **spec: Any) -> set[str]:
-    return set(needed_drafts(deployment_with(**spec), record, "drafts", uris))
+    return set(needed_drafts(deployment_with(**spec), record, "pvc://drafts", uris))
 
 
 def test_drafts_that_may_be_assigned_or_were_tried_are_needed() -> None:

@@ -1,4 +1,4 @@
-"""What a reconcile leaves of the decisions that are not carried out yet."""
+"""Decisions that are not carried out yet, after a reconcile."""
 
 from __future__ import annotations
 

@@ -180,9 +180,8 @@ class LiveStore:
     def close(self) -> None:
         """Flush and close the open segment, and write nothing until ``open`` is called."""
         with self.lock:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
+            self.close_segment()
+            self._writer = None
 
     def _delete_from(self, name: str, is_unwanted: Callable[[Stamp], bool], counts: DeletionCounts) -> None:
         remaining, path, read = _Summary(), self.folder / name, 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from specdecode_worker.commands.common.capture_sources import delete_fetched
+from specdecode_worker.commands.common.progress import print_progress
 from specdecode_worker.contract import Artifact
 from specdecode_worker.contract.distillation import DistillationVerdict
 from specdecode_worker.models.checkpoints.model_hash import model_hash
@@ -83,9 +83,9 @@ def run_as_job(distill: Callable[[], dict[str, Any]], args: argparse.Namespace, 
         document = distill()
         result = verdict_document(document, _placed_draft(args), clock.seconds)
         if not args.keep_data:
-            delete_text(args.out, _log)
+            delete_text(args.out, print_progress)
         if args.prune:
-            delete_runs(args.out, _log)
+            delete_runs(args.out, print_progress)
     except Interrupted:
         raise
     except Exception as error:
@@ -93,7 +93,7 @@ def run_as_job(distill: Callable[[], dict[str, Any]], args: argparse.Namespace, 
         result = failure_document(error, clock.seconds)
         if result.failure == "poisoned":
             delete_fetched(args.out)
-            delete_text(args.out, _log)
+            delete_text(args.out, print_progress)
     write_termination_message(result.message())
     return result
 
@@ -108,7 +108,7 @@ def _placed_draft(args: argparse.Namespace) -> Artifact:
 
 def _prune(args: argparse.Namespace) -> None:
     """Delete earlier runs, and drafts that are not to be kept. What cannot be deleted ends no run."""
-    delete_runs(args.out, _log)
+    delete_runs(args.out, print_progress)
     if args.publish is None or args.keep_drafts is None:
         return
     try:
@@ -118,8 +118,4 @@ def _prune(args: argparse.Namespace) -> None:
     if place is not None:
         began = began_seconds(args.out)
         assert began is not None, "check_job_flags"
-        delete_drafts(place, frozenset(args.keep_drafts.split(",")), began, _log)
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        delete_drafts(place, frozenset(args.keep_drafts.split(",")), began, print_progress)

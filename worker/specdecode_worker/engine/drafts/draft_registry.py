@@ -143,12 +143,10 @@ class DraftRegistry:
 
         If the draft of the request has changed, its progress restarts.
         """
-        loaded = self._of(request) if self._by_task else self._drafts.get(DEFAULT_DRAFT)
+        loaded = self._of(request)
         if loaded is None:
             return False
-        identity = loaded.state.hash
-        if request.draft.draft != identity:
-            self._restart_if_changed(request, identity)
+        self._restart_if_changed(request, loaded.state.hash)
         return loaded.drafter.ready(request)
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor | None) -> None:

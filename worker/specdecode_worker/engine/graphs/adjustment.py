@@ -6,7 +6,7 @@ It is equivalent to `LogitsProcessor.adjusted` (speculation/sampling/logits_proc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from specdecode_kernels.sample import op
 from specdecode_kernels.step_tables.tables import PackedRows, SlotState, StepRows
-from specdecode_kernels.top_k.op import top_k
-from specdecode_kernels.verify.op import choose
 from specdecode_worker.engine.graphs.graph_key import NODES, Features
+from specdecode_worker.engine.graphs.graph_sampling import PackedSampler
+from specdecode_worker.speculation.sampling.token_masks import unpacked_on_device
 
 ROWS_AT_ONCE = 64
 """Rows of logits adjusted at a time, which bounds the memory of the fp32 copies, counts and masks."""
@@ -120,7 +120,7 @@ class Adjustment:
             moved_RV = op.adjusted(logits_RV)
         if self._masks_NW is None or nodes.mask_row_T is None:
             return moved_RV
-        free_RV = _bits(self._masks_NW[nodes.mask_row_T])[:, : self._size]
+        free_RV = unpacked_on_device(self._masks_NW[nodes.mask_row_T])[:, : self._size]
         return moved_RV.masked_fill_(~free_RV, -math.inf)
 
     def _counted(self, counts: Counts, nodes: PassNodes) -> Tensor:
@@ -159,36 +159,27 @@ class AdjustedSampler:
             # Sharpness must not apply to greedy rows, nor to the bias that is added below.
             temperature_R = self.packed.temperature_T
             logits_RV = logits_RV * torch.ones_like(temperature_R).masked_fill_(temperature_R > 0, sharpness)[:, None]
-        pieces = []
-        for here, packed in self._pieces():
-            moved_RV = self.adjustment.adjusted(logits_RV[here], target_ids_V, self.nodes[here], packed.next_T)
-            best_RK = top_k(
-                moved_RV,
-                k,
-                temperature_R=packed.temperature_T,
-                seed_R=packed.seed_T,
-                position_R=packed.next_T,
-                vocab_size=self.vocab_size,
-                ids_V=target_ids_V,
-                sharpness=1.0,
-                truncation=packed.truncation,
-            )
-            pieces.append(best_RK)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return self._joined(
+            logits_RV,
+            target_ids_V,
+            lambda piece, moved_RV: piece.propose(moved_RV, target_ids_V, batch_R, node_R, depth_R, 1.0, k),
+        )
 
     def choose(self, logits_TV: Tensor) -> Tensor:
         """Return the target's token [T] behind every packed row."""
-        pieces = []
-        for here, packed in self._pieces():
-            moved_RV = self.adjustment.adjusted(logits_TV[here], None, self.nodes[here], packed.next_T)
-            pieces.append(choose(moved_RV, packed.temperature_T, packed.seed_T, packed.next_T, packed.truncation))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return self._joined(logits_TV, None, PackedSampler.choose)
 
-    def _pieces(self) -> list[tuple[slice, PackedRows]]:
-        """Return the slices of rows that are processed together, with their packed rows."""
-        rows = len(self.packed.next_T)
-        slices = [slice(start, start + ROWS_AT_ONCE) for start in range(0, rows, ROWS_AT_ONCE)]
-        return [(here, _sampling_of(self.packed, here)) for here in slices]
+    def _joined(
+        self, logits_RV: Tensor, target_ids_V: Tensor | None, sample: Callable[[PackedSampler, Tensor], Tensor]
+    ) -> Tensor:
+        """Return the results of ``sample`` for all rows. It gets a piece of them with its adjusted logits at a time."""
+        results = []
+        for start in range(0, len(self.packed.next_T), ROWS_AT_ONCE):
+            here = slice(start, start + ROWS_AT_ONCE)
+            packed = _sampling_of(self.packed, here)
+            moved_RV = self.adjustment.adjusted(logits_RV[here], target_ids_V, self.nodes[here], packed.next_T)
+            results.append(sample(PackedSampler(packed, self.vocab_size), moved_RV))
+        return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def _sampling_of(packed: PackedRows, here: slice) -> PackedRows:
@@ -201,9 +192,3 @@ def _sampling_of(packed: PackedRows, here: slice) -> PackedRows:
         seed_T=packed.seed_T[here],
         truncation=None if cuts is None else (cuts[0][here], cuts[1][here], cuts[2][here]),
     )
-
-
-def _bits(words_RW: Tensor) -> Tensor:
-    """Return the bits [R, 32 W] of int32 words [R, W] as bool, the lowest bit first."""
-    shifts_32 = torch.arange(32, dtype=torch.int32, device=words_RW.device)
-    return ((words_RW[:, :, None] >> shifts_32) & 1).bool().flatten(1)

@@ -171,14 +171,11 @@ class StepGraphs:
 
         A graph that is needed often is captured here.
         """
-        plan = self._planner.plan(rows)
-        graph = plan if isinstance(plan, EagerReason) else self._graph(plan)
-        if isinstance(plan, EagerReason) or isinstance(graph, EagerReason):
-            reason = plan if isinstance(plan, EagerReason) else graph
-            assert isinstance(reason, EagerReason), "a step without a graph has a reason"
-            self._count_eager(reason)
+        ready = self._ready(rows)
+        if isinstance(ready, EagerReason):
+            self._count_eager(ready)
             return None
-        return ReadyStep(plan, graph)
+        return ready
 
     def replay(
         self,
@@ -214,6 +211,13 @@ class StepGraphs:
         if plan.outside is not None:
             self.outside[plan.outside] += 1
         return self._replayed(ready.graph, rows, ranked=ranked)
+
+    def _ready(self, rows: Sequence[Row]) -> ReadyStep | EagerReason:
+        plan = self._planner.plan(rows)
+        if isinstance(plan, EagerReason):
+            return plan
+        graph = self._graph(plan)
+        return graph if isinstance(graph, EagerReason) else ReadyStep(plan, graph)
 
     def _graph(self, plan: StepPlan) -> Graph | EagerReason:
         """Return the graph of a plan, captured now if it is needed often enough, or the reason why there is none."""

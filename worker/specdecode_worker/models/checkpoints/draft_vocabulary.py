@@ -1,4 +1,4 @@
-"""Vocabulary of a draft model beside its target's.
+"""Fit of a draft model's vocabulary to that of its target.
 
 Equal tokenizers may have matrices of different sizes, since published models pad them differently; `fit_vocabulary`
 makes them equal. Other tokenizers are matched by the bytes of their tokens.

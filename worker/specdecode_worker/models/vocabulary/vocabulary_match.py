@@ -171,9 +171,9 @@ def _coverage(target: Tokenizer, size: int, proposed: Collection[int]) -> float:
 
 
 def _substitute(draft: Tokenizer, size: int) -> int:
-    """Return the id that stands for tokens that the draft lacks: unknown, else padding, else the first special token.
+    """Return the draft's id for tokens that it lacks.
 
-    A tokenizer without any of them gives 0.
+    It is that of the unknown token, else of the padding token, else of the first special token, else 0.
     """
     unknown = getattr(draft.model, "unk_token", None)
     named = (unknown, "<unk>", "[UNK]", "<pad>", "[PAD]", "<|pad|>")

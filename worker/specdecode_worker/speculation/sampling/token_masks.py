@@ -112,5 +112,10 @@ def _unpacked(bits_RW: Tensor) -> Tensor:
     if bits_RW.device.type == "cpu":
         octets = bits_RW.numpy().view(np.uint8)
         return torch.from_numpy(np.unpackbits(octets, axis=1, bitorder="little").view(np.bool_))
+    return unpacked_on_device(bits_RW)
+
+
+def unpacked_on_device(bits_RW: Tensor) -> Tensor:
+    """Return the same as `_unpacked` by operations that a graph can capture."""
     shifts_32 = torch.arange(32, dtype=torch.int32, device=bits_RW.device)
     return ((bits_RW[:, :, None] >> shifts_32) & 1).bool().flatten(1)

@@ -1,0 +1,14 @@
+"""Drafts of the small random model that every kind of request is tested with."""
+
+DRAFTS = (
+    "eagle3",
+    "peagle",
+    "dflash",
+    "eagle",
+    "medusa",
+    "draft-model",
+    "foreign-model",
+    "ngram",
+    "ngram-blind",
+    "suffix",
+)
