@@ -46,9 +46,10 @@ loop: lint ## proofs on the cluster that the operator closes its loop: tasks, lo
 router: lint ## proofs on the cluster that clients behind routers notice no fault of a worker, and scaling to zero (15 minutes)
 	ROUTER_PROOFS=1 hack/test tests/e2e/test_8_router.py -s
 
-drafts: lint ## proofs on the cluster: drafts are trained from traffic, promoted and rolled back; faults of training (over an hour)
+drafts: lint ## proofs on the cluster: drafts are trained from traffic, promoted and rolled back; faults of training (two hours)
 	DRAFT_PROOFS=1 hack/test tests/e2e/distillation/test_distillation_loop.py -s
 	DRAFT_PROOFS=1 hack/test tests/e2e/test_8_drafts.py tests/e2e/distillation/test_job_faults.py -s
+	DRAFT_PROOFS=1 hack/test tests/e2e/distillation/test_changes_under_way.py -s
 
 outages: lint ## proofs that clients notice no lost API server, drained or lost node and rotated key, on a local cluster (20 minutes)
 	OUTAGE_PROOFS=1 hack/test tests/e2e/outages -s

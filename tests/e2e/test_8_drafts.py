@@ -86,6 +86,13 @@ def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watche
             kill_pod(endpoint, sorted(endpoint.ready_pods())[0])
             wait_for_ready_pods(endpoint, 2)
             wait_for("the new pod runs it, too", lambda: endpoint.running_drafts() == {good}, timeout_s=60)
+        before = endpoint.identities()
+        release.stop()
+        release.start()
+        endpoint.patch({"replicas": 3})
+        wait_for_ready_pods(endpoint, 3)
+        assert before < endpoint.identities(), "another operator replaces no pod"
+        wait_for("a third pod runs it, too", lambda: endpoint.running_drafts() == {good}, timeout_s=60)
         status = endpoint.draft_status()
         print(f"\npromoted after {status['lineage'][0]['pairs']} pairs: {status['lastVerdict']}")
         assert status["lineage"][0]["outcome"] == "Promoted"

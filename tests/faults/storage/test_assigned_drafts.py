@@ -177,7 +177,7 @@ def test_a_trial_that_ends_in_the_middle_returns_to_the_stable_draft(pod: Pod, n
     assert pod.text(PROMPTS[0]) == before
 
 
-@pytest.mark.parametrize("kind", ["missing", "truncated", "nan"])
+@pytest.mark.parametrize("kind", ["missing", "truncated", "nan", "shapes"])
 def test_a_candidate_that_cannot_be_loaded_fails_the_trial(
     pod: Pod, noised: Artifact, tmp_path: Path, kind: str
 ) -> None:
@@ -198,6 +198,28 @@ def test_a_candidate_that_cannot_be_loaded_fails_the_trial(
     pod.wait(lambda report: report.trial is None)
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1, 0.2, 0.4])
+def test_folder_that_vanishes_while_it_loads_fails_the_trial_or_is_loaded(
+    pod: Pod, noised: Artifact, tmp_path: Path, delay_s: float
+) -> None:
+    """Files that the worker has opened stay readable; the outcome depends on the moment."""
+    folder = tmp_path / "vanishing"
+    shutil.copytree(noised.uri.removeprefix("file://"), folder)
+    with healthy(pod.worker):
+        pod.push(None, trial(Artifact(uri=f"file://{folder}", hash=noised.hash), id=f"vanishing-{delay_s}"))
+        time.sleep(delay_s)
+        shutil.rmtree(folder)
+        report = pod.wait(lambda report: report.trial is not None and report.trial.state != "Loading")
+        pod.text(PROMPTS[0])
+    assert report.trial is not None
+    print(delay_s, report.trial.state, report.trial.problem)
+    if report.trial.state == "Failed":
+        assert report.draft.hash == pod.spec_hash
+        assert str(folder) in (report.trial.problem or "")
+    pod.push(None)
+    pod.wait(lambda report: report.trial is None)
+
+
 def _spoil(folder: Path, kind: str) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -207,7 +229,10 @@ def _spoil(folder: Path, kind: str) -> None:
         return
     tensors = load_file(path)
     name = next(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.dim() == 2)
-    tensors[name][0, 0] = float("nan")
+    if kind == "nan":
+        tensors[name][0, 0] = float("nan")
+    else:
+        tensors[name] = tensors[name][:-1].contiguous()
     save_file(tensors, path)
 
 

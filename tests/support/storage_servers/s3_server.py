@@ -1,4 +1,4 @@
-"""A real S3 server on loopback: SeaweedFS, with one key."""
+"""A real S3 server on loopback, or on an address of the cluster: SeaweedFS, with one key."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def s3_server(folder: Path) -> Iterator[S3Server]:
+def s3_server(folder: Path, address: str = "127.0.0.1") -> Iterator[S3Server]:
     """Yield a server that keeps its objects in ``folder``. It makes a bucket for the first object in it."""
     users = [{"name": "t", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin"]}]
     (folder / "users.json").write_text(json.dumps({"identities": users}))
     names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
     names += ("s3.port", "s3.port.grpc")
-    ports = dict(zip(names, _free_ports(len(names)), strict=True))
-    words = [_program(), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
+    ports = dict(zip(names, _free_ports(address, len(names)), strict=True))
+    words = [_program(), "server", f"-dir={folder}", f"-ip={address}", f"-ip.bind={address}", "-filer", "-s3"]
     words += [f"-{name}={port}" for name, port in ports.items()]
     words += ["-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder / 'users.json'}"]
     words += ["-master.telemetry=false", "-master.volumeSizeLimitMB=64"]
-    url = f"http://127.0.0.1:{ports['s3.port']}"
+    url = f"http://{address}:{ports['s3.port']}"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log, cwd=folder)
     try:
@@ -87,9 +87,9 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         time.sleep(0.1)
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(address: str, count: int) -> list[int]:
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
-            one.bind(("127.0.0.1", 0))
+            one.bind((address, 0))
         return [one.getsockname()[1] for one in sockets]
