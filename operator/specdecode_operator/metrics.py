@@ -12,7 +12,7 @@ from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.drift_metrics import DRIFT_EVIDENCE, DRIFT_LOSS, record_drift
 from specdecode_operator.gauges import DeploymentGauge
-from specdecode_operator.run_metrics import CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, record_runs
+from specdecode_operator.run_metrics import CANDIDATES, CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, record_runs
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
 from specdecode_worker.contract import OTHER_TASK
 
@@ -136,7 +136,7 @@ TASK_ITL = DeploymentGauge(
 
 _VALUES = {"True": 1, "False": 0, "Unknown": -1}
 _TASK_GAUGES = (TASK_ACCEPTANCE, TASK_LENGTH, TASK_SPEEDUP, TASK_TTFT, TASK_ITL)
-_OF_DRAFTS = (CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, DRIFT_EVIDENCE, DRIFT_LOSS)
+_OF_DRAFTS = (CANDIDATES, CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, DRIFT_EVIDENCE, DRIFT_LOSS)
 _GAUGES = {*_OF_DRAFTS, *(v for v in globals().values() if isinstance(v, DeploymentGauge))}
 _COUNTERS = (PLAN_CHANGES, DECISIONS)
 _tasks_by_key: dict[Key, frozenset[str]] = {}

@@ -1,4 +1,4 @@
-"""Series of training runs and of captured requests."""
+"""Series of training runs, of the candidates that ended, and of captured requests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ _OF_DEPLOYMENT = ["namespace", "name"]
 
 DRAFT_RUNS = DeploymentGauge(
     "specdecode_draft_runs", "Training runs that ended, by outcome.", [*_OF_DEPLOYMENT, "outcome"]
+)
+CANDIDATES = DeploymentGauge(
+    "specdecode_draft_candidates", "Candidate drafts that ended, by outcome.", [*_OF_DEPLOYMENT, "outcome"]
 )
 RUNS_NOT_BETTER = DeploymentGauge(
     "specdecode_draft_runs_not_better", "Verdicts of training runs in a row that were not better.", _OF_DEPLOYMENT
@@ -21,6 +24,8 @@ CAPTURED = DeploymentGauge(
 def record_runs(deployment: Deployment, observed: Observation) -> None:
     """Set the series of one deployment. Those of runs are absent until one ended, and those of captures without any."""
     key, record = deployment.key, observed.session.drafts
+    for outcome, count in record.candidate_outcomes.items():
+        CANDIDATES.set((*key, outcome), count)
     for outcome, count in record.run_outcomes.items():
         DRAFT_RUNS.set((*key, outcome), count)
     if record.run_outcomes:

@@ -21,7 +21,7 @@ from specdecode_operator.rollout.run_deletion import find_run_deletion
 from specdecode_operator.rollout.run_end import with_run_end
 from specdecode_operator.rollout.run_events import RUN_DETECTORS, with_run
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
-from specdecode_operator.state.draft_record import LINEAGE, DraftRecord, TrialRecord
+from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
 from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, Observation
 
@@ -124,10 +124,9 @@ def _concluded(detection: Detection, event: Event, after: DraftRecord, now: floa
         gain_percent=round(100 * gain.mean, 1) if gain else None,
         reason=detection.reason[:1000],
     )
-    return after.model_copy(
+    return after.with_ended(entry).model_copy(
         update={
             "last_verdict": f"{outcome} {ended[:12]}: {detection.reason}"[:1000],
-            "lineage": (entry, *after.lineage)[:LINEAGE],
             "refusal": detection.reason[:1000] if outcome == "Refused" else "",
         }
     )

@@ -7,7 +7,7 @@ from specdecode_operator.api.v1alpha1 import DraftLineageStatus, DraftRunEndStat
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
 from specdecode_operator.rollout.observed_events import Detection
 from specdecode_operator.rollout.run_events import RUN_PHASES
-from specdecode_operator.state.draft_record import LINEAGE, DraftRecord
+from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.times import iso
 from specdecode_worker.contract.distillation import DistillationVerdict
 
@@ -73,7 +73,7 @@ def with_run_end(detection: Detection, after: DraftRecord, spec: Spec, now: floa
             gain_percent=ended.gain_percent,
             reason=f"mode Direct: {detection.reason}"[:1000],
         )
-        update["lineage"] = (entry, *after.lineage)[:LINEAGE]
+        after = after.with_ended(entry)
     return after.model_copy(update=update)
 
 

@@ -137,6 +137,8 @@ class DraftRecord(Stored):
     """Device seconds of the latest run with a verdict; 0 before the first one."""
     recovery: float | None = None
     """Share of the loss that the latest better draft recovers, by its verdict. None before the first one."""
+    candidate_outcomes: dict[str, int] = Field(default={})
+    """Candidates that ended, by outcome."""
     run_outcomes: dict[str, int] = Field(default={})
     """Runs that ended, by outcome."""
     runs_not_better: int = 0
@@ -148,6 +150,12 @@ class DraftRecord(Stored):
     which no Job deletes it, ``losses`` the number of such Jobs that failed, and ``reason`` that of the latest one."""
     last_run: DraftRunEndStatus | None = Field(default=None, exclude=True)
     lineage: tuple[DraftLineageStatus, ...] = Field(default=(), exclude=True)
+
+    def with_ended(self, entry: DraftLineageStatus) -> DraftRecord:
+        """Return the record with the end of a candidate."""
+        counts = self.candidate_outcomes
+        counted = {**counts, entry.outcome: counts.get(entry.outcome, 0) + 1}
+        return self.model_copy(update={"lineage": (entry, *self.lineage)[:LINEAGE], "candidate_outcomes": counted})
 
     @property
     def lifecycle(self) -> Lifecycle:

@@ -9,7 +9,7 @@ import pytest
 from canary import CANDIDATE, NEW, OLD, Canary, canary_with, trying
 from fleet import workload_with
 
-from specdecode_operator import metrics
+from specdecode_operator import metrics, run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
 from specdecode_operator.controller.events import event_notices
 from specdecode_operator.controller.status import status_of
@@ -105,6 +105,9 @@ def test_a_promotion_is_an_event_and_history_with_its_gain() -> None:
     assert draft.previous is not None
     assert (draft.current.hash, draft.previous.hash) == (NEW, OLD)
     assert [(entry.outcome, entry.gain_percent) for entry in draft.lineage] == [("Promoted", pytest.approx(10.0))]
+    assert samples(run_metrics.CANDIDATES) == {("Promoted",): 1}
+    metrics.forget("ns", "demo")
+    assert samples(run_metrics.CANDIDATES) == {}
 
 
 def test_a_refused_candidate_is_the_reason_to_look_at() -> None:

@@ -213,6 +213,7 @@ def test_a_worker_that_refuses_a_promotion_takes_it_back() -> None:
     assert canary.decision is not None
     assert canary.decision.plan.draft == OLD
     assert outcomes(canary) == [("Refused", NEW), ("Promoted", NEW)]
+    assert canary.record.candidate_outcomes == {"Promoted": 1, "Refused": 1}
     canary.until("Cooldown")
     assert canary.record.current == ""
 
