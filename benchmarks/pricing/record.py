@@ -25,7 +25,7 @@ from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_model_flags
 from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt, local_engine
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.drafts.calibration_file import read_sharpness
+from specdecode_worker.engine.drafts.calibration_file import read_calibration
 from specdecode_worker.engine.ipc.messages import Sampling
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
@@ -47,7 +47,7 @@ def main() -> None:
     target = load_llama(resolve(EMBEDDED_TARGET, None), dtype=torch.float32, device=torch.device("cpu"))
     folder = resolve(EMBEDDED_DRAFT, None)
     head = load_eagle3(folder, target, dtype=torch.float32, device=torch.device("cpu"))
-    draft = CalibratedDraft(head, read_sharpness(folder))
+    draft = CalibratedDraft(head, read_calibration(folder).sharpness)
     parts: list[dict[str, np.ndarray]] = []
     for temperature in args.temperatures:
         for index, record in enumerate(_records(engine, prompts, temperature, args.max_tokens)):

@@ -5,7 +5,7 @@ Estimates belong to a draft; `state.draft_estimates` parks and restores them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Literal
@@ -21,7 +21,7 @@ from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry import counters
 from specdecode_operator.telemetry.counters import CellKey, Hits, Moments, RequestSums, TrafficSums
 from specdecode_operator.telemetry.deltas import Delta
-from specdecode_worker.contract import Buckets, Report
+from specdecode_worker.contract import OTHER_TASK, Buckets, Report
 
 Key = tuple[str, int, Literal["main", "sibling"]]
 """Task, depth, and parent of an acceptance rate."""
@@ -57,12 +57,17 @@ def learn_parked(learned: LearnedState, draft: str, delta: Delta, now: float) ->
 
 
 def learn_first_reports(
-    learned: LearnedState, reports: Iterable[Report], found: Buckets, *, now: float
+    learned: LearnedState, reports: Sequence[Report], found: Buckets, *, now: float
 ) -> LearnedState:
-    """Return ``learned`` with the step times that the first reports of workers contain, for kinds not known yet.
+    """Return ``learned`` with what the first reports of workers contain, where nothing is known yet.
 
     Workers time steps before they serve. These count for few steps, and their made-up text says nothing of acceptance.
+    That of the draft's evaluation counts for as few drafts.
     """
+    if not learned.acceptance:
+        agreements = (report.draft.agreement for report in reports if report.draft.hash == learned.draft)
+        evaluated = tuple(_evaluated(next(filter(None, agreements), ()), now))
+        learned = learned.model_copy(update={"acceptance": evaluated}) if evaluated else learned
     measured = counters.summed(
         (CellKey.of(cell), Moments.of_cell(cell))
         for report in reports
@@ -78,6 +83,14 @@ def learn_first_reports(
         made_up = light.count if key.draft_passes else 0.0
         costs[key] = StepTimeCell(**key._asdict(), values=values, at=now, made_up=made_up)
     return learned.model_copy(update={"costs": tuple(costs[key] for key in sorted(costs))}) if new else learned
+
+
+def _evaluated(agreement: tuple[float, ...], now: float) -> Iterable[AcceptanceCell]:
+    """Yield the acceptance that a draft's evaluation recorded, of a chain that few drafts began."""
+    total = 2 * TUNING.min_samples
+    for depth, rate in enumerate(agreement, start=1):
+        yield AcceptanceCell(task=OTHER_TASK, depth=depth, hits=rounded(rate * total), total=rounded(total), at=now)
+        total *= rate
 
 
 def _of_draft(learned: LearnedState, delta: Delta, now: float) -> dict[str, object]:

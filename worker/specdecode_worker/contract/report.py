@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,15 @@ from specdecode_worker.contract.assignment import TrialState
 from specdecode_worker.contract.capture import CaptureReport
 from specdecode_worker.contract.plan import Buckets, TaskMatch
 from specdecode_worker.contract.synthetic import SyntheticKnobs
-from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, MAX_TASKS, DraftQuantization, Method, Received
+from specdecode_worker.contract.wire import (
+    CONTRACT_VERSION,
+    MAX_NODES,
+    MAX_RANKS,
+    MAX_TASKS,
+    DraftQuantization,
+    Method,
+    Received,
+)
 
 
 class AcceptanceCell(Received):
@@ -177,6 +185,8 @@ class DraftState(Received):
     hash: str = ""
     uri: str = ""
     quantization: DraftQuantization | None = None
+    agreement: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(max_length=MAX_NODES)] = ()
+    """Acceptance rates by depth that the draft's evaluation recorded in calibration.json; empty if there are none."""
     problem: str | None = None
     """Reason why the draft was not loaded at start, naming the file or tensor. The worker serves without it."""
     pending: PendingDraft | None = None

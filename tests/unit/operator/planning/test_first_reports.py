@@ -9,6 +9,7 @@ from fleet import SimulatedWorker, Truth, linear_time, loop_over
 
 from specdecode_operator.decision.history import _per_token
 from specdecode_operator.planning import learning, loads
+from specdecode_operator.planning.acceptance_model import lacking
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry.counters import Moments
@@ -40,6 +41,21 @@ def test_kinds_that_nobody_told_of_are_taken_at_little_weight() -> None:
         assert count == pytest.approx(MOST_STEPS)
         assert seconds / count == pytest.approx(linear_time(1, cell.draft_passes, Truth().context), rel=0.1)
         assert (cell.at, cell.polls) == (50.0, 1)
+
+
+def test_acceptance_of_the_evaluation_counts_for_few_drafts() -> None:
+    report = first_report(0, 3)
+    report = report.model_copy(update={"draft": report.draft.model_copy(update={"agreement": (0.6, 0.5)})})
+    learned = learning.learn_first_reports(of_draft(report), [report], BUCKETS, now=50.0)
+    assert [(cell.depth, cell.total, cell.hits / cell.total) for cell in learned.acceptance] == [
+        (1, pytest.approx(MOST_STEPS), pytest.approx(0.6)),
+        (2, pytest.approx(0.6 * MOST_STEPS), pytest.approx(0.5)),
+    ]
+    assert lacking(learned) is not None, "it is no measurement under traffic"
+    known = learned.model_copy(update={"acceptance": learned.acceptance[:1]})
+    assert learning.learn_first_reports(known, [report], BUCKETS, now=60.0).acceptance == known.acceptance
+    other = report.model_copy(update={"draft": report.draft.model_copy(update={"hash": "another"})})
+    assert learning.learn_first_reports(of_draft(report), [other], BUCKETS, now=50.0).acceptance == ()
 
 
 def test_what_made_up_text_emits_is_no_pace() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from specdecode_worker.models.checkpoints.model_hash import CALIBRATION_FILE
@@ -14,27 +15,37 @@ _MAX_BYTES = 2**20
 """Bound of the file. The evaluation writes some kilobytes."""
 
 
-def read_sharpness(folder: Path) -> tuple[float, ...]:
-    """Read the factors on the draft's logits from ``calibration.json`` in the folder of the weights.
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Figures of the evaluation by depth, from depth 1 on; empty if there are none."""
 
-    Returns:
-        One factor for each depth, from depth 1 on; empty if the file does not exist.
+    sharpness: tuple[float, ...] = ()
+    """Factors on the draft's logits."""
+    agreement: tuple[float, ...] = ()
+    """Share of the drafted tokens that were the target's, given that those before were."""
+
+
+def read_calibration(folder: Path) -> Calibration:
+    """Read ``calibration.json`` in the folder of the weights. The file may be absent.
 
     Raises:
         ModelError: The file cannot be read or is malformed.
     """
     path = folder / CALIBRATION_FILE
     if not os.path.lexists(path):  # a link to a missing file is an error
-        return ()
+        return Calibration()
     try:
-        factors = _read(path)["sharpness"]
-        sharpness = tuple(float(factor) for factor in factors)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        document = _read(path)
+        sharpness = tuple(float(factor) for factor in document["sharpness"])
+        agreement = tuple(float(share) for share in document.get("agreement", ()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise _malformed(path, str(reason)) from None
     if not all(math.isfinite(factor) and factor > 0 for factor in sharpness):
         raise _malformed(path, "a factor is not a finite number above 0")
-    return sharpness
+    if not all(0 <= share <= 1 for share in agreement):
+        raise _malformed(path, "an agreement is not between 0 and 1")
+    return Calibration(sharpness, agreement)
 
 
 def _read(path: Path) -> dict[str, list[float]]:

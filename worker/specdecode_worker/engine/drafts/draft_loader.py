@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from specdecode_worker.contract import DraftConfig, DraftState
-from specdecode_worker.engine.drafts.calibration_file import read_sharpness
+from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState
+from specdecode_worker.engine.drafts.calibration_file import read_calibration
 from specdecode_worker.engine.drafts.draft_hash import draft_hash
 from specdecode_worker.engine.drafts.draft_model import ModelDrafter
 from specdecode_worker.engine.drafts.draft_registry import DEFAULT_DRAFT, LoadedDraft
@@ -86,14 +86,16 @@ class DraftLoader:
             )
         quantise_draft(draft, config.quantization)
         fuse(draft)
+        calibration = read_calibration(folder)
         state = DraftState(
             name=name,
             method=config.method,
             hash=draft_hash(config, lambda _: folder),  # of the files that were read, whatever is there by now
             uri=config.uri,
             quantization=config.quantization,
+            agreement=calibration.agreement[:MAX_NODES],
         )
-        return LoadedDraft(self._drafter(draft, read_sharpness(folder)), state)
+        return LoadedDraft(self._drafter(draft, calibration.sharpness), state)
 
     def _drafter(self, draft: Draft, sharpness: tuple[float, ...]) -> Drafter:
         match draft:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.drafts.calibration_file import read_sharpness
+from specdecode_worker.engine.drafts.calibration_file import read_calibration
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.artifacts.atomic_files import write_text
@@ -257,7 +257,9 @@ class Distillation:
         return compare_drafts(self._target, comparison, self._log, self._stopped)
 
     def _load_calibrated(self, folder: Path) -> CalibratedDraft:
-        return CalibratedDraft(self._load(folder, self._target.lm_head.weight.dtype), read_sharpness(folder))
+        return CalibratedDraft(
+            self._load(folder, self._target.lm_head.weight.dtype), read_calibration(folder).sharpness
+        )
 
     def _load(self, folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> Distillable:
         """Load a head, by default to the device of the target."""
