@@ -8,11 +8,13 @@ test`` runs the promotion only.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from harness.client_threads import ClientThreads
 from harness.draft_files import GOOD_URI, write_noised_head
 from harness.endpoint import EQUAL_STEPS, MODEL, Endpoint
 from harness.kube import Namespace
@@ -120,6 +122,41 @@ def test_worse_candidate_is_rolled_back(release: Release, watched: Namespace, dr
         assert ended["outcome"] == "RolledBack"
         assert endpoint.identities() == before
         assert failures(traffic.answers, expected) == []
+
+
+@PROOFS
+def test_killed_operators_change_no_outcome(release: Release, watched: Namespace, drafts: Path) -> None:
+    """All replicas of the operator are killed again and again while a draft is tried, promoted and taken back."""
+    release.start()
+    good, noised = model_hash(resolve(GOOD_URI)), model_hash(drafts / "noised")
+    with two_workers(watched, drafts, NOISED_URI) as endpoint, watched.reach("service", NAME, 80) as url:
+        expected, before = unbroken_answers(url, MODEL), endpoint.identities()
+        with StreamTraffic(url, MODEL, CLIENTS) as traffic, OperatorKiller(release) as killer:
+            offer(endpoint, GOOD_URI, good)
+            wait_for("all workers run it", lambda: _is_promoted(endpoint, good), timeout_s=VERDICT_SECONDS, every_s=2)
+            endpoint.command_draft("rollback")
+            wait_for("all workers are back", lambda: _is_promoted(endpoint, noised), timeout_s=180, every_s=2)
+        outcomes = [ended["outcome"] for ended in endpoint.draft_status()["lineage"]]
+        print(f"\n{outcomes}, newest first; the operator was killed {killer.kills} times")
+        assert outcomes[-1] == "Promoted"
+        assert killer.kills >= 3
+        assert endpoint.identities() == before
+        assert failures(traffic.answers, expected) == []
+
+
+class OperatorKiller(ClientThreads):
+    """Thread that kills all replicas of the operator, at random moments."""
+
+    def __init__(self, release: Release) -> None:
+        super().__init__(1, join_seconds=60)
+        self.kills = 0
+        self._release = release
+
+    def _run(self) -> None:
+        moments = random.Random(8)
+        while not self._stop.wait(moments.uniform(15, 45)):
+            self._release.kill()
+            self.kills += 1
 
 
 @PROOFS

@@ -155,13 +155,13 @@ def test_killed_operators_create_one_job(endpoint: Endpoint, release: Release) -
         endpoint.command_draft("distill")
         # A run that failed has left captures, which may be enough at once.
         run = wait_for_run(endpoint, "Collecting", "Distilling")
-        kill_operators(release)
+        release.kill()
         with Askers(url, 2, different_questions(SPLITS)):
             wait_for("the Job is created", lambda: jobs(endpoint), timeout_s=120, every_s=0.1)
         uids = [one["metadata"]["uid"] for one in jobs(endpoint)]
-        kill_operators(release)
+        release.kill()
         wait_for_state(endpoint, "Running")
-        kill_operators(release)
+        release.kill()
         assert [one["metadata"]["uid"] for one in jobs(endpoint)] == uids, "one Job, and the same one"
         ended = wait_for_end(endpoint, run)
     assert ended["outcome"] == "NotBetter", ended
@@ -193,12 +193,6 @@ def wait_for_work(folders: dict[str, Path], run: str) -> None:
 def kill_pods(endpoint: Endpoint) -> None:
     for pod in pods_of_jobs(endpoint):
         endpoint.namespace.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
-
-
-def kill_operators(release: Release) -> None:
-    """Kill all replicas of the operator; the Deployment starts others."""
-    names = release.namespace.kubectl("get", "pods", "--output", "name").split()
-    release.namespace.kubectl("delete", *names, "--grace-period=0", "--force")
 
 
 def set_suspended(endpoint: Endpoint, suspend: bool) -> None:

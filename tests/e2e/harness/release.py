@@ -85,6 +85,11 @@ class Release:
         """Scale the operator up again and return once all replicas run."""
         self._scale(REPLICAS)
 
+    def kill(self) -> None:
+        """Kill all replicas without any grace period; the Deployment starts others."""
+        names = [pod["metadata"]["name"] for pod in self._pods()]
+        self.namespace.kubectl("delete", "pod", *names, "--grace-period=0", "--force", "--ignore-not-found")
+
     def _scale(self, replicas: int) -> None:
         self.namespace.kubectl("scale", "deployment", self.deployment, f"--replicas={replicas}")
         wait_for(f"{replicas} operators run", lambda: self._settled(replicas), timeout_s=90)
