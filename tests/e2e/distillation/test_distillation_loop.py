@@ -66,6 +66,7 @@ def claim(cluster: Cluster, watched: Namespace, tmp_path: Path) -> Iterator[Path
 def bucket(watched: Namespace, tmp_path: Path) -> Iterator[Manifest]:
     """Yield ``distillation.storage.s3`` for a server on the address of the cluster's node."""
     with s3_server(tmp_path, NODE_ADDRESS) as server:
+        server.make_bucket("models")
         key = {name: value for name, value in server.environment.items() if name.startswith("AWS_") and "KEY" in name}
         watched.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": KEY_SECRET}, "stringData": key})
         yield {"bucket": "models", "endpoint": server.url, "secret": KEY_SECRET}

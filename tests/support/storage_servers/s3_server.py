@@ -35,6 +35,10 @@ class S3Server:
             "AWS_SECRET_ACCESS_KEY": SECRET,
         }
 
+    def make_bucket(self, name: str) -> None:
+        """Make a bucket, with an object in it."""
+        _put(self.url, name)
+
 
 @contextlib.contextmanager
 def s3_server(folder: Path, address: str = "127.0.0.1") -> Iterator[S3Server]:
@@ -68,23 +72,29 @@ def _program() -> str:
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     """Wait until an object can be written: the volume server registers after the gateway listens."""
-    deadline = time.monotonic() + _START_SECONDS
-    from obstore import put
     from obstore.exceptions import BaseError
-    from obstore.store import S3Store
 
+    deadline = time.monotonic() + _START_SECONDS
     while True:
         assert process.poll() is None, log.read_text()
         with contextlib.suppress(httpx.HTTPError, BaseError):
             httpx.get(url, timeout=5)
-            store = S3Store(
-                "ready", endpoint=url, aws_endpoint_url_s3=url, region="us-east-1", access_key_id=KEY,
-                secret_access_key=SECRET, client_options={"allow_http": True}, retry_config={"max_retries": 0},
-            )  # fmt: skip
-            put(store, "ready", b"ready")
+            _put(url, "ready")
             return
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
+
+
+def _put(url: str, bucket: str) -> None:
+    """Write an object to a bucket, which makes the bucket."""
+    from obstore import put
+    from obstore.store import S3Store
+
+    store = S3Store(
+        bucket, endpoint=url, aws_endpoint_url_s3=url, region="us-east-1", access_key_id=KEY,
+        secret_access_key=SECRET, client_options={"allow_http": True}, retry_config={"max_retries": 0},
+    )  # fmt: skip
+    put(store, "ready", b"ready")
 
 
 def _free_ports(address: str, count: int) -> list[int]:
