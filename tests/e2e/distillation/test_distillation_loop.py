@@ -32,6 +32,7 @@ from kube import Cluster, Manifest, wait_for
 from localcluster.settings import NODE_ADDRESS
 from storage_servers.s3_server import s3_server
 
+from specdecode_operator.times import seconds_of_timestamp
 from specdecode_worker.contract.capture import CaptureReport
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 
@@ -158,7 +159,8 @@ class Loop:
         assert status["lastRun"]["outcome"] == "Better", status
         assert status["lineage"][0]["outcome"] == "Promoted", status
         assert {new} != old
-        wait_for("captures are deleted", lambda: captured(endpoint) < SPLITS["train"], timeout_s=60)
+        verdict = seconds_of_timestamp(status["lastRun"]["time"])
+        wait_for("captures are deleted", lambda: is_newer(oldest_record(endpoint), verdict), timeout_s=60)
 
     @property
     def promoted(self) -> Path:
@@ -219,9 +221,9 @@ def distillation(steps: int = 40, trigger: Manifest | None = None) -> Manifest:
     }
 
 
-def captured(endpoint: Endpoint) -> int:
-    """Return the captured conversations of all ready workers."""
-    return sum(one.conversations for one in capture_reports(endpoint))
+def is_newer(oldest: float | None, time_seconds: float) -> bool:
+    """Return whether nothing was captured before that time, which is rounded to seconds."""
+    return oldest is None or oldest > time_seconds - 1
 
 
 def oldest_record(endpoint: Endpoint) -> float | None:
