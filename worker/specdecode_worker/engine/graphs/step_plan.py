@@ -1,7 +1,7 @@
 """Decision whether a graph can run a step, which one, and which part of the step runs outside of it.
 
-`StepPlanner.plan` is the only place that sends a step to the eager path, apart from graphs that are not captured
-(`EagerReason.NEW` and `LIMIT`, which `StepGraphs` adds). docs/gpu.md explains every reason.
+`StepPlanner.plan` is the only place that sends a step to the eager path, apart from the reasons that depend on the
+captured graph (`EagerReason.NEW`, `LIMIT` and `MIXED`, which `StepGraphs` adds). docs/gpu.md explains every reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class EagerReason(StrEnum):
     """Reason why no graph runs a step."""
 
     PREFILL = "prefill"
-    """A row is a chunk of a prompt."""
+    """All rows are chunks of prompts."""
+    MIXED = "mixed"
+    """Decoding rows run beside chunks of prompts, and one eager pass of all rows is faster."""
     SAMPLER = "sampler"
     """A row is sampled by a sampler other than ``coupled``."""
     BIAS = "bias"
@@ -78,6 +80,14 @@ class _Running:
     rows: list[int]
 
 
+def decoding_rows(rows: Sequence[Row]) -> int:
+    """Return the number of decoding rows of a step. Chunks of prompts are behind them."""
+    decoding = len(rows)
+    while decoding and rows[decoding - 1].is_chunk:
+        decoding -= 1
+    return decoding
+
+
 class StepPlanner:
     """Planner of steps.
 
@@ -92,9 +102,10 @@ class StepPlanner:
         self._histories = (*(size for size in HISTORIES if size < longest_text), longest_text)
 
     def plan(self, rows: Sequence[Row]) -> StepPlan | EagerReason:
-        """Return the graph that can run ``rows``, or the reason why none can. Changes nothing."""
-        if rows[-1].is_chunk or any(row.is_chunk for row in rows):
+        """Return the graph that can run the decoding rows, or the reason why none can. Changes nothing."""
+        if not (decoding := decoding_rows(rows)):
             return EagerReason.PREFILL
+        rows = rows[:decoding]
         batch = [row.request.sampling_params for row in rows]
         if not self._coupled and not all(params.greedy for params in batch):
             return EagerReason.SAMPLER
