@@ -101,7 +101,7 @@ class StepGraphs:
             rows: Numbers of rows to capture, as from `row_buckets`.
             max_tokens: Maximum number of packed tokens of one graph.
             capture_after_steps: Number of steps with the same key after which it is captured while serving.
-            coupled: The sampler is ``coupled``. Otherwise graphs run greedy steps only.
+            coupled: The sampler is ``coupled``, else ``mss``.
         """
         self._target, self._drafts, self._state, self._backend = target, drafts, state, backend
         self._rows, self._max_tokens, self._capture_after_steps = tuple(rows), max_tokens, capture_after_steps

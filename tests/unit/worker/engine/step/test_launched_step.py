@@ -77,8 +77,8 @@ def logprobs_of(*rows: int) -> RowLogprobs:
     """Return logprobs of one token in each of the rows; the token is ten times the row."""
     tokens = 10 * torch.tensor(rows)
     own, top = torch.zeros(len(rows)), torch.zeros(len(rows), 1)
-    found = TokenLogprobs(tokens, own, torch.ones_like(tokens), tokens[:, None], top, HostCopy())
-    return RowLogprobs(rows, (1,) * len(rows), (1,) * len(rows), found)
+    own_logprobs = TokenLogprobs(tokens, own, torch.ones_like(tokens), tokens[:, None], top, HostCopy())
+    return RowLogprobs(rows, (1,) * len(rows), (1,) * len(rows), own_logprobs)
 
 
 def test_parts_of_a_step_are_read_in_the_order_of_its_rows() -> None:
