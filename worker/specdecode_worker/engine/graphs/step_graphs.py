@@ -23,9 +23,9 @@ from specdecode_worker.engine.graphs.feature_tables import HostMasks, MaskTable
 from specdecode_worker.engine.graphs.graph_key import GraphKey, key_of
 from specdecode_worker.engine.graphs.mixed_steps import is_replay_faster
 from specdecode_worker.engine.graphs.row_tables import CatchUp
-from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason, StepPlan, StepPlanner, decoding_rows
+from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason, StepPlan, StepPlanner
 from specdecode_worker.engine.memory.memory_budget import MOST_GRAPHS
-from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.scheduler import Row, decoding_rows
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.host_copy import to_host
 from specdecode_worker.engine.step.launched_step import QueuedRows

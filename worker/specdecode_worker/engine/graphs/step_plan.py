@@ -23,7 +23,7 @@ from specdecode_worker.engine.graphs.graph_key import (
     key_outside,
 )
 from specdecode_worker.engine.graphs.row_tables import CatchUp
-from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.scheduler import Row, decoding_rows
 from specdecode_worker.engine.step.logprobs import LEAST_TOP
 from specdecode_worker.speculation.sampling.params import SamplingParams
 
@@ -86,14 +86,6 @@ class _Running:
     name: str
     drafter: PagedDrafter
     rows: list[int]
-
-
-def decoding_rows(rows: Sequence[Row]) -> int:
-    """Return the number of decoding rows of a step. Chunks of prompts are behind them."""
-    decoding = len(rows)
-    while decoding and rows[decoding - 1].is_chunk:
-        decoding -= 1
-    return decoding
 
 
 class StepPlanner:

@@ -57,7 +57,7 @@ class QueuedRows:
                 ranks=ranks[b],
                 ranked_NK=ranked[b] if ranked is not None and not row.is_chunk else None,
                 depth_limit=depth_limits[b],
-                logprobs=tuple(logprobs.get(b, ())[: len(texts[b])]),
+                logprobs=tuple(logprobs[b][: len(texts[b])]) if b in logprobs else (),
             )
             for b, row in enumerate(self.rows[: len(emitted)])
         ]
