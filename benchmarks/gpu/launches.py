@@ -72,6 +72,8 @@ CASES = (
     Case("plain, penalties", features=Features(adjusts=8, history=1024)),
     Case("plain, grammar", features=Features(masks=True)),
     Case("chain:5, penalties", "chain:5", loaded=True, features=Features(adjusts=8, history=1024)),
+    Case("plain, multi-round", features=Features(rounds=1)),
+    Case("chain:5, multi-round", "chain:5", loaded=True, features=Features(rounds=1)),
 )
 
 

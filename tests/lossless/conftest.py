@@ -247,7 +247,16 @@ def make_engine(pair: Pair) -> EngineMaker:
         target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
         target = Target(pair.target, target_cache, state)
         made = (
-            StepGraphs(target, registry, state, EagerBackend(), rows=graphs, max_tokens=budget, capture_after_steps=1)
+            StepGraphs(
+                target,
+                registry,
+                state,
+                EagerBackend(),
+                rows=graphs,
+                max_tokens=budget,
+                capture_after_steps=1,
+                coupled=sampler is Coupling,
+            )
             if graphs
             else None
         )

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from plain_decoding import PlainDecoding
 from scipy.stats import chi2
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
+from specdecode_worker.engine.graphs.graph_multi_round import GraphRounds
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.engine.shape_selector import ShapeSelector
 from specdecode_worker.speculation.sampling import multi_round
 from specdecode_worker.speculation.sampling.multi_round import MultiRound
 
@@ -119,3 +122,47 @@ def test_greedy_text_in_a_mixed_batch_equals_plain_text(
     report = engine.report()
     assert report.accepted_tokens > 0
     assert run(engine, requests) == answers, "the same seed, batch and shapes give the same text"
+
+
+GRAPHS = (1, 2, 4, 8)
+GRAPH_SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none", "tree:2,2,1")]
+
+
+def counted(make_engine: Any, plan_of: Any, draft: str, graphs: tuple[int, ...], **sampling: Any) -> Any:
+    """Return the texts and the acceptance of a mixed batch, with shadow passes and cut paths."""
+    engine = make_engine(draft, sampler=MultiRound, graphs=graphs, pipelined=True)
+    engine.set_plan(plan_of(GRAPH_SHAPES, explore=0))
+    engine.set_synthetic(SyntheticKnobs(acceptance=(0.9, 0.7)))
+    fields: dict[str, Any] = {"max_tokens": 24, "top_p": 0.95, **sampling}
+    requests = [
+        replace(submit(i, temperature=0.0 if i % 3 == 1 else 0.9, top_k=0 if i % 2 else 9, **fields), task=f"t{i % 4}")
+        for i in range(8)
+    ]
+    answers, report = run(engine, requests), engine.report()
+    if graphs:
+        assert set(engine._graphs.eager) == {"prefill"}
+        assert any(key.features.rounds == 4 for key in engine._graphs._graphs), "three siblings"
+    ranks = sorted((cell.depth, cell.parent, cell.sampled, cell.ranks) for cell in report.acceptance)
+    assert report.accepted_tokens > 0
+    return answers, report.drafts, report.accepted_tokens, ranks
+
+
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model"])
+@pytest.mark.parametrize("feature", ["none", "penalties"])
+def test_graphs_have_the_text_of_eager_steps(
+    make_engine: Any, lossless: Any, draft: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_of, *_ = lossless
+    monkeypatch.setattr(ShapeSelector, "_shadow_depth", lambda _: 5)
+    fields: dict[str, Any] = {"presence_penalty": 0.5, "logit_bias": ((5, 1.0),)} if feature == "penalties" else {}
+    assert counted(make_engine, plan_of, draft, GRAPHS, **fields) == counted(make_engine, plan_of, draft, (), **fields)
+
+
+def test_other_probabilities_in_graphs_are_detected(
+    make_engine: Any, lossless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs that verify all children as deterministic accept others than eager steps do."""
+    plan_of, *_ = lossless
+    wanted = counted(make_engine, plan_of, "copy", ())
+    monkeypatch.setattr(GraphRounds, "store", lambda *_: None)
+    assert counted(make_engine, plan_of, "copy", GRAPHS)[1:] != wanted[1:]

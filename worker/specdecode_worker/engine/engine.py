@@ -33,7 +33,7 @@ from specdecode_worker.engine.queueing.deadlines import Deadlines
 from specdecode_worker.engine.queueing.grammar_queue import GrammarQueue
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.sampling_params import check_tokens
-from specdecode_worker.engine.scheduler import Row, Scheduler
+from specdecode_worker.engine.scheduler import Row, Scheduler, decoding_rows
 from specdecode_worker.engine.shape_selector import Selection, ShapeSelector
 from specdecode_worker.engine.stats.report_builder import WorkerIdentity, WorkerSnapshot, build_report
 from specdecode_worker.engine.stats.statistics import Statistics
@@ -292,9 +292,10 @@ class Engine:
         if not batch.rows:
             return None
         rows = tuple(batch.rows)
+        chunks = rows[decoding_rows(rows) :]
         if self.on_launch is not None:
-            self.on_launch(len(rows), sum(row.count for row in rows if row.is_chunk))
-        for row in rows:
+            self.on_launch(len(rows), sum(row.count for row in chunks))
+        for row in chunks:
             if row.is_first_chunk:
                 self._recorder.record_admission(row.request, began)
                 if self._drafts.uses_default(row.request):
@@ -304,8 +305,8 @@ class Engine:
             request, most = row.request, row.max_committed
             request.in_flight.append(most)
             request.draft.record_launch(0 if row.is_chunk and draft_prefill else most)
-            if row.is_chunk:
-                self._scheduler.publish(request, row.start + row.count)
+        for row in chunks:
+            self._scheduler.publish(row.request, row.start + row.count)
         return launched
 
     def collect(self, step: LaunchedStep) -> list[Tokens]:

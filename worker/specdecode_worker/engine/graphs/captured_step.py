@@ -19,6 +19,7 @@ from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs.adjustment import AdjustedSampler, Adjustment, PassNodes
 from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey
 from specdecode_worker.engine.graphs.graph_logprobs import LogprobOutputs
+from specdecode_worker.engine.graphs.graph_multi_round import GraphRounds
 from specdecode_worker.engine.graphs.graph_sampling import PackedSampler
 from specdecode_worker.engine.graphs.step_inputs import StepInputs
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
@@ -27,6 +28,7 @@ from specdecode_worker.engine.step.packed_batch import PackedTensors
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.speculation.sampling.row_selection import Nodes
+from specdecode_worker.speculation.sampling.sampler import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +84,26 @@ class CapturedStep:
         if key.features.change_logits:
             vocab_size, masks_NW = self._parts.target.vocab_size, self._parts.mask_table_NW
             adjustment = Adjustment(key.features, at, self._slots, rows, masks_NW, vocab_size)
+        rounds = None
+        if key.features.rounds:
+            rounds = GraphRounds(key, at, rows, adjustment, self._parts.target.vocab_size)
         if key.passes:
-            self._draft(rows, adjustment)
+            self._draft(rows, adjustment, rounds)
         packed = self._verified(rows)
         tables = self._tables(
             rows, packed, at["query_start"], rows.roots_B1[:-1], at["token_ancestors"], self._zeros[: key.rows]
         )
         logits_TV, aux_TA = self._parts.target.forward_tables(tables, self._parts.reads)
         nodes = PassNodes(at["token_sequence"], at["token_ancestors"], at.get("mask_row"))
-        self._commit(rows, packed, self._sampler(packed, nodes, adjustment).choose(logits_TV), aux_TA)
+        if rounds is None:
+            tokens_T, chosen_T = packed.tokens_T, self._sampler(packed, nodes, adjustment).choose(logits_TV)
+        else:
+            tokens_T, chosen_T = rounds.accept(packed, nodes, logits_TV)
+        self._commit(rows, tokens_T, chosen_T, aux_TA)
         if self.logprobs is not None:
             self.logprobs.write(logits_TV, at["query_start"], self.out)
 
-    def _draft(self, rows: StepRows, adjustment: Adjustment | None) -> None:
+    def _draft(self, rows: StepRows, adjustment: Adjustment | None, rounds: GraphRounds | None) -> None:
         """Run the draft passes. They write proposals to ``ranked_BNK`` and the tokens of nodes behind the roots."""
         at, drafter, ranked_BNK = self._at, self._parts.drafter, self.ranked_BNK
         assert drafter is not None, "a key with passes has a draft"
@@ -110,7 +119,10 @@ class CapturedStep:
                 nodes, ancestors_R = self._nodes(depth), at["level_ancestors"][depth - 1]
                 packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
                 hidden_RE = self._level(drafter, rows, packed, depth, hidden_RE)
-            sampler = self._sampler(packed, PassNodes(nodes.batch_R, ancestors_R), adjustment)
+            at_pass = PassNodes(nodes.batch_R, ancestors_R)
+            sampler: Proposer = (
+                self._sampler(packed, at_pass, adjustment) if rounds is None else rounds.sampler(packed, at_pass)
+            )
             ranked_RK = drafter.rank(hidden_RE, nodes, depth, sampler)
             write_children(self._slots, rows, ranked_RK, nodes.batch_R, nodes.node_R, depth, trees, ranked_BNK)
 
@@ -176,10 +188,10 @@ class CapturedStep:
             block_table_BM=rows.blocks_B1M[:-1],
         )
 
-    def _commit(self, rows: StepRows, packed: PackedRows, chosen_T: Tensor, aux_TA: Tensor | None) -> None:
+    def _commit(self, rows: StepRows, tokens_T: Tensor, chosen_T: Tensor, aux_TA: Tensor | None) -> None:
         """Accept nodes along the chosen tokens, and commit tokens, lengths, keys and auxiliary states."""
         at, state, depth = self._at, self._parts.state, self.key.depth
-        trees = Verified(at["query_start"], at["node_verified_parent"], packed.tokens_T, chosen_T)
+        trees = Verified(at["query_start"], at["node_verified_parent"], tokens_T, chosen_T)
         done = commit(self._slots, rows, trees, self.ranked_BNK, at["depth_limit"][:-1], depth)
         if depth:
             cache = self._parts.target.cache

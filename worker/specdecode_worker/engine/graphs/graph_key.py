@@ -10,13 +10,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdecode_worker.contract import MAX_NODES
+from specdecode_worker.contract import MAX_NODES, MAX_RANKS
 from specdecode_worker.speculation.trees import Tree
 
 NODES = MAX_NODES + 1
 """Number of columns of the tree tables: nodes of the widest tree, its root included."""
 TOKENS_PER_ROW = (*range(1, 10), 12, 16, 24, 32, 48, NODES)
 ROWS_PER_LEVEL = (1, 2, 4, 8, 16, 32, NODES)
+SIBLINGS = (1, 2, 4, MAX_RANKS)
 
 
 OUTSIDE_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, MAX_NODES)
@@ -29,13 +30,15 @@ class Features:
 
     ``adjusts`` is the width of the tables of biased and blocked tokens, 0 if no request adjusts logits. ``history`` is
     the number of text positions whose tokens are counted for penalties, 0 without penalties. ``masks`` is set if a
-    request follows a grammar, ``logprobs`` if one wants log-probabilities.
+    request follows a grammar, ``logprobs`` if one wants log-probabilities. ``rounds`` is the greatest number of
+    siblings in a tree if a request is sampled in several rounds, 0 if the target chooses one token behind each node.
     """
 
     adjusts: int = 0
     history: int = 0
     masks: bool = False
     logprobs: bool = False
+    rounds: int = 0
 
     @property
     def change_logits(self) -> bool:

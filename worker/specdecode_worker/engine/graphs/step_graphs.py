@@ -1,6 +1,7 @@
 """Selection, capture and replay of CUDA graphs for decode steps.
 
-Steps that no graph can run are executed eagerly by the caller; they are counted by reason.
+Steps that no graph can run are executed eagerly by the caller; they are counted by reason. So are chunks of prompts,
+which a graph never runs.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Cap
 from specdecode_worker.engine.graphs.captured_step import CapturedStep, StepParts
 from specdecode_worker.engine.graphs.feature_tables import HostMasks, MaskTable
 from specdecode_worker.engine.graphs.graph_key import GraphKey, key_of
+from specdecode_worker.engine.graphs.mixed_steps import is_replay_faster
 from specdecode_worker.engine.graphs.row_tables import CatchUp
 from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason, StepPlan, StepPlanner
 from specdecode_worker.engine.memory.memory_budget import MOST_GRAPHS
-from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.scheduler import Row, decoding_rows
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.host_copy import HostCopy, to_host
-from specdecode_worker.engine.step.logprobs import RowLogprobs
+from specdecode_worker.engine.step.host_copy import to_host
+from specdecode_worker.engine.step.launched_step import QueuedRows
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.trees import PLAIN, tree_of
@@ -50,20 +52,6 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
-    """Queued step whose results are being copied to the host.
-
-    ``draft_seconds`` is the estimated time of its draft passes.
-    """
-
-    outcome: Outcome
-    ranked_BNK: Tensor | None
-    host_copy: HostCopy
-    draft_seconds: float
-    output_logprobs: RowLogprobs | None
-
-
-@dataclass(frozen=True, slots=True)
 class Proposals:
     """Results of what runs before a graph that only verifies.
 
@@ -76,17 +64,19 @@ class Proposals:
 
 @dataclass(frozen=True, slots=True)
 class ReadyStep:
-    """Plan of a step and the captured graph that runs it."""
+    """Plan of a step and the captured graph that runs its first ``decoding`` rows; the others are prompt chunks."""
 
     plan: StepPlan
     graph: Graph
+    decoding: int
 
 
 class StepGraphs:
     """All CUDA graphs of one engine.
 
-    ``replayed`` counts the steps that a graph ran, and ``outside`` those of them whose drafts ran before the graph, by
-    reason. ``eager`` counts the steps that no graph ran, by reason.
+    ``replayed`` counts the steps that a graph ran, ``mixed`` those of them with prompt chunks beside the graph, and
+    ``outside`` those whose drafts ran before the graph, by reason. ``eager`` counts the steps that no graph ran, by
+    reason.
     """
 
     def __init__(
@@ -111,7 +101,7 @@ class StepGraphs:
             rows: Numbers of rows to capture, as from `row_buckets`.
             max_tokens: Maximum number of packed tokens of one graph.
             capture_after_steps: Number of steps with the same key after which it is captured while serving.
-            coupled: The sampler is ``coupled``. Otherwise graphs run greedy steps only.
+            coupled: The sampler is ``coupled``, else ``mss``.
         """
         self._target, self._drafts, self._state, self._backend = target, drafts, state, backend
         self._rows, self._max_tokens, self._capture_after_steps = tuple(rows), max_tokens, capture_after_steps
@@ -123,7 +113,7 @@ class StepGraphs:
         self._drafters: dict[str, PagedDrafter] = {}
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
-        self.replayed = 0
+        self.replayed = self.mixed = 0
         self.outside: Counter[OutsideReason] = Counter()
         self.eager: Counter[EagerReason] = Counter()
 
@@ -167,7 +157,7 @@ class StepGraphs:
             log.info("captured graph %d of %d: %s", index, len(chosen), key)
 
     def plan(self, rows: Sequence[Row]) -> ReadyStep | None:
-        """Return the graph that runs a step of ``rows``. Return None and count the reason if there is none.
+        """Return the graph that runs the decoding rows of a step. Return None and count the reason if there is none.
 
         A graph that is needed often is captured here.
         """
@@ -180,21 +170,23 @@ class StepGraphs:
     def replay(
         self,
         ready: ReadyStep,
-        rows: Sequence[Row],
+        rows: tuple[Row, ...],
         depth_limits: Sequence[int] | None,
         *,
         ranked: bool,
         proposals: Proposals | None = None,
-    ) -> Replayed:
-        """Queue a step of ``rows`` by its graph.
+    ) -> QueuedRows:
+        """Queue the decoding rows of a step by their graph.
 
         Args:
             ready: Graph of the step, from `plan`.
-            rows: Decoding rows of the step.
+            rows: All rows of the step, of which the graph runs the first ones.
             depth_limits: Maximum accepted depth of each row, as in `rows_of`; None for no limit.
             ranked: Copy the ranked draft tokens to the host too.
             proposals: Results of the drafts that ran before the graph, if the plan has any.
         """
+        self.mixed += ready.decoding < len(rows)
+        rows = rows[: ready.decoding]
         plan, step, proposals = ready.plan, ready.graph.step, proposals or Proposals()
         catch_up, drafter, requests = plan.catch_up, plan.drafter, [row.request for row in rows]
         if drafter is not None:
@@ -217,7 +209,18 @@ class StepGraphs:
         if isinstance(plan, EagerReason):
             return plan
         graph = self._graph(plan)
-        return graph if isinstance(graph, EagerReason) else ReadyStep(plan, graph)
+        if isinstance(graph, EagerReason):
+            return graph
+        decoding = decoding_rows(rows)
+        if decoding < len(rows) and not self._is_replay_faster(graph, sum(row.count for row in rows[decoding:])):
+            return EagerReason.MIXED
+        return ReadyStep(plan, graph, decoding)
+
+    def _is_replay_faster(self, graph: Graph, chunk_tokens: int) -> bool:
+        """Return whether a replay beside a pass of prompt chunks is faster than one eager pass."""
+        seconds, passes, layers = graph.captured.seconds, graph.step.key.passes, self._target.layers
+        verify_seconds = seconds - self._draft_seconds(graph)
+        return is_replay_faster(seconds, verify_seconds, chunk_tokens, layers=layers, passes=passes)
 
     def _graph(self, plan: StepPlan) -> Graph | EagerReason:
         """Return the graph of a plan, captured now if it is needed often enough, or the reason why there is none."""
@@ -253,7 +256,7 @@ class StepGraphs:
             self._mask_table = MaskTable(self._max_tokens + 1, self._target.vocab_size, device)
         return self._mask_table
 
-    def _replayed(self, graph: Graph, rows: Sequence[Row], *, ranked: bool) -> Replayed:
+    def _replayed(self, graph: Graph, rows: tuple[Row, ...], *, ranked: bool) -> QueuedRows:
         """Queue the copies of the results to the host, before the next replay overwrites the static tensors."""
         step, depth, count = graph.step, graph.step.key.depth, len(rows)
         output_logprobs = step.logprobs.queue_read(rows) if step.logprobs is not None else None
@@ -262,7 +265,14 @@ class StepGraphs:
         emitted, path, rank, accepted = torch.split(out[:count], [depth + 1, depth, depth + 1, 1], dim=1)
         outcome = Outcome(emitted, accepted[:, 0], path, rank)
         ranked_BNK = more[0][:count] if more else None
-        return Replayed(outcome, ranked_BNK, host_copy, self._draft_seconds(graph), output_logprobs)
+        return QueuedRows(
+            rows=rows,
+            outcome=outcome,
+            ranked_BNK=ranked_BNK,
+            host_copy=host_copy,
+            output_logprobs=output_logprobs,
+            draft_seconds=self._draft_seconds(graph),
+        )
 
     def _draft_seconds(self, graph: Graph) -> float:
         """Return the measured time of the step minus that of a plain step with as many rows, in seconds.

@@ -1,7 +1,7 @@
 """Decision whether a graph can run a step, which one, and which part of the step runs outside of it.
 
-`StepPlanner.plan` is the only place that sends a step to the eager path, apart from graphs that are not captured
-(`EagerReason.NEW` and `LIMIT`, which `StepGraphs` adds). docs/gpu.md explains every reason.
+`StepPlanner.plan` is the only place that sends a step to the eager path, apart from the reasons that depend on the
+captured graph (`EagerReason.NEW`, `LIMIT` and `MIXED`, which `StepGraphs` adds). docs/gpu.md explains every reason.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ from enum import StrEnum
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs.feature_tables import WIDTHS, width_of
-from specdecode_worker.engine.graphs.graph_key import NO_FEATURES, Features, GraphKey, at_least, key_of, key_outside
+from specdecode_worker.engine.graphs.graph_key import (
+    NO_FEATURES,
+    SIBLINGS,
+    Features,
+    GraphKey,
+    at_least,
+    key_of,
+    key_outside,
+)
 from specdecode_worker.engine.graphs.row_tables import CatchUp
-from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.scheduler import Row, decoding_rows
 from specdecode_worker.engine.step.logprobs import LEAST_TOP
 from specdecode_worker.speculation.sampling.params import SamplingParams
 
@@ -27,9 +35,11 @@ class EagerReason(StrEnum):
     """Reason why no graph runs a step."""
 
     PREFILL = "prefill"
-    """A row is a chunk of a prompt."""
+    """All rows are chunks of prompts."""
+    MIXED = "mixed"
+    """Decoding rows run beside chunks of prompts, and one eager pass of all rows is faster."""
     SAMPLER = "sampler"
-    """A row is sampled by a sampler other than ``coupled``."""
+    """A row is sampled in several rounds, and its draft runs before the graph and keeps its probabilities there."""
     BIAS = "bias"
     """A request has more biased or blocked tokens than the tables have columns."""
     LOGPROBS = "logprobs"
@@ -92,12 +102,11 @@ class StepPlanner:
         self._histories = (*(size for size in HISTORIES if size < longest_text), longest_text)
 
     def plan(self, rows: Sequence[Row]) -> StepPlan | EagerReason:
-        """Return the graph that can run ``rows``, or the reason why none can. Changes nothing."""
-        if rows[-1].is_chunk or any(row.is_chunk for row in rows):
+        """Return the graph that can run the decoding rows, or the reason why none can. Changes nothing."""
+        if not (decoding := decoding_rows(rows)):
             return EagerReason.PREFILL
+        rows = rows[:decoding]
         batch = [row.request.sampling_params for row in rows]
-        if not self._coupled and not all(params.greedy for params in batch):
-            return EagerReason.SAMPLER
         bucket = at_least(len(rows), self._rows)
         if bucket is None:
             return EagerReason.SIZE
@@ -106,15 +115,20 @@ class StepPlanner:
             return features
         cuts = any(params.truncated and not params.greedy for params in batch)
         plan = self._plan(rows, bucket, features, cuts=cuts)
-        return EagerReason.SIZE if plan is None or plan.key.tokens > self._max_tokens else plan
+        if plan is None or plan.key.tokens > self._max_tokens:
+            return EagerReason.SIZE
+        if features.rounds and plan.outside is not None and any(row.tree.drafted_depth for row in rows):
+            return EagerReason.SAMPLER
+        return plan
 
     def _features(self, rows: Sequence[Row], batch: Sequence[SamplingParams]) -> Features | EagerReason:
         """Return the optional parts of the step, or the reason why a graph cannot have them."""
         tops = [top for row in rows if (top := row.request.submit.sampling.logprobs) is not None]
         if max(tops, default=0) > LEAST_TOP:
             return EagerReason.LOGPROBS
+        rounds = self._rounds(rows, batch)
         if not any(params.adjusts for params in batch):
-            return Features(logprobs=True) if tops else NO_FEATURES
+            return Features(logprobs=bool(tops), rounds=rounds) if tops or rounds else NO_FEATURES
         width = at_least(max(map(width_of, batch)), WIDTHS)
         if width is None:
             return EagerReason.BIAS
@@ -123,7 +137,15 @@ class StepPlanner:
         longest = 1 + max(row.request.cached_bound for row in rows)
         history = (at_least(longest, self._histories) or 0) if counts else 0
         masks = any(params.guided for params in batch)
-        return Features(width if adjusts else 0, history, masks, bool(tops))
+        return Features(width if adjusts else 0, history, masks, bool(tops), rounds)
+
+    def _rounds(self, rows: Sequence[Row], batch: Sequence[SamplingParams]) -> int:
+        """Return the greatest number of siblings if a row is sampled in several rounds, else 0."""
+        if self._coupled or all(params.greedy for params in batch):
+            return 0
+        siblings = at_least(1 + max(max(row.tree.ranks) for row in rows), SIBLINGS)
+        assert siblings is not None, "a node has no more children than ranks"
+        return siblings
 
     def _plan(self, rows: Sequence[Row], bucket: int, features: Features, *, cuts: bool) -> StepPlan | None:
         """Return the graph in a bucket of rows, None if a draft must catch up with more tokens than any graph has."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
-from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.scheduler import Row, decoding_rows
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.packed_batch import slots_of
 from specdecode_worker.engine.step.target_pass import TargetPass
@@ -35,10 +35,12 @@ def upload_rows(state: DeviceState, rows: Sequence[Row]) -> None:
     slots: list[int] = []
     columns: list[int] = []
     blocks: list[int] = []
+    for row in rows[decoding_rows(rows) :]:
+        if row.is_first_chunk:
+            request = row.request
+            state.admit(request.slot, request.tokens, request.blocks[: request.prefix // BLOCK_SIZE])
     for row in rows:
         request = row.request
-        if row.is_first_chunk:
-            state.admit(request.slot, request.tokens, request.blocks[: request.prefix // BLOCK_SIZE])
         known, owned = request.blocks_known, len(request.blocks)
         if known < owned:
             slots += [request.slot] * (owned - known)

@@ -84,12 +84,13 @@ class PrefixReuse:
         if not self.enabled:
             return
         whole = end // BLOCK_SIZE
-        digests = self._digests(request, whole) if whole > request.published else []
-        for k in range(request.published, whole):
-            self._replace_useless(digests[k], request.draft.draft)
-            self._pool.register(request.blocks[k], digests[k], digests[k - 1] if k else request.digest_root)
-            self._index.mark(request.blocks[k], _STATES)
-        request.published = max(request.published, whole)
+        if whole > request.published:
+            digests = self._digests(request, whole)
+            for k in range(request.published, whole):
+                self._replace_useless(digests[k], request.draft.draft)
+                self._pool.register(request.blocks[k], digests[k], digests[k - 1] if k else request.digest_root)
+                self._index.mark(request.blocks[k], _STATES)
+            request.published = whole
         while request.marked < request.published and request.drafted >= (request.marked + 1) * BLOCK_SIZE:
             first = max(request.marked * BLOCK_SIZE, 1)  # ``start`` is at least 1: EAGLE drafts have no slot 0.
             if request.draft.draft and request.draft.start <= first:

@@ -190,8 +190,9 @@ class Budget:
         """Memory of the CUDA graphs, 0 if none are captured.
 
         All graphs share one pool of the size that the largest step needs: its widest layer and the logits of target and
-        draft. Steps with penalties adjust a piece of the logits at a time and count the tokens of every text. A table
-        holds the grammar masks of a step. In addition, each graph has static tables and memory of the driver.
+        draft. Steps with penalties adjust a piece of the logits at a time and count the tokens of every text. Steps of
+        multi-round sampling hold probabilities. A table holds the grammar masks of a step. In addition, each graph has
+        static tables and memory of the driver.
         """
         bounds, vocab_size = self.bounds, self.target.vocab_size
         if self.device.kind == "cpu" or not bounds.graph_rows:
@@ -201,6 +202,8 @@ class Budget:
         pool = tokens * bounds.dtype_bytes * (widest + 2 * vocab_size + self._own_logits + self.aux_size)
         pool += min(tokens, ROWS_AT_ONCE) * vocab_size * GPU_SAMPLING_BYTES
         pool += (bounds.graph_rows + 1) * vocab_size * COUNT_BYTES
+        if not bounds.coupled:
+            pool += tokens * vocab_size * SAMPLING_BYTES
         pool += (bounds.max_num_batched_tokens + 1) * -(-vocab_size // 8)
         return pool + MOST_GRAPHS * (GRAPH_BYTES + bounds.graph_rows * GRAPH_TABLE_BYTES)
 

@@ -71,8 +71,10 @@ class StepRecorder:
                 self.statistics.record_draft(row.tree.verified - 1, len(result.tokens) - 1)
             if self.block is not None:
                 self.block.add_row(request.id, request.submit.task, len(taken))
-            self._count_ranks(row, result, len(taken))
-            self._store_shadow(row, result)
+            if result.path or result.ranks[0] >= 0:  # else a plain step, in which nothing was ranked
+                self._count_ranks(row, result, len(taken))
+            if result.ranked_NK is not None:
+                self._store_shadow(row, result, result.ranked_NK)
         self._count_latency(request, traffic, len(taken), now)
         traffic.output_tokens += len(taken)
         if self._shadows:
@@ -115,12 +117,10 @@ class StepRecorder:
             if rank >= 0:
                 levels[level][rank] += 1
 
-    def _store_shadow(self, row: Row, result: RowResult) -> None:
-        if result.ranked_NK is None:
-            return
+    def _store_shadow(self, row: Row, result: RowResult, ranked_NK: list[list[int]]) -> None:
         # The request already includes the tokens of this step, so its root is that many tokens back.
         root = row.request.cached - len(result.tokens)
-        ranked = tuple(tuple(result.ranked_NK[node]) for node in row.tree.main_path[:-1])
+        ranked = tuple(tuple(ranked_NK[node]) for node in row.tree.main_path[:-1])
         shadow = ShadowDraft(root, ranked, row.tree.main_depth + 1, result.depth_limit)
         self._shadows.setdefault(row.request.id, []).append(shadow)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -17,50 +18,36 @@ from specdecode_worker.speculation.acceptance import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchedStep:
-    """Step that was launched and not collected yet."""
+class QueuedRows:
+    """Results of rows that were queued together, as one graph or in one eager pass."""
 
     rows: tuple[Row, ...]
-    """Rows of the batch. The first ones, as many as ``outcome`` has, chose a token."""
-    epochs: tuple[int, ...]
-    """Number of preemptions of each row's request at launch."""
-    choice: Choice
-    size: StepSize
-    shadow_passes: int = 0
-    """Number of draft passes that verified nodes did not need."""
-    outcome: Outcome | None
+    """Rows of the pass. The first ones, as many as ``outcome`` has, chose a token."""
+    outcome: Outcome | None = None
     """Result of verification, on the host after ``host_copy``; None if no row chose a token."""
-    ranked_BNK: Tensor | None
+    ranked_BNK: Tensor | None = None
     """The draft's K best tokens by node, on the host after ``host_copy``; None if not needed."""
     host_copy: HostCopy = field(default_factory=HostCopy)
     output_logprobs: RowLogprobs | None = None
     """Logprobs of emitted tokens."""
     prompt_logprobs: RowLogprobs | None = None
     """Logprobs of prompt tokens."""
-    depth_limits: tuple[int, ...]
-    """Depth that the synthetic acceptance knob allows for each row that chose a token."""
-    began_seconds: float
-    """Monotonic clock at launch."""
-    draft_seconds: float
+    draft_seconds: float = 0.0
     """Duration of drafting."""
 
-    @property
-    def shadow_seconds(self) -> float:
-        """Part of ``draft_seconds`` attributed to shadow passes, in proportion to their share of the draft passes."""
-        passes = self.size.draft_passes
-        return self.draft_seconds * self.shadow_passes / passes if passes else 0.0
+    def read(self, depth_limits: Sequence[int]) -> list[RowResult]:
+        """Wait for the device and return the results of the rows that chose a token.
 
-    def read(self) -> list[RowResult]:
-        """Wait for the device and return the results of the rows that chose a token."""
+        Args:
+            depth_limits: Largest accepted depth of each of these rows.
+        """
         if self.outcome is None:
             return []
         self.host_copy.wait()
         emitted, path, ranks = (
             t.tolist() for t in (self.outcome.emitted_BD, self.outcome.path_BD, self.outcome.rank_BD)
         )
-        # The draft's rankings are large and only needed to score shadow passes.
-        shadowed = self.choice.shadow_passes > 0 and self.ranked_BNK is not None
-        ranked = self.ranked_BNK.tolist() if shadowed and self.ranked_BNK is not None else None
+        ranked = self.ranked_BNK.tolist() if self.ranked_BNK is not None else None
         logprobs = self.output_logprobs.read() if self.output_logprobs is not None else {}
         texts = [row[: count + 1] for row, count in zip(emitted, self.outcome.count_B.tolist(), strict=True)]
         return [
@@ -69,8 +56,8 @@ class LaunchedStep:
                 path=path[b],
                 ranks=ranks[b],
                 ranked_NK=ranked[b] if ranked is not None and not row.is_chunk else None,
-                depth_limit=self.depth_limits[b],
-                logprobs=tuple(logprobs.get(b, ())[: len(texts[b])]),
+                depth_limit=depth_limits[b],
+                logprobs=tuple(logprobs[b][: len(texts[b])]) if b in logprobs else (),
             )
             for b, row in enumerate(self.rows[: len(emitted)])
         ]
@@ -78,3 +65,45 @@ class LaunchedStep:
     def read_prompts(self) -> dict[int, list[Logprobs]]:
         """Wait for the requested logprobs of prompt tokens and return them by row index."""
         return self.prompt_logprobs.read() if self.prompt_logprobs is not None else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedStep:
+    """Step that was launched and not collected yet."""
+
+    rows: tuple[Row, ...]
+    """Rows of the batch; those that chose a token come first."""
+    parts: tuple[QueuedRows, ...]
+    """Results of these rows, in the same order."""
+    epochs: tuple[int, ...]
+    """Number of preemptions of each row's request at launch."""
+    choice: Choice
+    size: StepSize
+    shadow_passes: int = 0
+    """Number of draft passes that verified nodes did not need."""
+    depth_limits: tuple[int, ...]
+    """Depth that the synthetic acceptance knob allows for each row that chose a token."""
+    began_seconds: float
+    """Monotonic clock at launch."""
+
+    @property
+    def shadow_seconds(self) -> float:
+        """Part of the time of drafting attributed to shadow passes, in proportion to their share of all passes."""
+        passes, seconds = self.size.draft_passes, sum(part.draft_seconds for part in self.parts)
+        return seconds * self.shadow_passes / passes if passes else 0.0
+
+    def read(self) -> list[RowResult]:
+        """Wait for the device and return the results of the rows that chose a token."""
+        results: list[RowResult] = []
+        for part in self.parts:
+            results += part.read(self.depth_limits[len(results) :])
+        return results
+
+    def read_prompts(self) -> dict[int, list[Logprobs]]:
+        """Wait for the requested logprobs of prompt tokens and return them by row index."""
+        prompts: dict[int, list[Logprobs]] = {}
+        first = 0
+        for part in self.parts:
+            prompts |= {first + row: logprobs for row, logprobs in part.read_prompts().items()}
+            first += len(part.rows)
+        return prompts

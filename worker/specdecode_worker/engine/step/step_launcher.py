@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from specdecode_worker.engine.stats.step_phases import PhaseTimer
 from specdecode_worker.engine.stats.step_recorder import step_size_of
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.host_copy import HostCopy, to_host
-from specdecode_worker.engine.step.launched_step import LaunchedStep
-from specdecode_worker.engine.step.logprobs import RowLogprobs, gather_output_logprobs, gather_prompt_logprobs
+from specdecode_worker.engine.step.launched_step import LaunchedStep, QueuedRows
+from specdecode_worker.engine.step.logprobs import gather_output_logprobs, gather_prompt_logprobs
 from specdecode_worker.engine.step.target_pass import Target, TargetPass
 from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.sampling.sampler import Sampler, SamplerFactory
@@ -29,18 +29,6 @@ from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.sampling.token_masks import TokenMasks
 from specdecode_worker.speculation.synthetic import Synthetic
 from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Queued:
-    """Results of a queued step, replayed or eager; fields as in ``LaunchedStep``."""
-
-    outcome: Outcome | None
-    ranked_BNK: Tensor | None
-    host_copy: HostCopy
-    output_logprobs: RowLogprobs | None = None
-    prompt_logprobs: RowLogprobs | None = None
-    draft_seconds: float
 
 
 class StepLauncher:
@@ -74,25 +62,21 @@ class StepLauncher:
         upload_rows(self._state, rows)
         depth_limits = self._depth_limits(rows)
         ready = self._graphs.plan(rows) if self._graphs is not None else None
-        if ready is None:
-            queued = self._run(rows, choice, depth_limits, draft_prefill=draft_prefill)
-        else:
-            queued = self._replay(ready, rows, choice, depth_limits)
+        decoding = 0 if ready is None else ready.decoding
+        parts = [] if ready is None else [self._replay(ready, rows, choice, depth_limits)]
+        if decoding < len(rows):
+            # Behind the graph, so that the device is busy while the host queues these calls one by one.
+            parts.append(self._run(rows[decoding:], choice, depth_limits[decoding:], draft_prefill=draft_prefill))
         passes = self._drafts.passes(rows, [row.tree.drafted_depth for row in rows])
         return LaunchedStep(
             rows=rows,
+            parts=tuple(parts),
             epochs=tuple([row.request.epoch for row in rows]),
             choice=choice,
             size=step_size_of(rows, passes),
             shadow_passes=self._shadow_passes(rows, choice, passes),
-            outcome=queued.outcome,
-            ranked_BNK=queued.ranked_BNK,
-            host_copy=queued.host_copy,
-            output_logprobs=queued.output_logprobs,
-            prompt_logprobs=queued.prompt_logprobs,
             depth_limits=depth_limits,
             began_seconds=began_seconds,
-            draft_seconds=queued.draft_seconds,
         )
 
     def _depth_limits(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
@@ -114,23 +98,17 @@ class StepLauncher:
 
     def _replay(
         self, ready: ReadyStep, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...]
-    ) -> _Queued:
-        """Queue the step as one captured CUDA graph, behind the passes of drafts that the graph does not have."""
+    ) -> QueuedRows:
+        """Queue decoding rows as one captured CUDA graph, behind the passes of drafts that the graph does not have."""
         assert self._graphs is not None, "a planned step has graphs"
         proposals, draft_seconds = None, 0.0
         if ready.plan.outside is not None:
-            proposals = self._propose(rows)
+            proposals = self._propose(rows[: ready.decoding])
             draft_seconds = self._phases.lap("draft")
-        cuts = depth_limits if self.synthetic.cuts else None
+        cuts = depth_limits[: ready.decoding] if self.synthetic.cuts else None
         done = self._graphs.replay(ready, rows, cuts, ranked=choice.shadow_passes > 0, proposals=proposals)
         self._phases.lap("verify")
-        return _Queued(
-            outcome=done.outcome,
-            ranked_BNK=done.ranked_BNK,
-            host_copy=done.host_copy,
-            output_logprobs=done.output_logprobs,
-            draft_seconds=draft_seconds or done.draft_seconds,
-        )
+        return replace(done, draft_seconds=draft_seconds) if draft_seconds else done
 
     def _propose(self, rows: tuple[Row, ...]) -> Proposals:
         """Run the drafts of decoding rows before a graph verifies, and compute the masks of rows with a grammar."""
@@ -149,8 +127,8 @@ class StepLauncher:
 
     def _run(
         self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...], *, draft_prefill: bool
-    ) -> _Queued:
-        """Queue the step eagerly."""
+    ) -> QueuedRows:
+        """Queue rows eagerly, in one pass of the target."""
         phases = self._phases
         emitting = [row for row in rows if row.emits]
         forest = forest_of(tuple(row.tree for row in emitting) or (PLAIN,), self._device)
@@ -178,7 +156,8 @@ class StepLauncher:
         phases.lap("sample")
         self._commit(rows, step, roots_C, forest, outcome, aux_TA, draft_prefill=draft_prefill)
         phases.lap("bookkeeping")
-        return _Queued(
+        return QueuedRows(
+            rows=rows,
             outcome=host_outcome,
             ranked_BNK=host_ranked_BNK,
             host_copy=host_copy,

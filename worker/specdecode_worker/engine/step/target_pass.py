@@ -57,6 +57,11 @@ class Target:
         """Size of the target's vocabulary."""
         return self._model.config.vocab_size
 
+    @property
+    def layers(self) -> int:
+        """Number of layers of the target."""
+        return self._model.config.num_hidden_layers
+
     def forward(self, step: TargetPass, reads: TargetStates) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run the target over a packed batch.
 

@@ -24,6 +24,9 @@ from specdecode_worker.engine.graphs.graph_key import NO_FEATURES
 from specdecode_worker.engine.graphs.graph_logprobs import LogprobOutputs
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.grammars import regex_grammar
+from specdecode_worker.speculation.sampling.coupling import Coupling
+from specdecode_worker.speculation.sampling.multi_round import MultiRound
+from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 
 WAITING = (
     "aten._local_scalar_dense",
@@ -127,13 +130,23 @@ class WatchingBackend:
                     assert one == two, "two steps of one key make the same calls"
 
 
-def run(shape: str, *, pipelined: bool = False, grammar: str = "", **fields: Any) -> tuple[Engine, WatchingBackend]:
+def run(
+    shape: str, *, pipelined: bool = False, grammar: str = "", sampler: SamplerFactory = Coupling, **fields: Any
+) -> tuple[Engine, WatchingBackend]:
     """Serve four requests. Two of them have a grammar and the other sampling fields."""
     backend = WatchingBackend()
     compiler = GrammarCompiler(tokenizer_json, 61, (END,)) if grammar else None
     eos = (END,) if grammar else ()
     pair = networks(torch.float64)
-    engine = engine_of(pair, backend=backend, rows=(2, 4), pipelined=pipelined, grammars=compiler, eos_token_ids=eos)
+    engine = engine_of(
+        pair,
+        backend=backend,
+        rows=(2, 4),
+        pipelined=pipelined,
+        grammars=compiler,
+        eos_token_ids=eos,
+        sampler=sampler,
+    )
     engine.set_plan(plan_of(shape))
     asked: dict[str, Any] = {**fields, "grammar": grammar}
     texts(engine, [submit(i, sampled=i % 2 == 0, tokens=6 + 3 * i, **(asked if i > 1 else {})) for i in range(4)])
@@ -164,6 +177,15 @@ def test_two_steps_with_a_feature_make_the_same_calls(feature: str, shape: str) 
     assert engine._graphs is not None
     assert set(engine._graphs.eager) == {"prefill"}
     assert any(key.features != NO_FEATURES for key in engine._graphs._graphs)
+    backend.check()
+
+
+@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:2,2,1"])
+def test_two_steps_of_multi_round_sampling_make_the_same_calls(shape: str) -> None:
+    engine, backend = run(shape, sampler=MultiRound, presence_penalty=0.3)
+    assert engine._graphs is not None
+    assert set(engine._graphs.eager) == {"prefill"}
+    assert any(key.features.rounds for key in engine._graphs._graphs)
     backend.check()
 
 

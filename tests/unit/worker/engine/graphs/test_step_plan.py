@@ -13,7 +13,7 @@ from small_llama import engine_of, networks, plan_of, submit, texts
 from specdecode_worker.engine.graphs import step_graphs, step_plan
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
 from specdecode_worker.engine.graphs.graph_key import NO_FEATURES, Features
-from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason
+from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason, StepPlanner
 from specdecode_worker.speculation.sampling.multi_round import MultiRound
 
 DOCS = Path(__file__).parents[5] / "docs" / "gpu.md"
@@ -69,19 +69,13 @@ def test_more_logprobs_than_the_tables_have_columns() -> None:
 
 
 @pytest.mark.parametrize("shape", ["none", "chain:3"])
-def test_only_greedy_steps_of_other_samplers_have_graphs(shape: str) -> None:
-    """The text of greedy requests is that of plain decoding under any sampler."""
-    pair, requests = networks(torch.float64), [submit(i, sampled=i == 1, tokens=14) for i in range(2)]
-    engines = [engine_of(pair, backend=backend, sampler=MultiRound) for backend in (None, EagerBackend())]
-    answers = []
-    for engine in engines:
-        engine.set_plan(plan_of(shape))
-        answers.append({**texts(engine, requests[:1]), **texts(engine, requests[1:])})
-    assert answers[0] == answers[1]
-    graphs = engines[1]._graphs
-    assert graphs is not None
-    assert graphs.replayed > 0
-    assert set(graphs.eager) == {EagerReason.PREFILL, EagerReason.SAMPLER}
+def test_multi_round_sampling_behind_drafts_before_the_graph(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that runs before the graph keeps its probabilities there, so sampled steps that draft are eager."""
+    monkeypatch.setattr(StepPlanner, "_outside", lambda *_: OutsideReason.METHOD)
+    sampled, greedy = submit(0, sampled=True, tokens=14), submit(1, sampled=False, tokens=14)
+    reasons = {EagerReason.SAMPLER} if shape != "none" else set()
+    assert set(eager_steps(shape, [sampled], sampler=MultiRound)) == reasons
+    assert eager_steps(shape, [greedy], sampler=MultiRound) == {}
 
 
 def test_features_are_not_captured_before_they_are_needed() -> None:

@@ -17,6 +17,7 @@ from specdecode_worker.engine.memory.memory_budget import (
     GRAPH_BYTES,
     GRAPH_TABLE_BYTES,
     MOST_GRAPHS,
+    SAMPLING_BYTES,
     SLACK_TOKENS,
     Bounds,
     Budget,
@@ -138,6 +139,8 @@ def test_attention_of_a_gpu_needs_partial_sums_and_no_mask() -> None:
 
 def test_multi_round_sampling_holds_probabilities() -> None:
     assert budget(coupled=False).activations > 2 * budget().activations
+    one, other = (budget(max_num_seqs=64, graph_rows=64, coupled=coupled).graphs for coupled in (False, True))
+    assert one - other == 8 * 64 * 128_256 * SAMPLING_BYTES
 
 
 def test_memory_of_other_processes_is_subtracted_once() -> None:

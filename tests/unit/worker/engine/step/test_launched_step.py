@@ -27,7 +27,9 @@ from specdecode_worker.engine.ipc.messages import (
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.shape_selector import Choice
 from specdecode_worker.engine.stats.step_recorder import step_size_of
-from specdecode_worker.engine.step.launched_step import LaunchedStep
+from specdecode_worker.engine.step.host_copy import HostCopy
+from specdecode_worker.engine.step.launched_step import LaunchedStep, QueuedRows
+from specdecode_worker.engine.step.logprobs import RowLogprobs, TokenLogprobs
 from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.trees import tree_of
 
@@ -36,23 +38,23 @@ ROWS = (Row(request("a"), 3, TREE), Row(request("b"), 4, start=0), Row(request("
 RANKED = torch.arange(2 * 3 * 2).view(2, 3, 2)
 
 
-def launched(shadow_passes: int = 0, **change: Any) -> LaunchedStep:
-    outcome = Outcome(
-        emitted_BD=torch.tensor([[4, 5, -1], [0, -1, -1]]),
-        count_B=torch.tensor([1, 0]),
-        path_BD=torch.tensor([[1, -1], [-1, -1]]),
-        rank_BD=torch.tensor([[0, 8, -1], [-1, -1, -1]]),
-    )
+OUTCOME = Outcome(
+    emitted_BD=torch.tensor([[4, 5, -1], [0, -1, -1]]),
+    count_B=torch.tensor([1, 0]),
+    path_BD=torch.tensor([[1, -1], [-1, -1]]),
+    rank_BD=torch.tensor([[0, 8, -1], [-1, -1, -1]]),
+)
+
+
+def launched(*parts: QueuedRows, **change: Any) -> LaunchedStep:
     fields: dict[str, Any] = {
         "rows": ROWS,
+        "parts": parts or (QueuedRows(rows=ROWS, outcome=OUTCOME, ranked_BNK=RANKED, draft_seconds=1.0),),
         "epochs": (0, 0, 0),
-        "choice": Choice(shadow_passes=shadow_passes),
+        "choice": Choice(),
         "size": step_size_of(ROWS, 2),
-        "outcome": outcome,
-        "ranked_BNK": RANKED,
         "depth_limits": (2, 0),
         "began_seconds": 0.0,
-        "draft_seconds": 0.0,
     }
     return LaunchedStep(**{**fields, **change})
 
@@ -65,20 +67,47 @@ def test_emitting_rows_are_read_without_padding() -> None:
     ]
 
 
-def test_rankings_are_read_only_for_shadow_drafts() -> None:
-    assert [read.ranked_NK for read in launched().read()] == [None, None]
-    assert [read.ranked_NK for read in launched(shadow_passes=1).read()] == [RANKED[0].tolist(), None]
-    assert [read.ranked_NK for read in launched(shadow_passes=1, ranked_BNK=None).read()] == [None, None]
+def test_rankings_are_those_of_decoding_rows() -> None:
+    assert [read.ranked_NK for read in launched().read()] == [RANKED[0].tolist(), None]
+    part = QueuedRows(rows=ROWS, outcome=OUTCOME)
+    assert [read.ranked_NK for read in launched(part).read()] == [None, None]
+
+
+def logprobs_of(*rows: int) -> RowLogprobs:
+    """Return logprobs of one token in each of the rows; the token is ten times the row."""
+    tokens = 10 * torch.tensor(rows)
+    own, top = torch.zeros(len(rows)), torch.zeros(len(rows), 1)
+    own_logprobs = TokenLogprobs(tokens, own, torch.ones_like(tokens), tokens[:, None], top, HostCopy())
+    return RowLogprobs(rows, (1,) * len(rows), (1,) * len(rows), own_logprobs)
+
+
+def test_parts_of_a_step_are_read_in_the_order_of_its_rows() -> None:
+    """The first part is the decoding row, the second part has the two chunks, one of which chose a token."""
+    decoding = QueuedRows(rows=ROWS[:1], outcome=part_of(OUTCOME, 0), output_logprobs=logprobs_of(0), draft_seconds=0.5)
+    chunks = QueuedRows(
+        rows=ROWS[1:], outcome=part_of(OUTCOME, 1), output_logprobs=logprobs_of(0), prompt_logprobs=logprobs_of(0, 1)
+    )
+    step = launched(decoding, chunks, depth_limits=(2, 7), shadow_passes=1)
+    assert [(read.tokens, read.depth_limit, len(read.logprobs)) for read in step.read()] == [
+        ([4, 5], 2, 1),
+        ([0], 7, 1),
+    ]
+    assert {row: [entry.token for entry in read] for row, read in step.read_prompts().items()} == {1: [0], 2: [10]}
+    assert step.shadow_seconds == 0.25
+
+
+def part_of(outcome: Outcome, row: int) -> Outcome:
+    return Outcome(*(getattr(outcome, name)[row : row + 1] for name in Outcome.__slots__))
 
 
 @pytest.mark.parametrize(("passes", "shadow", "seconds"), [(5, 2, 0.4), (1, 0, 0.0), (1, 1, 1.0), (0, 0, 0.0)])
 def test_shadow_passes_take_their_share_of_drafting(passes: int, shadow: int, seconds: float) -> None:
-    step = launched(size=step_size_of(ROWS, passes), shadow_passes=3, draft_seconds=1.0)
+    step = launched(size=step_size_of(ROWS, passes), shadow_passes=3)
     assert replace(step, shadow_passes=shadow).shadow_seconds == pytest.approx(seconds)
 
 
 def test_a_step_without_emitting_rows_has_no_results() -> None:
-    assert launched(outcome=None).read() == []
+    assert launched(QueuedRows(rows=ROWS)).read() == []
 
 
 @pytest.mark.parametrize(
