@@ -175,12 +175,18 @@ def graphs() -> None:
 @contextmanager
 def zeros_for_empty() -> Iterator[None]:
     """Make new memory zeros: the skipped kernels leave what is there, and it is used as indices."""
+    right = torch.empty
+
+    def empty(*size: Any, **kwargs: Any) -> Tensor:
+        # Not torch.zeros, which calls torch.empty on some devices.
+        made: Tensor = right(*size, **kwargs)
+        return made.zero_()
 
     def new_empty(self: Tensor, *size: Any, **kwargs: Any) -> Tensor:
         return self.new_zeros(*size, **kwargs)
 
     with (
-        mock.patch.object(torch, "empty", torch.zeros),
+        mock.patch.object(torch, "empty", empty),
         mock.patch.object(torch, "empty_like", torch.zeros_like),
         mock.patch.object(Tensor, "new_empty", new_empty),
     ):
