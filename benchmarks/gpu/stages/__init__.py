@@ -37,7 +37,7 @@ STAGES = (
     Stage("multi-round", "comparisons.multi_round", 40),
     Stage("two-drafts", "comparisons.two_drafts", 40),
     Stage("texts", "comparisons.texts", 40),
-    Stage("quantised", "kernels.quantised", 30, interpreted=True),
+    Stage("quantised", "kernels.quantised", 60, interpreted=True),
     Stage("engine-8b-eager", "steps.engine_8b_eager", 30),
     Stage("engine-8b-int4-draft", "steps.engine_8b_int4_draft", 30),
     Stage("engine-70b-eighth", "steps.engine_70b", 65),
