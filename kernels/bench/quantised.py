@@ -63,7 +63,9 @@ def measure(
 def _ways(kind: Kind, outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> dict[str, Compute]:
     """Return the ways to compute a product on this device, by their names in `choice.Way`."""
     ways: dict[str, Compute] = {}
-    if rows <= MOST_TILE_ROWS:
+    # Numpy, which interprets the tiles of a dry run, has no matrix products of bf16.
+    interpretable = DEVICE == "cuda" or dtype == torch.float32
+    if rows <= MOST_TILE_ROWS and interpretable:
         ways["tile"] = kernel.linear
     if rows > FEW_ROWS:
         ways["dequantised"] = _dequantised

@@ -32,6 +32,7 @@ STAGES = (
     Stage("sampling", "kernels.sampling", 20),
     Stage("profile", "profiles.profile_steps", 50),
     Stage("serving", "serving.serving", 70),
+    Stage("prefill-attention", "kernels.prefill", 40, interpreted=True),
     Stage("products", "kernels.products", 40, interpreted=True),
     Stage("trees", "comparisons.trees", 50),
     Stage("multi-round", "comparisons.multi_round", 40),

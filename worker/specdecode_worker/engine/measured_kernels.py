@@ -9,7 +9,9 @@ import torch
 
 from specdecode_kernels import timings
 from specdecode_kernels.timings import Timings
+from specdecode_kernels.tree_attention import prefill
 from specdecode_worker.contract import EngineConfig
+from specdecode_worker.models.configs.model_config import LlamaConfig
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,16 @@ def use_kernel_timings(config: EngineConfig, device: torch.device) -> Timings:
         for line in timings.describe(measured):
             log.info("fastest way of %s", line)
     elif device.type == "cuda":
-        log.info("no kernel timings: operations choose by rules, and prompts use our attention kernel")
+        log.info("no kernel timings: operations choose by rules")
     return measured
+
+
+def warm_up_prefill(target: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Run the other ways of attention that prompts of ``target`` may take, so that no request waits for a compiler."""
+    if device.type == "cuda":
+        heads = (target.num_attention_heads, target.num_key_value_heads, target.head_dim)
+        ways = prefill.warm_up(*heads, dtype, device)
+        log.info("attention of long prompt chunks: %s", " or ".join(("our kernel", *ways)))
 
 
 def _read(config: EngineConfig, device: torch.device) -> Timings:
