@@ -20,6 +20,9 @@ from gpu_tests import run_tests
 from page import page
 from stages import STAGES, TESTS_PROCESSES, TESTS_SECONDS, Stage
 from targets import judge
+from timings_file import timings_of
+
+from specdecode_kernels.timings import written
 
 HERE = Path(__file__).parent
 FORMAT = 1
@@ -47,10 +50,20 @@ class Document:
             "targets": [asdict(verdict) for verdict in judge(self.rows)],
             "rows": self.rows,
         }
-        for path, text in ((self.out, json.dumps(body, indent=1) + "\n"), (self.out.with_suffix(".md"), page(body))):
+        texts = {
+            self.out: json.dumps(body, indent=1) + "\n",
+            self.out.with_suffix(".md"): page(body),
+            self.timings: written(timings_of(self.machine["gpu"], self.rows)) + "\n",
+        }
+        for path, text in texts.items():
             part = path.with_suffix(".part")
             part.write_text(text)
             part.replace(path)
+
+    @property
+    def timings(self) -> Path:
+        """Path of the file of kernel timings."""
+        return self.out.with_name(f"kernel-timings-{self.out.stem}.json")
 
     @property
     def rate(self) -> float:
@@ -87,6 +100,7 @@ def main() -> int:
         document.write()
     print(document.out)
     print(document.out.with_suffix(".md"))
+    print(document.timings)
     return 0 if all(stage["status"] == "done" for stage in document.stages) else 1
 
 

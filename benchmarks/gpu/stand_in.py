@@ -7,6 +7,7 @@ through its graphs, whose backend repeats the step instead of replaying it.
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Iterator
@@ -100,3 +101,7 @@ def install() -> None:
     for name, replacement in CALLS.items():
         setattr(torch.cuda, name, replacement)
     factory._graphs = _graphs
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import interpreter
+
+        interpreter.repair()

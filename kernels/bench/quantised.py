@@ -1,8 +1,11 @@
-"""The draft's matrices with weights of four and eight bits, compared with bf16 and, if installed, torchao."""
+"""Matrices with weights of four and eight bits, compared with bf16 and, if installed, torchao.
+
+Many rows are multiplied in every way that `choice.choose` knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,16 +14,20 @@ from timing import DEVICE, buffers, seconds
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_kernels.quantised_linear import kernel
-from specdecode_kernels.quantised_linear.reference import KINDS, Kind, Quantised, dequantise, quantise
+from specdecode_kernels.quantised_linear import dequantise_kernel, kernel, scaled_kernel
+from specdecode_kernels.quantised_linear.choice import FEW_ROWS, MOST_TILE_ROWS, fits_scaled
+from specdecode_kernels.quantised_linear.reference import KINDS, Kind, Quantised, quantise
 
-MATRICES = {"gate and up": (2 * 14336, 4096), "down": (4096, 14336), "head": (32_000, 4096)}
-"""(outputs, inputs) of an EAGLE-3 head of Llama-3.1-8B."""
-ROWS = (1, 4, 16, 64, 128, 512)
-
-
-LARGE = 64
-"""Rows from which dequantising the whole matrix is measured, too."""
+Compute = Callable[[Tensor, Quantised], Tensor]
+MATRICES = {
+    "gate and up": (2 * 14336, 4096),
+    "down": (4096, 14336),
+    "head": (32_000, 4096),
+    "qkv": (6144, 4096),
+    "output": (4096, 4096),
+}
+"""(outputs, inputs) of Llama-3.1-8B and its EAGLE-3 head."""
+ROWS = (1, 4, 16, 64, 128, 512, 2048)
 
 
 def measure(
@@ -36,24 +43,41 @@ def measure(
     torchao = _torchao(plain)
     for rows in rows_of:
         x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
-        sizes = {"matrix": name, "rows": rows}
+        sizes = {"matrix": name, "outputs": outputs, "inputs": inputs, "rows": rows}
         base = seconds(*(partial(F.linear, x, weight) for weight in plains))
         yield sizes | {"weights": "bf16", "microseconds": 1e6 * base} | _over(base, plain.nbytes, rate)
         for kind, copies in weights.items():
-            took = seconds(*(partial(kernel.linear, x, weight) for weight in copies))
+            ways = {
+                way: seconds(*(partial(compute, x, weight) for weight in copies))
+                for way, compute in _ways(kind, outputs, inputs, rows, dtype).items()
+            }
+            took = min(ways.values())
             row = {"weights": kind, "microseconds": 1e6 * took, "times_bf16": base / took}
-            if rows >= LARGE:
-                whole = seconds(*(partial(_dequantised, x, weight) for weight in copies))
-                row["dequantised_microseconds"] = 1e6 * whole
+            row["ways"] = {way: 1e6 * one for way, one in ways.items()}
             yield sizes | row | _over(took, copies[0].nbytes, rate)
         if torchao is not None:
             took = seconds(partial(torchao, x))
             yield sizes | {"weights": "int4 (torchao)", "microseconds": 1e6 * took, "times_bf16": base / took}
 
 
+def _ways(kind: Kind, outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> dict[str, Compute]:
+    """Return the ways to compute a product on this device, by their names in `choice.Way`."""
+    ways: dict[str, Compute] = {}
+    # Numpy, which interprets the tiles of a dry run, has no matrix products of bf16.
+    interpretable = DEVICE == "cuda" or dtype == torch.float32
+    if rows <= MOST_TILE_ROWS and interpretable:
+        ways["tile"] = kernel.linear
+    if rows > FEW_ROWS:
+        ways["dequantised"] = _dequantised
+        fp8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+        if fp8 and kind == "fp8" and fits_scaled(outputs, inputs, dtype):
+            ways["scaled"] = scaled_kernel.linear
+    return ways
+
+
 def _dequantised(x: Tensor, weight: Quantised) -> Tensor:
-    """Return the product by way of the whole matrix in x's type, as prompts compute it."""
-    return F.linear(x, dequantise(weight, x.dtype))
+    """Return the product by way of the whole matrix in x's type."""
+    return F.linear(x, dequantise_kernel.dequantise(weight, x.dtype))
 
 
 def _quantised(plain: Tensor, kind: Kind) -> list[Quantised]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # for `interpreted` and `attention_cases`
+sys.path.insert(1, str(Path(__file__).parents[2] / "kernels" / "bench"))  # for `interpreter`
 
 from interpreted import import_kernels, mutant
 

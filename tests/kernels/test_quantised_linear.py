@@ -8,10 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdecode_kernels import dispatch
-from specdecode_kernels.quantised_linear import kernel, op, reference
+from specdecode_kernels.quantised_linear import kernel, reference
 from specdecode_kernels.quantised_linear.reference import Kind, Quantised, dequantise, quantise, stored_bytes
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -138,25 +137,3 @@ def test_joining_rows_commutes_with_quantisation(kind: Kind) -> None:
     one, two = random(5, 128), random(3, 128, seed=1)
     apart = [dequantise(quantise(part, kind)) for part in (one, two)]
     assert torch.equal(dequantise(quantise(torch.cat((one, two)), kind)), torch.cat(apart))
-
-
-@pytest.mark.usefixtures("on_kernels")
-@KINDS
-def test_many_rows_use_dequantised_weights(kind: Kind) -> None:
-    weight, x = quantise(random(9, 64), kind), random(kernel.MOST_ROWS + 1, 64, seed=1)
-    assert torch.allclose(op.linear(x, weight), F.linear(x, dequantise(weight)), atol=1e-5)
-
-
-@pytest.mark.usefixtures("on_kernels")
-def test_few_rows_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def watched(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
-        asked.append(len(x))
-        return reference.linear(x, weight, bias)
-
-    monkeypatch.setattr(kernel, "linear", watched)
-    weight = quantise(random(9, 64), "int8")
-    op.linear(random(kernel.MOST_ROWS, 64), weight)
-    op.linear(random(64, 64).double(), weight)
-    assert asked == [kernel.MOST_ROWS]

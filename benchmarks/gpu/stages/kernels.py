@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -36,6 +37,16 @@ def attention(run: Run) -> Iterator[Row]:
         yield {"kind": "flex", "batch": batch, "context": context, "nodes": len(bench.CHAIN), "microseconds": flex}
 
 
+def prefill(run: Run) -> Iterator[Row]:
+    """Chunks of prompts in every way. The engine takes the fastest from the file of timings."""
+    import attention
+    import prefill as bench
+
+    layers = (attention.Layer(2, 1, 16, torch.float32),) if run.dry else bench.LAYERS
+    for layer, (queries, keys) in product(layers, ((8, 20),) if run.dry else bench.SIZES):
+        yield {"kind": "chunk attention", **bench.measure(layer, queries, keys)}
+
+
 def sampling(run: Run) -> Iterator[Row]:
     import sampling as bench
 
@@ -46,9 +57,9 @@ def sampling(run: Run) -> Iterator[Row]:
 def quantised(run: Run) -> Iterator[Row]:
     import quantised as bench
 
-    matrices = {"tiny": (40, 96)} if run.dry else bench.MATRICES
-    rows, dtype = ((1, 3, 65), torch.float32) if run.dry else (bench.ROWS, torch.bfloat16)
-    for name, (outputs, inputs) in matrices.items():
+    matrices = {"tiny": (48, 96)} if run.dry else bench.MATRICES
+    cases = [(torch.float32, (1, 3)), (torch.bfloat16, (65,))] if run.dry else [(torch.bfloat16, bench.ROWS)]
+    for (name, (outputs, inputs)), (dtype, rows) in product(matrices.items(), cases):
         for row in bench.measure(name, outputs, inputs, run.rate, dtype, rows):
             yield {"kind": "quantised", **row}
 

@@ -12,13 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specdecode_kernels import dispatch
+from specdecode_kernels.quantised_linear.choice import MOST_TILE_ROWS
 from specdecode_kernels.quantised_linear.reference import Quantised
 
 TILE_ROWS = 64
 """Rows of a tile at most."""
-MOST_ROWS = 512
-"""Maximum number of rows of `linear`. Not measured yet: stage `quantised` of `make gpu` compares the tiles, which share
-the weights in the L2 cache, with dequantising the whole matrix."""
 BLOCK_K = 128
 """Number of inputs that a program reads at a time for int8 and fp8; int4 reads one group."""
 
@@ -160,10 +158,10 @@ def _rows_kernel(
 
 
 def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:
-    """Return x W^T + b, [T, N], for up to MOST_ROWS rows; rows of x must be contiguous."""
+    """Return x W^T + b, [T, N], for up to MOST_TILE_ROWS rows; rows of x must be contiguous."""
     rows, columns = x_TK.shape
     assert columns == weight.columns, "x has as many columns as the matrix"
-    assert rows <= MOST_ROWS, "more rows are bound by arithmetic"
+    assert rows <= MOST_TILE_ROWS, "more rows are bound by arithmetic"
     assert x_TK.stride(1) == 1, "rows must be contiguous"
     assert weight.packed_NB.is_contiguous(), "weights are packed"
     assert weight.scale_NG.is_contiguous(), "scales are packed"

@@ -8,19 +8,24 @@ from torch.nn import functional as F
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.quantised_linear import reference
+from specdecode_kernels.quantised_linear.choice import choose
 from specdecode_kernels.quantised_linear.reference import Quantised
 
 
 def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b as `reference.linear` does.
-
-    With more than `kernel.MOST_ROWS` rows (prompts) the product is bound by arithmetic and not by reading weights. The
-    matrix is then dequantised to x's type and multiplied by the regular linear operation.
-    """
+    """Compute x W^T + b as `reference.linear` does. On a GPU, `choice.choose` says how."""
     if not dispatch.on_gpu(x_TK) or x_TK.dtype == torch.float64:
         return reference.linear(x_TK, weight, bias_N)
-    from specdecode_kernels.quantised_linear import kernel
+    fp8 = dispatch.has_fp8(x_TK)
+    way = choose(weight.kind, weight.rows, weight.columns, len(x_TK), x_TK.dtype, fp8=fp8)
+    if way == "tile":
+        from specdecode_kernels.quantised_linear import kernel
 
-    if x_TK.shape[0] > kernel.MOST_ROWS:
-        return F.linear(x_TK, reference.dequantise(weight, x_TK.dtype), bias_N)
-    return kernel.linear(x_TK, weight, bias_N)
+        return kernel.linear(x_TK, weight, bias_N)
+    if way == "scaled":
+        from specdecode_kernels.quantised_linear import scaled_kernel
+
+        return scaled_kernel.linear(x_TK, weight, bias_N)
+    from specdecode_kernels.quantised_linear import dequantise_kernel
+
+    return F.linear(x_TK, dequantise_kernel.dequantise(weight, x_TK.dtype), bias_N)

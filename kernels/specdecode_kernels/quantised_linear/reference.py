@@ -18,6 +18,8 @@ GROUPS = (128, 64, 32)
 """Group sizes of int4: the largest that divides the number of inputs, else the last, with padding zeros."""
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 """Largest absolute level of each per-row format."""
+LOW_SCALE = 32.0
+"""Factor of the low part of `split`."""
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Fractions of a group's range that int4 tries as the scale: clipping rare outliers makes the other levels finer."""
 
@@ -127,3 +129,22 @@ def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Ten
     wide = torch.promote_types(x_TK.dtype, torch.float32)
     out_TN = F.linear(x_TK.to(wide), dequantise(weight, wide), None if bias_N is None else bias_N.to(wide))
     return out_TN.to(x_TK.dtype)
+
+
+def split(x_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split rows of bf16 into two e4m3 matrices without loss: x = scale (high + low / LOW_SCALE).
+
+    A number of bf16 has 8 significant bits. ``high`` has the upper 4 and ``low`` the remaining ones. The scale of a row
+    is the power of 2 that moves its largest number to between 128 and 256. Numbers below 2^-14 of the largest one may
+    be wrong by 2^-22 of it.
+
+    Returns:
+        ``high`` and ``low`` [T, K] in float8_e4m3fn, and ``scale`` [T] in fp32.
+    """
+    most_T = x_TK.abs().amax(1).float()
+    exponent_T = torch.frexp(most_T.clamp(2.0**-100)).exponent.clamp(max=121) - 8
+    scale_T = torch.ldexp(torch.ones_like(most_T), exponent_T)
+    scaled_TK = x_TK.float() / scale_T[:, None]
+    high_TK = scaled_TK.to(torch.float8_e4m3fn)
+    low_TK = ((scaled_TK - high_TK.float()) * LOW_SCALE).to(torch.float8_e4m3fn)
+    return high_TK, low_TK, scale_T

@@ -6,8 +6,8 @@ same in every layer, once per pass.
 
 `attend` then runs one of three paths. On a CPU it runs one attention per sequence and layer. It reads the cache in
 place if the blocks of the sequence are contiguous; otherwise it copies them (a shared prefix, or a nearly full cache).
-On a GPU it runs the Triton kernel. On any other device it gathers the keys of all sequences and runs one padded
-attention.
+On a GPU it runs the Triton kernel, and for long prompt chunks what was measured to be faster (prefill.py). On any other
+device it gathers the keys of all sequences and runs one padded attention.
 
 Tensor suffixes as in reference.py; L keys of a sequence, R rows of the cache, G query heads per key-value head.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_kernels import dispatch
-from specdecode_kernels.transfer import to_device
+from specdecode_kernels.tree_attention.gpu_pass import attend_on_gpu, plan_pass
 from specdecode_kernels.tree_attention.reference import CAUSAL
 
 if TYPE_CHECKING:
     from specdecode_kernels.tree_attention.plan import Plan
+    from specdecode_kernels.tree_attention.prefill import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,17 @@ class PerQueryRows:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Layer-independent input of `attend`: exactly one of `runs`, `gathered`, `per_query` and the kernel's `plan`."""
+    """Layer-independent input of `attend`: exactly one of `runs`, `gathered`, `per_query` and the kernel's `plan`.
+
+    ``chunks`` are the last queries of a pass, if they take another way than the kernel; ``plan`` is then that of the
+    queries before them, or None.
+    """
 
     runs: tuple[Run, ...] = ()
     gathered: Gathered | None = None
     per_query: PerQueryRows | None = None
     plan: Plan | None = None
+    chunks: tuple[Chunk, ...] = ()
 
 
 def prepare(
@@ -88,6 +94,8 @@ def prepare(
     dtype: torch.dtype,
     one_by_one: bool | None = None,
     kv_heads: int = 8,
+    head_dim: int = 0,
+    chunk_keys: Sequence[int] = (),
 ) -> Prepared:
     """Compute the layer-independent input of `attend` for one pass, from the host's view of the batch.
 
@@ -108,13 +116,22 @@ def prepare(
         dtype: Type of the additive masks.
         one_by_one: Attend sequence by sequence. None does so on a CPU only.
         kv_heads: Number of key-value heads, used to size the grid on a GPU.
+        head_dim: Head dimension, by which a GPU looks up measured times.
+        chunk_keys: Exact number of keys of each sequence that is a chunk of a prompt, else 0. Chunks are last.
     """
     if one_by_one is None and dispatch.on_gpu(block_table_BM):
-        return Prepared(
-            plan=_planned(
-                block_table_BM, block_size, query_counts, prefix_len_B, ancestors_T, key_starts, groups, kv_heads
-            )
+        plan, chunks = plan_pass(
+            block_table_BM=block_table_BM,
+            block_size=block_size,
+            query_counts=query_counts,
+            prefix_len_B=prefix_len_B,
+            ancestors_T=ancestors_T,
+            key_starts=key_starts,
+            chunk_keys=chunk_keys,
+            heads=(groups * kv_heads, kv_heads, head_dim),
+            dtype=dtype,
         )
+        return Prepared(plan=plan, chunks=chunks)
     if one_by_one is None:
         one_by_one = block_table_BM.device.type == "cpu"
     visible_TL = None
@@ -181,10 +198,8 @@ def prepare_tables(
 
 def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
     """Compute attended values [T, H, D] of one layer. The keys and values of this pass must be in the cache already."""
-    if prepared.plan is not None:
-        from specdecode_kernels.tree_attention import kernel
-
-        return kernel.attend(q_THD, cache_2NPKD, prepared.plan)
+    if prepared.plan is not None or prepared.chunks:
+        return attend_on_gpu(q_THD, cache_2NPKD, prepared.plan, prepared.chunks)
     k_RKD, v_RKD = cache_2NPKD.flatten(1, 2)
     if prepared.per_query is not None:
         return _attend_per_query(q_THD, k_RKD, v_RKD, prepared.per_query)
@@ -195,35 +210,6 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
         for run in prepared.runs
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _planned(
-    block_table_BM: Tensor,
-    block_size: int,
-    query_counts: Sequence[int],
-    prefix_len_B: Tensor,
-    ancestors_T: Tensor,
-    key_starts: Sequence[int],
-    groups: int,
-    kv_heads: int,
-) -> Plan:
-    """Build the kernel's plan from host counts and starts.
-
-    Code that replays a captured graph keeps these as device tensors and calls `plan` itself.
-    """
-    from specdecode_kernels.tree_attention.plan import plan
-
-    starts = list(accumulate(query_counts, initial=0))
-    return plan(
-        query_start=to_device(starts, block_table_BM.device),
-        prefix_len_B=prefix_len_B,
-        key_start_B=to_device(key_starts, block_table_BM.device, dtype=torch.int64),
-        ancestors_T=ancestors_T,
-        block_table_BM=block_table_BM,
-        block_size=block_size,
-        groups=groups,
-        kv_heads=kv_heads,
-    )
 
 
 def _picked(x_RKD: Tensor, rows: slice | Tensor) -> Tensor:

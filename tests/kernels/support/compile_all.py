@@ -32,6 +32,7 @@ from specdecode_kernels import dispatch
 from specdecode_kernels.draft_input import kernel as draft_input
 from specdecode_kernels.kv_keep import kernel as kv_keep
 from specdecode_kernels.noise import kernel as noise
+from specdecode_kernels.quantised_linear import dequantise_kernel, scaled_kernel
 from specdecode_kernels.quantised_linear import kernel as quantised_linear
 from specdecode_kernels.quantised_linear.reference import Kind, quantise
 from specdecode_kernels.rms_norm import kernel as rms_norm
@@ -164,6 +165,13 @@ def quantised(kind: Kind, outputs: int, inputs: int, *, dtype: torch.dtype = tor
         quantised_linear.linear(zeros(rows, inputs, dtype=dtype), weight, zeros(outputs, dtype=dtype))
 
 
+def scaled(outputs: int, inputs: int, rows: int) -> None:
+    """Launch the split of rows and the merge of sums around fp8 products."""
+    weight = quantise(zeros(outputs, inputs), "fp8")
+    scaled_kernel.linear(zeros(rows, inputs), weight)
+    scaled_kernel.linear(zeros(rows, inputs), weight, zeros(outputs))
+
+
 def few_rows(
     outputs: int,
     size: int,
@@ -230,6 +238,10 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "int8, fp32": lambda: quantised("int8", 16384, 576, dtype=torch.float32),
     "fp8": lambda: quantised("fp8", 4096, 4096),
     "fp8, fp16": lambda: quantised("fp8", 16384, 576, dtype=torch.float16),
+    "fp8, scaled products": lambda: scaled(4096, 1024, 100),
+    "int4, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "int4"), torch.bfloat16),
+    "int8, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "int8"), torch.bfloat16),
+    "fp8, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "fp8"), torch.bfloat16),
     "silu_mul": lambda: silu_mul.silu_mul(zeros(3, 2 * 14336)),
     "rope_cache": lambda: rope(128),
     "rope_cache, head dimension 96": lambda: rope(96),

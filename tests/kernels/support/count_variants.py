@@ -29,6 +29,7 @@ from specdecode_kernels import dispatch
 from specdecode_kernels.draft_input import kernel as draft_input
 from specdecode_kernels.kv_keep import kernel as kv_keep
 from specdecode_kernels.noise import kernel as noise
+from specdecode_kernels.quantised_linear import dequantise_kernel, scaled_kernel
 from specdecode_kernels.quantised_linear import kernel as quantised_linear
 from specdecode_kernels.quantised_linear.reference import quantise
 from specdecode_kernels.rms_norm import kernel as rms_norm
@@ -127,6 +128,8 @@ def rows_of_a_pass(rows: int) -> None:
     for kind in ("int4", "int8", "fp8"):
         if rows <= 256:
             quantised_linear.linear(x, quantise(floats(2 * SIZE, SIZE), kind))
+        dequantise_kernel.dequantise(quantise(floats(2 * SIZE, SIZE), kind), x.dtype)
+    scaled_kernel.linear(x, quantise(floats(2 * SIZE, SIZE), "fp8"))
     if rows <= small_linear.BLOCK_T:
         small_linear.small_linear(x, floats(2 * SIZE, SIZE), None, None, None, gated=False)
 
@@ -175,12 +178,18 @@ def graphs() -> None:
 @contextmanager
 def zeros_for_empty() -> Iterator[None]:
     """Make new memory zeros: the skipped kernels leave what is there, and it is used as indices."""
+    right = torch.empty
+
+    def empty(*size: Any, **kwargs: Any) -> Tensor:
+        # Not torch.zeros, which calls torch.empty on some devices.
+        made: Tensor = right(*size, **kwargs)
+        return made.zero_()
 
     def new_empty(self: Tensor, *size: Any, **kwargs: Any) -> Tensor:
         return self.new_zeros(*size, **kwargs)
 
     with (
-        mock.patch.object(torch, "empty", torch.zeros),
+        mock.patch.object(torch, "empty", empty),
         mock.patch.object(torch, "empty_like", torch.zeros_like),
         mock.patch.object(Tensor, "new_empty", new_empty),
     ):

@@ -47,8 +47,10 @@ def import_kernels() -> None:
     with interpreting():
         for name in kernel_modules():
             importlib.import_module(name)
+        import interpreter
         import triton.language as tl
 
+        interpreter.repair()
         if type(tl.interleave).__name__ != "InterpretedFunction":
             raise RuntimeError(
                 "triton was imported too early to be interpreted: leave TRITON_INTERPRET as tests/conftest.py sets it"

@@ -124,6 +124,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--cuda-graph-sizes", type=int, nargs="+", default=(), metavar="N",
                         help="batches to capture graphs for (default: 1, 2, 4, 8, 16, ...)")  # fmt: skip
+    parser.add_argument("--kernel-timings", metavar="FILE", help="times of this GPU, which hack/gpu wrote")
 
 
 def _add_capture_flags(parser: argparse.ArgumentParser) -> None:

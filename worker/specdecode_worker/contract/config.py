@@ -123,6 +123,8 @@ class EngineConfig(Written):
 
     If empty: 1, 2, 4 and every multiple of 8 up to max_num_seqs.
     """
+    kernel_timings: str | None = None
+    """File of ``hack/gpu`` with the times of this GPU, from which operations choose. None chooses by rules."""
 
 
 class ServerConfig(Written):

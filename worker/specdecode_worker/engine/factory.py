@@ -24,6 +24,7 @@ from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.graphs.capture_backends import CudaGraphBackend
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
+from specdecode_worker.engine.measured_kernels import use_kernel_timings, warm_up_prefill
 from specdecode_worker.engine.memory.device_memory import free_bytes
 from specdecode_worker.engine.memory.draft_memory_check import CheckedDraftLoader
 from specdecode_worker.engine.memory.memory_budget import Budget, kv_tokens
@@ -64,6 +65,7 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     threads = max(1, (config.engine.threads or cpu_limit()) // config.engine.tensor_parallel_size)
     if device.type == "cpu":
         torch.set_num_threads(threads)
+    use_kernel_timings(config.engine, device)
     inventory = take_inventory(config, resolve, device)
     require_servable(inventory)
     folder = resolve(config.model.uri)
@@ -119,6 +121,7 @@ def assemble(
     config, weight = worker.engine, target.model.embed_tokens.weight
     length, blocks = budget.bounds.max_model_len, kv_tokens(budget) // BLOCK_SIZE + 1
     state = DeviceState(config.max_num_seqs, length, weight.dtype, weight.device)
+    warm_up_prefill(target.config, weight.dtype, weight.device)
     pipelined = weight.device.type != "cpu"
     loader = DraftLoader(
         target=target,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from specdecode_kernels import timings
 from specdecode_kernels.cpu import native
 from specdecode_kernels.noise.reference import NOISE_VERSION
 
@@ -23,7 +24,8 @@ def kernel_class(device: torch.device) -> str:
 def _gpu_class(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     name = properties.name.replace(" ", "-")
-    return f"cuda sm_{properties.major}{properties.minor} {name} cuda-{torch.version.cuda}"
+    chosen = f" timings-{digest}" if (digest := timings.current().digest) else ""
+    return f"cuda sm_{properties.major}{properties.minor} {name} cuda-{torch.version.cuda}{chosen}"
 
 
 def _cpu_class() -> str:

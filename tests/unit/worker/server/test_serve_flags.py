@@ -109,13 +109,13 @@ def test_invalid_speculative_config_is_reported(form: str) -> None:
 def test_vllm_engine_flags_are_accepted() -> None:
     words = "--max-num-seqs 3 --max-num-batched-tokens 64 --max-model-len 99 --gpu-memory-utilization 0.5 "
     words += "--tensor-parallel-size 2 --no-enable-prefix-caching --no-enable-chunked-prefill --sampler mss "
-    words += "--enforce-eager --cuda-graph-sizes 1 3 "
+    words += "--enforce-eager --cuda-graph-sizes 1 3 --kernel-timings times.json "
     words += "--tool-call-parser hermes --max-waiting 7 --dtype float32 --served-model-name x"
     config, _ = read(*words.split())
     assert config.engine == EngineConfig(
         max_num_seqs=3, max_num_batched_tokens=64, gpu_memory_utilization=0.5, tensor_parallel_size=2,
         enable_prefix_caching=False, enable_chunked_prefill=False, sampler="mss",
-        enforce_eager=True, cuda_graph_sizes=(1, 3),
+        enforce_eager=True, cuda_graph_sizes=(1, 3), kernel_timings="times.json",
     )  # fmt: skip
     assert (config.server.tool_call_parser, config.server.max_waiting) == ("hermes", 7)
     assert (config.model.max_model_len, config.model.dtype, config.model.served_name) == (99, "float32", "x")

@@ -58,6 +58,8 @@ class PagedCache:
             groups=self._groups,
             dtype=self.data.dtype,
             kv_heads=self.data.shape[4],
+            head_dim=self.data.shape[5],
+            chunk_keys=packed.chunk_keys,
         )
         return self._attending(packed.slots_T, prepared)
 

@@ -41,6 +41,8 @@ class PackedBatch:
     """Number of oldest keys of each sequence that are hidden, for draft caches that begin after position 0."""
     dense: bool
     """True if the bounds are exact and every query sees every key."""
+    chunk_keys: tuple[int, ...] = ()
+    """Exact number of keys of each sequence that is a prompt chunk, those of this pass included; 0 for the others."""
 
     @property
     def query_start(self) -> tuple[int, ...]:

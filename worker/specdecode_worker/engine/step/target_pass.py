@@ -128,6 +128,7 @@ class Target:
             key_bounds=tuple(row.request.cached_bound + row.count for row in rows),
             key_starts=(0,) * len(rows),
             dense=all(row.count == 1 and not row.request.in_flight for row in rows),
+            chunk_keys=tuple(row.start + row.count if row.is_chunk else 0 for row in rows),
         )
         logit_rows, batch, node, depth = _logit_rows(rows, device)
         root_rows = [

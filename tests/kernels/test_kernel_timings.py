@@ -1,0 +1,69 @@
+"""File of kernel timings, and the choice from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specdecode_kernels.timings import Case, Timings, describe, fastest, read, written
+
+CASES = (
+    Case(("fp8", 48, 64), 512, {"scaled": 5.0, "tile": 7.0}),
+    Case(("fp8", 48, 64), 128, {"scaled": 5.0, "tile": 3.0}),
+    Case(("int8", 48, 64), 128, {"tile": 1.0}),
+)
+TIMINGS = Timings("a GPU", CASES, (Case((32, 8, 128), 8192, {"kernel": 2.0, "sdpa": 1.0}),))
+
+
+def test_written_timings_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    path.write_text(written(TIMINGS))
+    again = read(path)
+    assert (again.gpu, again.products, again.prefill) == (TIMINGS.gpu, TIMINGS.products, TIMINGS.prefill)
+    path.write_text(written(Timings("a GPU", CASES[:1])))
+    assert len(again.digest) == 12
+    assert read(path).digest != again.digest
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"format": 1}', '{"format": 1, "gpu": "", "products": [{"key": 3}], "prefill": []}', "\xff"],
+)
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"timings\.json: not a file of kernel timings"):
+        read(path)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    path.write_text(written(TIMINGS).replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match="format 2 is unknown; measure again with hack/gpu"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "ways", "way"),
+    [
+        (("fp8", 48, 64), 1, ("scaled", "tile"), "tile"),
+        (("fp8", 48, 64), 128, ("scaled", "tile"), "tile"),
+        (("fp8", 48, 64), 129, ("scaled", "tile"), "scaled"),
+        (("fp8", 48, 64), 9000, ("tile", "dequantised"), "tile"),
+        (("fp8", 48, 64), 100, ("dequantised",), None),
+        (("fp8", 48, 65), 100, ("tile",), None),
+    ],
+)
+def test_fastest_way_at_the_next_measured_size(
+    key: tuple[object, ...], size: int, ways: tuple[str, ...], way: str | None
+) -> None:
+    assert fastest(CASES, key, size, ways) == way
+
+
+def test_description_has_the_fastest_way_of_every_case() -> None:
+    assert describe(TIMINGS) == [
+        "prefill 32x8x128: 8192: sdpa",
+        "product fp8x48x64: 128: tile, 512: scaled",
+        "product int8x48x64: 128: tile",
+    ]
