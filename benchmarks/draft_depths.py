@@ -27,7 +27,15 @@ from machine import described
 from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
 from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt
 from specdecode_worker.commands.common.sampler_comparison import Walks
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
+from specdecode_worker.contract import (
+    DraftConfig,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    NamedDraft,
+    TreeShape,
+    WorkerConfig,
+)
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
 
@@ -49,6 +57,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     parser.add_argument("--loads", type=int, nargs="+", default=LOADS, help="requests at once")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--out", type=Path, default=Path("out/draft-depths.jsonl"))
     parser.add_argument("--report", type=Path, help="print the tables of an output file, and measure nothing")
     parser.add_argument("--plot", type=Path, help="with --report: write the speed-ups as a PNG")
@@ -67,13 +76,14 @@ def main() -> None:
 def measure(flags: argparse.Namespace) -> None:
     """Run all cells that the output file lacks, and append them to it."""
     heads = dict(one.split("=", 1) for one in flags.head)
-    local = load(heads, max(flags.loads))
+    local = load(heads, max(flags.loads), flags.dtype)
     prompts = local.prompts(flags.prompts)[:: flags.every]
     if len(prompts) < max(flags.loads):
         raise SystemExit(f"error: {len(prompts)} prompts cannot be {max(flags.loads)} requests at once")
     settings = {"settings": described() | {
         "prompts": len(prompts),
         "max_tokens": flags.max_tokens,
+        "dtype": flags.dtype,
         "trained_tokens": {method: trained_tokens(uri) for method, uri in heads.items()},
     }}  # fmt: skip
     flags.out.parent.mkdir(parents=True, exist_ok=True)
@@ -104,11 +114,11 @@ def cells_of(methods: Sequence[str], depths: Sequence[int], loads: Sequence[int]
         yield from ((method, depth, at_once) for depth in depths for method in methods)
 
 
-def load(heads: dict[str, str], most: int) -> LocalEngine:
+def load(heads: dict[str, str], most: int, dtype: Dtype) -> LocalEngine:
     """Load an engine with all heads, for at most this many requests at once. The first head is the default draft."""
     first, *others = heads.items()
     config = WorkerConfig(
-        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="float32", max_model_len=1024),
+        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype=dtype, max_model_len=1024),
         draft=DraftConfig.model_validate({"method": first[0], "uri": first[1], "required": True}),
         drafts=tuple(
             NamedDraft.model_validate({"name": method, "method": method, "uri": uri, "required": True})
@@ -176,11 +186,12 @@ def report(settings: dict[str, Any], cells: Sequence[Cell]) -> str:
         f"{method} {'unknown' if count is None else f'{count:,}'}"
         for method, count in settings["trained_tokens"].items()
     )
-    head = f"{settings['machine']}, {settings['date']}; {settings['prompts']} prompts, at most {settings['max_tokens']}"
+    where = f"{settings['machine']}, {settings['date']}, {settings['dtype']}"
+    what = f"{settings['prompts']} prompts, at most {settings['max_tokens']} tokens, greedy"
     equal = sum(cell["same_text"] == cell["prompts"] for cell in cells)
     return "\n\n".join([
-        f"{head} tokens, greedy. Tokens that each head was trained on: {trained}. Cells with the texts of plain "
-        f"decoding: {equal} of {len(cells)}.",
+        f"{where}; {what}. Tokens that each head was trained on: {trained}. Cells with the texts of plain decoding: "
+        f"{equal} of {len(cells)}.",
         best(cells),
         every(cells),
     ])  # fmt: skip

@@ -27,7 +27,7 @@ from machine import described
 from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
 from specdecode_worker.commands.common.local_engine import LocalEngine
 from specdecode_worker.commands.common.sampler_comparison import Walks
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
+from specdecode_worker.contract import DraftConfig, Dtype, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.engine.ipc.messages import Sampling
 from specdecode_worker.models.checkpoints.draft_vocabulary import match_draft_model
 from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
@@ -63,9 +63,9 @@ class Vocabulary:
 VOCABULARIES = (
     Vocabulary("the target's"),
     Vocabulary("the same tokens, other ids", 1),
-    Vocabulary("a tenth lacks", 2, 10, 500),
-    Vocabulary("a fifth lacks", 3, 5, 500),
-    Vocabulary("half lacks", 4, 2, 500),
+    Vocabulary("without a tenth of the tokens", 2, 10, 500),
+    Vocabulary("without a fifth of the tokens", 3, 5, 500),
+    Vocabulary("without half of the tokens", 4, 2, 500),
 )
 
 
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--shapes", nargs="+", default=["chain:3", "tree:3,2,1"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--out", type=Path, default=Path("out/foreign-vocabulary.jsonl"))
     parser.add_argument("--report", type=Path, help="print the table of an output file, and measure nothing")
     flags = parser.parse_args()
@@ -98,7 +99,7 @@ def measure(flags: argparse.Namespace) -> None:
             missing = [cell for cell in wanted if (vocabulary.name, *cell) not in have]
             if missing:
                 folder = write_draft(Path(base) / f"draft-{vocabulary.seed}", vocabulary)
-                local, coverage = load(folder), coverage_of(folder)
+                local, coverage = load(folder, flags.dtype), coverage_of(folder)
                 for shape, temperature in missing:
                     if temperature not in plain:
                         plain[temperature] = answer(local, "none", temperature, flags)["answers"]
@@ -130,10 +131,10 @@ def coverage_of(folder: Path) -> float:
     return 1.0 if match is None else match.coverage
 
 
-def load(folder: Path) -> LocalEngine:
+def load(folder: Path, dtype: Dtype) -> LocalEngine:
     """Load an engine with the draft in ``folder``."""
     config = WorkerConfig(
-        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="float32", max_model_len=1024),
+        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype=dtype, max_model_len=1024),
         draft=DraftConfig(method="draft-model", uri=f"file://{folder.resolve()}", required=True),
         engine=EngineConfig(max_num_seqs=CONCURRENCY, device="cpu", threads=1, kv_cache_tokens=8192),
     )
@@ -154,6 +155,7 @@ def answer(local: LocalEngine, shape: str, temperature: float, flags: argparse.N
         "steps": walks.steps,
         "prompts": len(prompts),
         "max_tokens": flags.max_tokens,
+        "dtype": flags.dtype,
         "answers": [one.tokens for one in answers],
     }
 

@@ -55,7 +55,8 @@ def test_a_run_continues_where_it_stopped(
     target = load_llama(folder, dtype=torch.float32, device=torch.device("cpu"), max_model_len=512)
     write_draft(new_dflash(target, 1, 2), tmp_path / "head", folder)
     words = ["--head", f"eagle3={EMBEDDED_DRAFT}", "--head", f"dflash=file://{tmp_path}/head"]
-    words += ["--every", "35", "--max-tokens", "5", "--depths", "2", "--loads", "1", "2", "--out", str(out)]
+    words += ["--dtype", "float32", "--every", "35", "--max-tokens", "5", "--depths", "2", "--loads", "1", "2"]
+    words += ["--out", str(out)]
     run(*words)
     settings, *cells = lines(out)
     keys = [(cell["method"], cell["depth"], cell["load"]) for cell in cells]
@@ -67,12 +68,12 @@ def test_a_run_continues_where_it_stopped(
         assert by_key["plain", 0, n]["tokens_per_step"] == 1.0
         assert by_key["eagle3", 2, n]["tokens_per_step"] > 1.0
         assert by_key["eagle3", 2, n]["milliseconds_per_token"] > 0
-    kept = out.read_text().splitlines()
-    out.write_text("\n".join(kept[:-1]) + "\n")
+    first_run = out.read_text().splitlines()
+    out.write_text("\n".join(first_run[:-1]) + "\n")
     run(*words)
     again = lines(out)
-    assert [line.keys() for line in again] == [json.loads(line).keys() for line in kept]
-    assert out.read_text().splitlines()[:-1] == kept[:-1]
+    assert [line.keys() for line in again] == [json.loads(line).keys() for line in first_run]
+    assert out.read_text().splitlines()[:-1] == first_run[:-1]
     with pytest.raises(SystemExit, match="is of another run"):
         run(*words, "--max-tokens", "6")
     capsys.readouterr()
@@ -87,13 +88,14 @@ def test_report_compares_with_plain_decoding_at_the_same_load(draft_depths: Any)
         "date": "D",
         "prompts": 9,
         "max_tokens": 4,
+        "dtype": "bfloat16",
         "trained_tokens": {"eagle3": 1200, "dflash": None},
     }
 
     def cell(method: str, depth: int, load: int, ms: float, tokens: float = 1.0) -> dict[str, Any]:
         same = 8 if (method, depth) == ("dflash", 3) else 9
-        found = {"method": method, "depth": depth, "load": load, "milliseconds_per_token": ms}
-        return found | {"tokens_per_step": tokens, "bound": 0.1, "prompts": 9, "same_text": same}
+        columns = {"method": method, "depth": depth, "load": load, "milliseconds_per_token": ms}
+        return columns | {"tokens_per_step": tokens, "bound": 0.1, "prompts": 9, "same_text": same}
 
     cells = [
         cell("plain", 0, 1, 20.0),
@@ -113,7 +115,7 @@ def test_report_compares_with_plain_decoding_at_the_same_load(draft_depths: Any)
 
 
 def test_plain_decoding_comes_first_at_each_load(draft_depths: Any) -> None:
-    found = list(draft_depths.cells_of(["eagle3", "dflash"], [1, 2], [1, 8]))
-    assert len(found) == len(set(found)) == 10
-    assert found[0] == ("plain", 0, 1)
-    assert found[5] == ("plain", 0, 8)
+    keys = list(draft_depths.cells_of(["eagle3", "dflash"], [1, 2], [1, 8]))
+    assert len(keys) == len(set(keys)) == 10
+    assert keys[0] == ("plain", 0, 1)
+    assert keys[5] == ("plain", 0, 8)

@@ -30,8 +30,8 @@ def test_share_of_tokens_that_a_draft_lacks(foreign_vocabulary: Any) -> None:
 
 def test_report_has_a_row_for_each_vocabulary(foreign_vocabulary: Any, tmp_path: Path) -> None:
     def cell(vocabulary: str, shape: str, tokens: float, same: int, coverage: float) -> dict[str, Any]:
-        found = {"vocabulary": vocabulary, "shape": shape, "temperature": 0.8, "tokens_per_step": tokens}
-        return found | {"bound": 0.1, "same_text": same, "prompts": 5, "coverage": coverage}
+        columns = {"vocabulary": vocabulary, "shape": shape, "temperature": 0.8, "tokens_per_step": tokens}
+        return columns | {"bound": 0.1, "same_text": same, "prompts": 5, "coverage": coverage}
 
     cells = [cell("own", "chain:3", 2.5, 5, 1.0), cell("own", "tree:2,1", 2.75, 5, 1.0)]
     cells += [cell("other", "chain:3", 1.5, 4, 0.8)]
