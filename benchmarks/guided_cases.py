@@ -1,8 +1,14 @@
-"""Cases of `guided_schemas.py`: schemas of a folder, chosen evenly over its classes, with prompts and grammars."""
+"""Cases of `guided_schemas.py`: chosen schemas of JSONSchemaBench with their prompts and grammars.
+
+guided_schemas.tsv names the chosen schemas with their digests, so that every run answers the same ones. The schemas
+themselves are read from a clone of the benchmark, or from an archive of the chosen ones (`write_archive`).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import lzma
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -55,22 +61,29 @@ class Case:
     grammar: str
 
 
-def read_cases(folder: Path, count: int, longest: int, local: LocalEngine) -> tuple[list[Case], Counter[str]]:
+CHOSEN = Path(__file__).with_name("guided_schemas.tsv")
+"""One line for each chosen schema: class, name, and digest of its file."""
+_SEED = 29
+
+
+def choose(folder: Path, count: int, longest: int, local: LocalEngine) -> tuple[list[Case], Counter[str]]:
     """Choose ``count`` schemas evenly over the classes; return them and the numbers of unusable ones by reason.
 
-    A schema is unusable if its grammar is refused, if its prompt is too long, or if it is no valid schema.
+    The order within a class is random, by a fixed seed. A schema is unusable if its grammar is refused, if its prompt
+    is too long, or if it is no valid schema.
     """
-    compiler = GrammarCompiler(lambda: local.tokenizer.json, local.engine.vocab_size, local.engine.eos_token_ids)
+    compiler = _compiler(local)
     kinds = sorted(path.name for path in folder.iterdir() if path.is_dir())
     left = {kind: sorted((folder / kind).glob("*.json")) for kind in kinds}
     for paths in left.values():
-        random.Random(29).shuffle(paths)
+        random.Random(_SEED).shuffle(paths)
     cases: list[Case] = []
     skipped: Counter[str] = Counter()
     while len(cases) < count and any(left.values()):
         for kind in kinds:
             if left[kind] and len(cases) < count:
-                case = read_case(left[kind].pop(), kind, longest, local, compiler)
+                path = left[kind].pop()
+                case = read_case(path.read_bytes(), path.stem, kind, longest, local, compiler)
                 if isinstance(case, Case):
                     cases.append(case)
                 else:
@@ -78,9 +91,40 @@ def read_cases(folder: Path, count: int, longest: int, local: LocalEngine) -> tu
     return cases, skipped
 
 
-def read_case(path: Path, kind: str, longest: int, local: LocalEngine, compiler: GrammarCompiler) -> Case | str:
+def write_choice(cases: Sequence[Case], folder: Path, chosen: Path = CHOSEN) -> None:
+    """Write the list of chosen schemas, in the order in which they are answered."""
+    lines = [f"{case.kind}\t{case.name}\t{_digest(_in_folder(folder, case.kind, case.name))}" for case in cases]
+    chosen.write_text("\n".join(lines) + "\n")
+
+
+def write_archive(source: Path, archive: Path, chosen: Path = CHOSEN) -> None:
+    """Write the chosen schemas of ``source`` into one compressed file, which `read_cases` reads as well."""
+    texts = _texts(source, chosen.read_text().splitlines())
+    lines = [json.dumps({"class": kind, "name": name, "text": text.decode()}) for (kind, name), text in texts.items()]
+    archive.write_bytes(lzma.compress("\n".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def read_cases(source: Path, count: int, longest: int, local: LocalEngine, chosen: Path = CHOSEN) -> list[Case]:
+    """Return the first ``count`` chosen schemas of ``source``, a clone's folder ``data`` or an archive, as cases.
+
+    Raises:
+        SystemExit: a schema is missing, differs from the one that was chosen, or cannot be used.
+    """
+    compiler = _compiler(local)
+    cases = []
+    for (kind, name), text in _texts(source, chosen.read_text().splitlines()[:count]).items():
+        case = read_case(text, name, kind, longest, local, compiler)
+        if not isinstance(case, Case):
+            raise SystemExit(f"error: {kind}/{name} cannot be used ({case}); choose schemas again with --choose")
+        cases.append(case)
+    return cases
+
+
+def read_case(
+    data: bytes, name: str, kind: str, longest: int, local: LocalEngine, compiler: GrammarCompiler
+) -> Case | str:
     """Read one schema. Return the reason if it cannot be used."""
-    schema = json.loads(path.read_text())
+    schema = json.loads(data)
     text = json.dumps(schema)
     if len(text) > 8 * longest:
         return "too long"
@@ -93,7 +137,39 @@ def read_case(path: Path, kind: str, longest: int, local: LocalEngine, compiler:
     except GrammarRefused:
         return "refused"
     prompt = local.tokenizer.chat([*EXAMPLES, {"role": "user", "content": question(schema)}])
-    return Case(path.stem, kind, schema, tuple(prompt), grammar) if len(prompt) <= longest else "too long"
+    return Case(name, kind, schema, tuple(prompt), grammar) if len(prompt) <= longest else "too long"
+
+
+def _texts(source: Path, lines: Sequence[str]) -> dict[tuple[str, str], bytes]:
+    """Return the files of the schemas that ``lines`` of the list name. Raise SystemExit if one differs."""
+    archived: dict[tuple[str, str], bytes] = {}
+    if source.is_file():
+        for line in lzma.decompress(source.read_bytes()).decode().splitlines():
+            entry = json.loads(line)
+            archived[entry["class"], entry["name"]] = entry["text"].encode()
+    texts: dict[tuple[str, str], bytes] = {}
+    for line in lines:
+        kind, name, digest = line.split("\t")
+        text = archived.get((kind, name)) if source.is_file() else _in_folder(source, kind, name)
+        if text is None:
+            raise SystemExit(f"error: {source} has no {kind}/{name}")
+        if _digest(text) != digest:
+            raise SystemExit(f"error: {kind}/{name} in {source} is not the schema that was chosen")
+        texts[kind, name] = text
+    return texts
+
+
+def _in_folder(folder: Path, kind: str, name: str) -> bytes | None:
+    path = folder / kind / f"{name}.json"
+    return path.read_bytes() if path.is_file() else None
+
+
+def _digest(text: bytes | None) -> str:
+    return hashlib.sha256(text or b"").hexdigest()[:16]
+
+
+def _compiler(local: LocalEngine) -> GrammarCompiler:
+    return GrammarCompiler(lambda: local.tokenizer.json, local.engine.vocab_size, local.engine.eos_token_ids)
 
 
 def is_valid(local: LocalEngine, case: Case, answer: Sequence[int]) -> bool:

@@ -1,12 +1,14 @@
 """Guided answers of the embedded model to real-world JSON schemas: validity, ends, tokens per step, cost of masks.
 
-    python benchmarks/guided_schemas.py FOLDER --count 300 --out out/guided-schemas.jsonl
+    python benchmarks/guided_schemas.py SCHEMAS --count 300 --out out/guided-schemas.jsonl
     python benchmarks/guided_schemas.py --report out/guided-schemas.jsonl
 
-FOLDER has one folder for each class of schemas, as ``data`` of JSONSchemaBench (arXiv 2501.10868,
-github.com/guidance-ai/jsonschemabench). The schemas are answered in groups; each way of drafting answers the same
-requests, greedy and sampled in turn, at the same seeds. Texts are compared with those of plain decoding with the same
-grammar. A group is one line of the output, so a run that was stopped continues where it stopped.
+SCHEMAS is the folder ``data`` of JSONSchemaBench (arXiv 2501.10868, github.com/guidance-ai/jsonschemabench), or the
+archive that ``--pack`` writes of it. guided_schemas.tsv names the 300 schemas of commit
+ba103c73756198dd9b149ddc7db7867da7a077f6 that are answered; ``--choose`` chooses them again. They are answered in
+groups; each way of drafting answers the same requests, greedy and sampled in turn, at the same seeds. Texts are
+compared with those of plain decoding with the same grammar. A group is one line of the output, so a run that was
+stopped continues where it stopped.
 
 All times are processor times, because other processes may share the machine.
 """
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from guided_cases import Case, is_valid, read_cases
+from guided_cases import CHOSEN, Case, choose, is_valid, read_cases, write_archive, write_choice
 from guided_report import report
 
 from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -199,20 +201,13 @@ def row(local: LocalEngine, cases: Sequence[Case], result: Result, plain: Result
 
 def measure(flags: argparse.Namespace) -> None:
     """Answer all groups that the output file lacks, and append them to it."""
-    most = flags.max_prompt_tokens + flags.max_tokens + 8
-    config = WorkerConfig(
-        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype=flags.dtype, max_model_len=most),
-        draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
-        drafts=(NamedDraft(name=LOOKUP, method="ngram"),),
-        engine=EngineConfig(
-            max_num_seqs=flags.concurrency,
-            device="cpu",
-            threads=flags.threads,
-            kv_cache_tokens=flags.kv_cache_tokens,
-        ),
-    )
-    local = LocalEngine(config, default_cache_dir())
-    cases, skipped = read_cases(flags.schemas, flags.count, flags.max_prompt_tokens, local)
+    local = load(flags)
+    if flags.choose:
+        cases, skipped = choose(flags.schemas, flags.count, flags.max_prompt_tokens, local)
+        write_choice(cases, flags.schemas)
+        print(f"{len(cases)} schemas into {CHOSEN.name}; unusable: {dict(skipped)}")
+        return
+    cases = read_cases(flags.schemas, flags.count, flags.max_prompt_tokens, local)
     ways = [way for way in WAYS if not flags.ways or way.name in ("plain", *flags.ways.split(";"))]
     arguments = {key: str(value) for key, value in vars(flags).items()}
     flags.out.parent.mkdir(parents=True, exist_ok=True)
@@ -229,16 +224,35 @@ def measure(flags: argparse.Namespace) -> None:
             result = run(local, requests_of(group, first, way, flags.max_tokens), way, version)
             plain = plain or result
             rows[way.name] = row(local, group, result, plain)
-        line = {"first": first, "arguments": arguments, "skipped": dict(skipped), "ways": rows}
+        line = {"first": first, "arguments": arguments, "ways": rows}
         with flags.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(report(flags.out), flush=True)
+
+
+def load(flags: argparse.Namespace) -> LocalEngine:
+    """Load an engine with the embedded draft and prompt lookup."""
+    most = flags.max_prompt_tokens + flags.max_tokens + 8
+    config = WorkerConfig(
+        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype=flags.dtype, max_model_len=most),
+        draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
+        drafts=(NamedDraft(name=LOOKUP, method="ngram"),),
+        engine=EngineConfig(
+            max_num_seqs=flags.concurrency,
+            device="cpu",
+            threads=flags.threads,
+            kv_cache_tokens=flags.kv_cache_tokens,
+        ),
+    )
+    return LocalEngine(config, default_cache_dir())
 
 
 def main() -> None:
     """Measure, or print the report of an output file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("schemas", type=Path, nargs="?")
+    parser.add_argument("--choose", action="store_true", help="choose --count schemas of the folder, and stop")
+    parser.add_argument("--pack", type=Path, metavar="FILE.xz", help="write the chosen schemas into one file, and stop")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--max-prompt-tokens", type=int, default=900)
@@ -253,7 +267,9 @@ def main() -> None:
     if flags.report:
         print(report(flags.report))
     elif flags.schemas is None:
-        parser.error("give the folder of the schemas")
+        parser.error("give the folder of the schemas, or their archive")
+    elif flags.pack:
+        write_archive(flags.schemas, flags.pack)
     else:
         measure(flags)
 

@@ -6,6 +6,7 @@ A wrong proposal does not change the text, and a random head is accepted so rare
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.drafts.parallel.dflash import DFlashDrafter
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.speculation.trees import Forest
 
 SHAPES = [TreeShape.parse(text) for text in ("chain:5", "none", "chain:1", "tree:3,2,1", "chain:3")]
@@ -76,7 +78,8 @@ class CheckedProposals:
             return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
 
         hidden = head(text, torch.arange(root, root + depth + 1), attend)
-        return head.logits(hidden[1:]).topk(3).indices.tolist()  # type: ignore[no-any-return]
+        best = head.logits(hidden[1:]).topk(3).indices
+        return (best if head.target_ids is None else head.target_ids[best]).tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("method", "passes"), [("eagle3", 5), ("peagle", 1)])
@@ -131,3 +134,32 @@ def test_proposals_equal_a_dense_pass(
     assert len(checked.depths) > 50
     assert set(checked.depths) == {1, 3, 5}
     assert engine.preemptions > 0 or "blocks" not in fields
+
+
+class TestOwnVocabulary:
+    """A DFlash head with embeddings and an output matrix of its own, over some of the target's tokens."""
+
+    @pytest.fixture
+    def pair(self, pair: Any) -> Any:
+        """Return the pair with such a head, which has the same layers."""
+        config = replace(pair.dflash.config, draft_vocab_size=30)
+        head = DFlashHead(config, pair.target, own_embedding=True, own_lm_head=True).double().requires_grad_(False)
+        for matrix in (head.embed_tokens, head.lm_head):
+            assert matrix is not None
+            torch.nn.init.normal_(matrix.weight, std=0.35, generator=torch.Generator().manual_seed(2))
+        head.load_state_dict(pair.dflash.state_dict(), strict=False)
+        assert head.d2t is not None
+        head.d2t += torch.arange(30)  # maps to target ids 0, 2, 4, ...
+        return replace(pair, dflash=head)
+
+    @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+    def test_text_and_proposals(self, make_engine: Any, lossless: Any, pair: Any, sampled: bool) -> None:
+        plan_of, submit, texts = lossless
+        engine = make_engine("dflash")
+        engine.set_plan(plan_of(SHAPES))
+        checked = CheckedProposals(engine, pair)
+        requests = [submit(i, sampled=sampled and i % 2 == 1, tokens=24, shapes=len(SHAPES)) for i in range(10)]
+        assert texts(engine, requests) == texts(make_engine(None), requests)
+        assert set(checked.depths) == {1, 3, 5}
+        report = engine.report()
+        assert report.accepted_tokens > 0

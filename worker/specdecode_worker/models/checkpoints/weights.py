@@ -169,16 +169,26 @@ def _medusa_name(name: str, layers: int) -> str:
 
 
 def _check_map(head: Eagle3Head, checkpoint: Checkpoint) -> None:
-    folder, config, ids = checkpoint.folder, head.config, head.target_ids
-    if not _maps_into(ids, config.vocab_size):
-        raise WeightMismatch(f"{folder}: d2t maps outside the target's vocabulary of {config.vocab_size}")
-    if config.draft_vocab_size == config.vocab_size and head.d2t.any():
-        raise WeightMismatch(f"{folder}: d2t moves tokens, but the draft's vocabulary is the target's; it must be 0")
+    if head.config.draft_vocab_size == head.config.vocab_size and head.d2t.any():
+        raise WeightMismatch(
+            f"{checkpoint.folder}: d2t moves tokens, but the draft's vocabulary is the target's; it must be 0"
+        )
+    check_vocabulary_map(head.target_ids, head.config.vocab_size, checkpoint)
+
+
+def check_vocabulary_map(ids: Tensor, size: int, checkpoint: Checkpoint) -> None:
+    """Raise WeightMismatch unless ``ids``, from the head's d2t, are tokens of the target and agree with its t2d.
+
+    ``size`` is the size of the target's vocabulary.
+    """
+    folder = checkpoint.folder
+    if not _maps_into(ids, size):
+        raise WeightMismatch(f"{folder}: d2t maps outside the target's vocabulary of {size}")
     if "t2d" not in checkpoint:
         return
     known_V = checkpoint.read("t2d").bool().flatten()
-    if known_V.shape != (config.vocab_size,):
-        raise WeightMismatch(f"{folder}: t2d has {len(known_V)} entries, the target's vocabulary {config.vocab_size}")
+    if known_V.shape != (size,):
+        raise WeightMismatch(f"{folder}: t2d has {len(known_V)} entries, the target's vocabulary {size}")
     mapped_V = torch.zeros_like(known_V)
     mapped_V[ids.cpu()] = True
     if (wrong := (mapped_V != known_V).nonzero()).numel():

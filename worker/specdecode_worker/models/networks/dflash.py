@@ -2,18 +2,19 @@
 
 The target's states are fused once and injected into every layer as keys and values of the committed tokens. The block
 holds the root's embedding and one mask token for each drafted token; all of its slots see each other. The mask slot k
-positions behind the root proposes the token of its own position. Embeddings and lm_head are the target's. Names and
-arithmetic follow z-lab/dflash (dflash/model.py) and vLLM (vllm-project/vllm,
-vllm/model_executor/models/qwen3_dflash.py).
+positions behind the root proposes the token of its own position. Embeddings and lm_head are the target's, or the head's
+own copies, with an lm_head over some of the target's tokens (layout of speculators). Names and arithmetic follow
+z-lab/dflash (dflash/model.py) and vLLM (vllm-project/vllm, vllm/model_executor/models/qwen3_dflash.py).
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from specdecode_worker.models.configs.dflash_config import DFlashConfig
 from specdecode_worker.models.configs.target_states import TargetStates
-from specdecode_worker.models.networks.layers import MLP, Attend, RMSNorm
+from specdecode_worker.models.networks.layers import MLP, Attend, RMSNorm, normed_linear
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.rope import PassRotations, Rope
 
@@ -66,23 +67,36 @@ class DFlashLayer(nn.Module):
 
 
 class DFlashHead(nn.Module):
-    """DFlash draft head over the target's whole vocabulary."""
+    """DFlash draft head over the target's whole vocabulary, or over a part of it."""
 
-    target_ids: None = None
-    """Always None: logits are over the target's vocabulary already."""
+    d2t: Tensor | None
+    """Target id minus draft id of each token of the draft's vocabulary; None if the vocabularies are the same."""
 
-    def __init__(self, config: DFlashConfig, target: Llama) -> None:
+    def __init__(
+        self, config: DFlashConfig, target: Llama, *, own_embedding: bool = False, own_lm_head: bool = False
+    ) -> None:
+        """Create a head that reads the target's embeddings and output matrix unless it has its own."""
         super().__init__()
+        mapped = config.draft_vocab_size < config.vocab_size
+        assert own_lm_head or not mapped, "the target's output matrix has all tokens"
         self.config = config
-        width = len(config.aux_layers) * config.hidden_size
-        self.fc = nn.Linear(width, config.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        width, size = len(config.aux_layers) * config.hidden_size, config.hidden_size
+        self.fc = nn.Linear(width, size, bias=False)
+        self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(size, config.rms_norm_eps)
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if own_embedding else None
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if own_lm_head else None
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if mapped else None)
         # A tuple keeps the target from being registered as a submodule. Its parts are read at call time, since the
         # target may be fused later.
         self._target = (target,)
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """Target ids of the draft's vocabulary; None if the vocabularies are the same."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @property
     def reads(self) -> TargetStates:
@@ -100,12 +114,15 @@ class DFlashHead(nn.Module):
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Return the states [T, E] of the slots of blocks, before the final norm."""
-        x_TE = self._target[0].model.embed_tokens(tokens_T)
+        embed_tokens = self._target[0].model.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        x_TE: Tensor = embed_tokens(tokens_T)
         rope = self.rope.at(positions_T, x_TE.dtype)
         for index, layer in enumerate(self.layers):
             x_TE = layer(index, x_TE, rope, attend)
-        return x_TE  # type: ignore[no-any-return]
+        return x_TE
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """Return the logits [T, V] of mask slots, from the target's lm_head."""
-        return self._target[0].logits(self.norm(hidden_TE))
+        """Return the logits [T, draft vocabulary] of mask slots; ``target_ids`` maps their columns."""
+        if self.lm_head is None:
+            return self._target[0].logits(self.norm(hidden_TE))
+        return normed_linear(self.norm, self.lm_head, hidden_TE)

@@ -27,6 +27,12 @@ def prepare_draft(origin: Draft, target: Llama, vocabulary: Tensor, layers: int 
         return prepare_eagle3_head(origin, target, vocabulary, layers)
     if isinstance(origin, DFlashHead):
         _check_states(origin, target)
+        if origin.embed_tokens is not None or origin.lm_head is not None:
+            # Training writes z-lab's layout, which has no place for these tensors.
+            raise DraftNotTrainable(
+                "a DFlash head with embeddings or an output matrix of its own (layout of speculators) is served, but "
+                "not trained further"
+            )
     known = origin.target_ids if isinstance(origin, MedusaHeads) else None
     if known is not None and not torch.equal(known, vocabulary):
         raise DraftNotTrainable("Medusa heads keep their draft vocabulary; name an --out without vocabulary.json")

@@ -67,6 +67,7 @@ def new_dflash(target: Llama, layers: int, depth: int) -> DFlashHead:
         **_blocks(target.config),
         qk_norm=True,
         vocab_size=size,
+        draft_vocab_size=size,
         aux_layers=target.config.aux_layers,
         mask_token_id=size - 1,
         block_size=depth + 1,

@@ -111,7 +111,7 @@ def test_layer_ids_name_outputs_of_layers(target: Llama, shape: dict[str, Any]) 
         ({"num_target_layers": 99}, "num_hidden_layers 99, this target has"),
         ({"hidden_size": 64}, "hidden_size 64, this target has 32"),
         ({"input_embedding_scale": 2.0}, "input_embedding_scale 2.0 is not supported"),
-        ({"speculators_model_type": "dflash"}, "'dflash' is no z-lab DFlash head"),
+        ({"speculators_model_type": "dspark"}, "'dspark' is no dflash head"),
     ],
     ids=str,
 )

@@ -137,6 +137,24 @@ def dflash_tensors(layers: int = 2) -> Tensors:
     return tensors
 
 
+def speculators_dflash(shape: dict[str, Any], *, draft_vocab: int = 97, **change: Any) -> dict[str, Any]:
+    """Return config.json of the head of `dflash_tensors` as speculators writes it."""
+    layers = {name: value for name, value in shape.items() if name != "architectures"}
+    layers |= {"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": layers | {"use_sliding_window": False, "sliding_window": None},
+        "draft_vocab_size": draft_vocab,
+        "block_size": 6,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "mask_token_id": 95,
+        "sliding_window_non_causal": False,
+        "sample_from_anchor": False,
+    } | change
+
+
 def medusa_tensors(heads: int, layers: int, *, bias: bool = True, rows: int = 97) -> Tensors:
     tensors: Tensors = {}
     for h in range(heads):

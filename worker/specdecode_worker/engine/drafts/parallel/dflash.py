@@ -45,12 +45,12 @@ class DFlashDrafter(StateDrafter):
     def __init__(
         self, head: DFlashHead, cache: PagedCache, state: DeviceState, positions: int, sharpness: Sequence[float] = ()
     ) -> None:
-        """Create a drafter. The arguments are those of EagleDrafter; the vocabulary is the target's."""
+        """Create a drafter. The arguments are those of EagleDrafter; the head knows its vocabulary."""
         self.reads = head.reads
         self.columns = StateColumns()
         self.first_slot, self.last_position = 1, positions - 1
         self._head, self._cache, self._state = head, cache, state
-        self._ranking = Ranking(None, sharpness)
+        self._ranking = Ranking(head.target_ids, sharpness)
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         """Draft the trees of the forest, and catch up rows without a tree as EAGLE heads do."""
