@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from specdecode_worker.engine.drafts.merged.own_ranks import OwnRanks
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.shape_selector import Choice
@@ -37,6 +38,8 @@ class LaunchedStep:
     """Logprobs of emitted tokens."""
     prompt_logprobs: RowLogprobs | None = None
     """Logprobs of prompt tokens."""
+    own_ranks: OwnRanks | None = None
+    """Ranked tokens of each draft; None if no task of the step merges drafts."""
     depth_limits: tuple[int, ...]
     """Depth that the synthetic acceptance knob allows for each row that chose a token."""
     began_seconds: float
@@ -71,6 +74,11 @@ class LaunchedStep:
                 ranked_NK=ranked[b] if ranked is not None and not row.is_chunk else None,
                 depth_limit=self.depth_limits[b],
                 logprobs=tuple(logprobs.get(b, ())[: len(texts[b])]),
+                credits=(
+                    self.own_ranks.credit(b, path[b], texts[b], ranks[b], self.depth_limits[b])
+                    if self.own_ranks is not None and not row.is_chunk
+                    else ()
+                ),
             )
             for b, row in enumerate(self.rows[: len(emitted)])
         ]

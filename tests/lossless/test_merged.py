@@ -1,0 +1,129 @@
+"""Several drafts propose into one tree, and the text stays that of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from specdecode_worker.contract import DraftState, MergedDraft, TaskMatch, TreeShape
+from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.graphs.step_plan import OutsideReason
+
+MIX = [TreeShape.parse(text) for text in ("chain:3", "tree:3,2,1", "none", "tree:4", "chain:1")]
+TOKENS = 40
+DRAFTS = {
+    "head-lookup": ["copy", "ngram"],
+    "head-suffix": ["eagle3", "suffix"],
+    "block-lookup": ["dflash", "ngram-blind"],
+    "medusa-lookup": ["medusa", "ngram"],
+    "model-both": ["foreign-model", "ngram", "suffix"],
+    "suffix-lookup": ["suffix", "ngram"],
+    "two-heads": ["eagle3", "copy"],
+    "head-model-lookup": ["eagle3", "draft-model", "ngram"],
+    "blocks": ["dflash", "peagle"],
+}
+
+
+def tasks_of(drafts: Sequence[str], count: int = 1, depth: int = 8) -> tuple[TaskMatch, ...]:
+    """Return tasks whose trees merge all drafts of an engine."""
+    merge = tuple(MergedDraft(draft=f"d{i}", depth=depth) for i in range(1, len(drafts)))
+    return tuple(TaskMatch(name=f"t{i}", merge=merge) for i in range(count))
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_mixed_shapes_equal_plain_decoding(make_engine: Any, lossless: Any, drafts: list[str], pipelined: bool) -> None:
+    """The text is the same with few slots and blocks, prompt chunks and a different shape for every request."""
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=len(MIX)) for i in range(10)]
+    names = [f"{name}-blind" if pipelined and name in ("ngram", "suffix") else name for name in drafts]
+    engine = make_engine(names, max_num_seqs=5, blocks=14, budget=40, pipelined=pipelined)
+    engine.set_plan(plan_of(MIX, tasks=tasks_of(drafts, len(MIX))))
+    assert texts(engine, requests) == texts(make_engine(None), requests)
+    report = engine.report()
+    assert engine.preemptions > 0
+    assert {cell.draft for cell in report.acceptance} == {"d"}
+    hits = {cell.draft: 0 for cell in report.credit}
+    for cell in report.credit:
+        hits[cell.draft] += sum(cell.ranks[:-1])
+    assert set(hits) == {"d", *(f"{i}" for i in range(1, len(drafts)))}
+    assert min(hits.values()) > 0
+
+
+@pytest.mark.parametrize("drafts", [["copy", "ngram-blind"], ["eagle3", "suffix-blind"]], ids=["lookup", "suffix"])
+def test_graphs_verify_merged_trees(make_engine: Any, lossless: Any, drafts: list[str]) -> None:
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(6)]
+    reports, emitted = [], [texts(make_engine(None), requests)]
+    for graphs in ((), (1, 2, 4, 8)):
+        engine = make_engine(drafts, graphs=graphs)
+        engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(drafts, 2)))
+        emitted.append(texts(engine, requests))
+        reports.append(engine.report())
+        if graphs:
+            assert set(engine._graphs.outside) == {OutsideReason.SEVERAL}
+    assert emitted[1] == emitted[2] == emitted[0]
+    assert reports[0].accepted_tokens == reports[1].accepted_tokens > 0
+    assert reports[0].acceptance == reports[1].acceptance
+    assert reports[0].credit == reports[1].credit
+
+
+def test_merged_drafts_accept_more_than_each_alone(make_engine: Any, lossless: Any) -> None:
+    """Answers of the small model repeat themselves, so that lookup adds tokens to those of the head."""
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=False, tokens=150) for i in range(6)]
+    rates = []
+    for drafts in (["copy"], ["ngram"], ["copy", "ngram"]):
+        engine = make_engine(drafts)
+        engine.set_plan(plan_of([TreeShape.chain(2)], tasks=tasks_of(drafts)))
+        texts(engine, requests)
+        report = engine.report()
+        (cell,) = (cell for cell in report.tasks if cell.task == "t0")
+        rates.append(cell.decode_tokens / cell.decode_steps)
+    assert rates[2] > 1.2 * max(rates[:2])
+    passes = {cell.draft_passes for cell in report.steps if not cell.prefill}
+    assert passes <= {0, 2}, "the extension by lookup needs no pass"
+
+
+@pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
+@pytest.mark.parametrize("draft", ["suffix", "copy", "draft-model", "dflash", "medusa"])
+def test_equal_drafts_get_equal_credit(make_engine: Any, lossless: Any, draft: str, graphs: tuple[int, ...]) -> None:
+    """Both have the acceptance of the draft alone: a merged head follows the text, also after preemptions."""
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(6)]
+    cells = []
+    for drafts in ([draft], [draft, draft]):
+        engine = make_engine(drafts, max_num_seqs=4, blocks=12, budget=30, prefix_caching=False, graphs=graphs)
+        engine.set_plan(plan_of([TreeShape.parse("tree:3,2"), MIX[0]], tasks=tasks_of(drafts, 2, depth=0)))
+        texts(engine, requests)
+        report = engine.report()
+        cells.append(sorted((c.task, c.sampled, c.depth, c.parent, c.ranks) for c in report.acceptance))
+        assert engine.preemptions > 0
+    for name in ("d", "1"):
+        own = sorted((c.task, c.sampled, c.depth, c.parent, c.ranks) for c in report.credit if c.draft == name)
+        assert own == cells[1] == cells[0]
+    assert sum(sum(ranks[:-1]) for *_, ranks in cells[0]) > 0
+
+
+def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, lossless: Any, drafter: Any) -> None:
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=2) for i in range(6)]
+    engine = make_engine(["eagle3", "ngram"])
+    engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(["", ""], 2)))
+    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    steps = 0
+    while not engine.idle:
+        new, steps = engine.step(), steps + 1
+        swap = {5: ("d1", "suffix", "s"), 9: ("", "copy", "new"), 14: ("d1", "ngram", "n")}.get(steps)
+        if swap is not None:
+            name, method, identity = swap
+            new += engine.set_draft(name, LoadedDraft(drafter(engine, method), DraftState(hash=identity)))
+            engine.set_plan(plan_of(MIX[:2], version=steps, draft=engine.draft.hash, tasks=tasks_of(["", ""], 2)))
+        for tokens in new:
+            tokens_by_request[tokens.request_id] += tokens.tokens
+    assert tokens_by_request == texts(make_engine(None), requests)
+    assert {cell.draft for cell in engine.report().credit} >= {"d", "1", "s", "new", "n"}
