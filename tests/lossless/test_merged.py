@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from char_tokenizer import END, tokenizer_json
+from msgspec import structs
 
 from specdecode_worker.contract import DraftState, MergedDraft, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.graphs.step_plan import OutsideReason
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.guided.grammars import choice_grammar, regex_grammar
 
 MIX = [TreeShape.parse(text) for text in ("chain:3", "tree:3,2,1", "none", "tree:4", "chain:1")]
 TOKENS = 40
@@ -71,20 +75,22 @@ def test_graphs_verify_merged_trees(make_engine: Any, lossless: Any, drafts: lis
 
 
 def test_merged_drafts_accept_more_than_each_alone(make_engine: Any, lossless: Any) -> None:
-    """Answers of the small model repeat themselves, so that lookup adds tokens to those of the head."""
+    """Half of the requests come again, so that suffix decoding knows their answers, and the head drafts the others."""
     plan_of, submit, texts = lossless
-    requests = [submit(i, sampled=False, tokens=150) for i in range(6)]
+    requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(6)]
+    again = [structs.replace(request, request_id=f"again-{request.request_id}") for request in requests[:3]]
     rates = []
-    for drafts in (["copy"], ["ngram"], ["copy", "ngram"]):
+    for drafts in (["copy"], ["suffix"], ["copy", "suffix"]):
         engine = make_engine(drafts)
         engine.set_plan(plan_of([TreeShape.chain(2)], tasks=tasks_of(drafts)))
         texts(engine, requests)
+        texts(engine, again)
         report = engine.report()
         (cell,) = (cell for cell in report.tasks if cell.task == "t0")
         rates.append(cell.decode_tokens / cell.decode_steps)
     assert rates[2] > 1.2 * max(rates[:2])
     passes = {cell.draft_passes for cell in report.steps if not cell.prefill}
-    assert passes <= {0, 2}, "the extension by lookup needs no pass"
+    assert passes <= {0, 2}, "the extension by suffix decoding needs no pass"
 
 
 @pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
@@ -127,3 +133,40 @@ def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, lossless: An
             tokens_by_request[tokens.request_id] += tokens.tokens
     assert tokens_by_request == texts(make_engine(None), requests)
     assert {cell.draft for cell in engine.report().credit} >= {"d", "1", "s", "new", "n"}
+
+
+@pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
+def test_answers_that_follow_a_grammar(make_engine: Any, lossless: Any, graphs: tuple[int, ...]) -> None:
+    plan_of, submit, _ = lossless
+    compiler = GrammarCompiler(tokenizer_json, 61, (END,))
+    grammars = [regex_grammar(r"[a-f]{3,9}(-[0-9]{2})+"), choice_grammar(["abcabc", "abcd", "true", "name"]), ""]
+    requests = [submit(i, sampled=i % 2 == 0, tokens=24, shapes=2) for i in range(6)]
+    guided = [
+        structs.replace(request, sampling=structs.replace(request.sampling, grammar=grammars[i % 3]))
+        for i, request in enumerate(requests)
+    ]
+    texts: list[dict[str, list[int]]] = []
+    for drafts in ([], ["copy", "ngram", "eagle3"]):
+        engine = make_engine(drafts, grammars=compiler, eos_token_ids=(END,), graphs=graphs)
+        engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(drafts, 2, depth=6)))
+        texts.append({request.request_id: [] for request in guided})
+        for request in guided:
+            engine.add(request)
+        while not engine.idle:
+            for new in engine.step():
+                assert new.finish in (None, "stop", "length"), new.error
+                texts[-1][new.request_id] += new.tokens
+    assert texts[1] == texts[0]
+    assert len(engine.report().credit) > 0
+
+
+def test_cached_prefixes_are_reused(make_engine: Any, lossless: Any) -> None:
+    """A merged head does not see the keys of a prefix that another request computed, and follows the text behind it."""
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(3, 6)]
+    again = [structs.replace(request, request_id=f"again-{request.request_id}") for request in requests]
+    engine = make_engine(["copy", "eagle3", "ngram"])
+    engine.set_plan(plan_of(MIX[1:2], tasks=tasks_of(["", "", ""])))
+    first, second = texts(engine, requests), texts(engine, again)
+    assert list(first.values()) == list(second.values()) == list(texts(make_engine(None), requests).values())
+    assert engine.report().prefix_hit_tokens > 0
