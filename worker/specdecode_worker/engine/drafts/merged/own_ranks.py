@@ -58,10 +58,10 @@ class OwnRanks:
         credits = []
         for one in proposers:
             ranked_NK = self.ranked_FBNK[one.index, row]
-            found = [_rank(ranked_NK[node].tolist(), token) for node, token in zip(nodes, tokens, strict=True)]
-            if len(tokens) > depth_limit and found[-1] >= 0:
-                found[-1] = MAX_RANKS
-            credits.append(Credit(one.name, one.hash, found))
+            ranks_D = [_rank(ranked_NK[node].tolist(), token) for node, token in zip(nodes, tokens, strict=True)]
+            if len(tokens) > depth_limit and ranks_D[-1] >= 0:
+                ranks_D[-1] = MAX_RANKS
+            credits.append(Credit(one.name, one.hash, ranks_D))
         return tuple(credits)
 
 
