@@ -3,8 +3,8 @@
     python benchmarks/merged.py --out out/merged.jsonl
 
 The workloads are those of suffix.py, and `mixed`: edits and questions in turn. All ways answer the same requests at the
-same seeds, so the texts are equal. A workload with a way is one line of the output, and a run that was stopped continues
-where it stopped. Times are processor times of one thread.
+same seeds, so the texts are equal. A workload with a way is one line of the output, and an interrupted run continues
+where it ended. Times are processor times of one thread.
 """
 
 from __future__ import annotations

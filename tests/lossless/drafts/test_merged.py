@@ -170,3 +170,13 @@ def test_cached_prefixes_are_reused(make_engine: Any, lossless: Any) -> None:
     first, second = texts(engine, requests), texts(engine, again)
     assert list(first.values()) == list(second.values()) == list(texts(make_engine(None), requests).values())
     assert engine.report().prefix_hit_tokens > 0
+
+
+def test_an_own_draft_that_is_not_loaded_merges_nothing(make_engine: Any, lossless: Any) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine(["copy", "ngram"])
+    del engine._drafts._drafts[""]
+    engine.set_plan(plan_of(MIX[:1], tasks=tasks_of(["", ""])))
+    requests = [submit(i, sampled=False, tokens=8) for i in range(2)]
+    assert texts(engine, requests) == texts(make_engine(None), requests)
+    assert engine.report().drafts == 0

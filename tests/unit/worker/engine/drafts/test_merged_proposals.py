@@ -66,6 +66,12 @@ def test_tasks_merge_drafts_that_can_run() -> None:
     assert not TaskDrafts("", lambda name: True, merges=False).merges
 
 
+def test_nothing_is_merged_with_a_draft_that_cannot_run() -> None:
+    tasks = TaskDrafts("", {"lookup"}.__contains__)
+    tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])
+    assert (tasks.name("a"), tasks.merged("a"), tasks.serves("lookup", "a")) == ("", (), False)
+
+
 def test_a_sampler_of_one_draft_merges_nothing() -> None:
     tasks = TaskDrafts("", lambda name: True, merges=False)
     tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])

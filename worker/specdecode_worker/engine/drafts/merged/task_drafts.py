@@ -42,11 +42,10 @@ class TaskDrafts:
         return match.draft if match is not None and match.draft and self._known(match.draft) else self._default
 
     def merged(self, task: str) -> tuple[MergedDraft, ...]:
-        """Return the drafts that are merged with the draft of a task and can run."""
+        """Return the drafts that are merged with the draft of a task and can run; none if that draft cannot run."""
         match = self._by_task.get(task) if self.merges else None
-        if match is None:
+        if match is None or not self._known(own := self.name(task)):
             return ()
-        own = self.name(task)
         return tuple(one for one in match.merge if one.draft != own and self._known(one.draft))
 
     def serves(self, draft: str, task: str) -> bool:
