@@ -74,14 +74,27 @@ def test_graphs_verify_merged_trees(make_engine: Any, lossless: Any, drafts: lis
     assert reports[0].credit == reports[1].credit
 
 
+def recorded(rank: Any, depths: set[int]) -> Any:
+    """Return the function ``rank`` of a drafter, which then adds its depths to ``depths``."""
+
+    def ranked(hidden: Any, at: Any, depth: int, sampler: Any) -> Any:
+        depths.add(depth)
+        return rank(hidden, at, depth, sampler)
+
+    return ranked
+
+
 def test_merged_drafts_accept_more_than_each_alone(make_engine: Any, lossless: Any) -> None:
     """Half of the requests come again, so that suffix decoding knows their answers, and the head drafts the others."""
     plan_of, submit, texts = lossless
     requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(6)]
     again = [structs.replace(request, request_id=f"again-{request.request_id}") for request in requests[:3]]
-    rates = []
+    rates, depths = [], set[int]()
     for drafts in (["copy"], ["suffix"], ["copy", "suffix"]):
         engine = make_engine(drafts)
+        if len(drafts) > 1:
+            head = engine._drafts._drafts[""].drafter
+            head.rank = recorded(head.rank, depths)
         engine.set_plan(plan_of([TreeShape.chain(2)], tasks=tasks_of(drafts)))
         texts(engine, requests)
         texts(engine, again)
@@ -91,6 +104,7 @@ def test_merged_drafts_accept_more_than_each_alone(make_engine: Any, lossless: A
     assert rates[2] > 1.2 * max(rates[:2])
     passes = {cell.draft_passes for cell in report.steps if not cell.prefill}
     assert passes <= {0, 2}, "the extension by suffix decoding needs no pass"
+    assert depths == {0, 1}, "the head drafts the planned chain of two alone"
 
 
 @pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
