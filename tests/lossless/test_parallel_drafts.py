@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.drafts.merged.step_proposals import Proposed
 from specdecode_worker.engine.drafts.parallel.dflash import DFlashDrafter
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.models.configs.target_states import TargetStates
@@ -30,16 +31,17 @@ class CheckedProposals:
 
     def __init__(self, engine: Engine, pair: Any) -> None:
         self._drafter = engine._drafts._drafts[""].drafter
-        self._propose, self._state, self._pair = self._drafter.propose, engine._state, pair
-        self._drafter.propose = self.propose
+        self._propose, self._state, self._pair = engine._drafts.propose, engine._state, pair
+        engine._drafts.propose = self.propose  # type: ignore[method-assign]
         self.depths: list[int] = []
         """Depth of each drafted tree that was compared."""
 
-    def propose(self, rows: Sequence[Any], forest: Forest, sampler: Any) -> Tensor | None:
+    def propose(self, rows: Sequence[Any], forest: Forest, sampler: Any) -> Proposed:
         """Propose as the drafter does, and compare the best tokens behind every node."""
         texts = [self._text(row.request) for row in rows]
         started = [row.request.draft.start <= 1 for row in rows]
-        ranked_BNK = self._propose(rows, forest, sampler)
+        proposed = self._propose(rows, forest, sampler)
+        ranked_BNK = proposed.ranked_BNK
         for b, (row, tree) in enumerate(zip(rows, forest.trees, strict=True)):
             if tree.drafted_depth and row.request.sampling_params.greedy and started[b]:
                 assert ranked_BNK is not None
@@ -48,7 +50,7 @@ class CheckedProposals:
                     for node in nodes:
                         assert ranked_BNK[b, node, :3].tolist() == wanted[depth], (len(texts[b]), depth, node)
                 self.depths.append(tree.drafted_depth)
-        return ranked_BNK
+        return proposed
 
     def _text(self, request: Any) -> Tensor:
         """Return the tokens of the request, the root included."""

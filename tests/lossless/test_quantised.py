@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import MergedDraft, TaskMatch, TreeShape
 from specdecode_worker.models.transforms.fusion import fuse
 from specdecode_worker.models.transforms.quantization import QuantisedLinear, quantise_draft, quantise_target
 
@@ -57,6 +57,16 @@ def test_text_equals_plain_decoding(make_engine: Any, lossless: Any, draft: str,
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(8)]
     assert texts(engine, requests) == texts(make_engine(None), requests)
     assert engine.report().accepted_tokens > 0
+
+
+def test_text_of_merged_drafts_equals_plain_decoding(make_engine: Any, lossless: Any) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine(["copy", "eagle3", "ngram"], max_num_seqs=5)
+    merge = (MergedDraft(draft="d1"), MergedDraft(draft="d2", depth=6))
+    engine.set_plan(plan_of([TreeShape.parse("tree:3,2")], tasks=(TaskMatch(name="t0", merge=merge),)))
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(6)]
+    assert texts(engine, requests) == texts(make_engine(None), requests)
+    assert {cell.draft for cell in engine.report().credit} == {"d", "1", "2"}
 
 
 def test_quantised_target_text_does_not_depend_on_batch_size(

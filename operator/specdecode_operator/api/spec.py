@@ -20,6 +20,7 @@ from specdecode_operator.api.rollout import (
 from specdecode_operator.api.router import RouterSpec
 from specdecode_operator.api.schema import URI_FORMS, Api, ModelUri, Name, rule, rules
 from specdecode_operator.api.speculation import SpeculationSpec
+from specdecode_operator.api.tasks.task_spec import MERGE_SAMPLER_MESSAGE
 from specdecode_operator.api.workers import WorkersSpec
 from specdecode_worker.contract import TargetQuantization
 
@@ -202,6 +203,11 @@ class Spec(Api):
             rule(CANDIDATE_METHOD_RULE, CANDIDATE_METHOD_MESSAGE),
             rule(CANDIDATE_URI_RULE, CANDIDATE_URI_MESSAGE),
             rule(DISTILLATION_METHOD_RULE, DISTILLATION_METHOD_MESSAGE),
+            rule(
+                "!has(self.engine) || self.engine.sampler == 'coupled' || !has(self.speculation)"
+                " || self.speculation.tasks.all(task, task.merge.size() == 0)",
+                MERGE_SAMPLER_MESSAGE,
+            ),
         )
     )
 
@@ -257,6 +263,12 @@ class Spec(Api):
     def _splits_whole_weights_only(self) -> Self:
         if self.model.quantization and self.workers.ranks > 1:
             raise ValueError(_ONE_DEVICE)
+        return self
+
+    @model_validator(mode="after")
+    def _can_merge(self) -> Self:
+        if self.engine.sampler != "coupled" and any(task.merge for task in self.speculation.tasks):
+            raise ValueError(MERGE_SAMPLER_MESSAGE)
         return self
 
     @model_validator(mode="after")

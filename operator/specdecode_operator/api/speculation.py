@@ -11,13 +11,18 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from specdecode_operator.api.schema import URI_FORMS, Api, ModelUri, rule, rules
+from specdecode_operator.api.tasks.task_spec import (
+    MERGE_DEPTH_MESSAGE,
+    MERGE_METHOD_MESSAGE,
+    MERGE_NAME_MESSAGE,
+    TaskSpec,
+)
 from specdecode_worker.contract import DRAFT_FREE, WITH_MLP, DraftQuantization, Method, TaskName
 
 _QUANTIZATION = (
     "Quantization of the weights of the draft's MLPs and head (int4: a head of int8). Absent: weights are of the "
     "model's dtype."
 )
-_TASK_NAME = "Name of the task in the header X-Specdecode-Task, in status and in metrics."
 
 
 class DraftSpec(Api):
@@ -123,69 +128,6 @@ class HysteresisSpec(Api):
     )
 
 
-class TaskDepthSpec(Api):
-    """Bounds of the draft depth of one task."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "(!has(self.min) || !has(self.max) || self.min <= self.max)"
-                " && (!has(self.min) || !has(self.initial) || self.min <= self.initial)"
-                " && (!has(self.initial) || !has(self.max) || self.initial <= self.max)",
-                "a task's depth must satisfy min <= initial <= max",
-            )
-        )
-    )
-
-    min: int | None = Field(default=None, ge=0, le=16, description="Least depth. Absent: speculation.depth.min.")
-    max: int | None = Field(default=None, ge=0, le=16, description="Largest depth. Absent: speculation.depth.max.")
-    initial: int | None = Field(
-        default=None,
-        ge=0,
-        le=16,
-        description="Depth until the draft was measured, and always in mode Static. Absent: speculation.depth.initial.",
-    )
-
-    @model_validator(mode="after")
-    def _is_ordered(self) -> Self:
-        given = [depth for depth in (self.min, self.initial, self.max) if depth is not None]
-        if given != sorted(given):
-            raise ValueError("a task's depth must satisfy min <= initial <= max")
-        return self
-
-
-class TaskSpec(Api):
-    """Kind of requests with measurements and plan rows of its own.
-
-    A request names its task in the header X-Specdecode-Task, or its prompt contains the text of ``match``. The name
-    ``other`` means all requests that belong to no task.
-    """
-
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)] = Field(
-        description=_TASK_NAME, examples=["code"]
-    )
-    match: Annotated[str, Field(max_length=256, min_length=1)] | None = Field(
-        default=None,
-        description="Text in the prompt of requests that belong to the task, unless the header says otherwise. "
-        "Absent: only the header counts.",
-        examples=["```"],
-    )
-    mode: Literal["Off", "Static", "Auto"] | None = Field(
-        default=None,
-        description="Mode of this task where speculation.mode is Auto, Advisory or Static. Absent: speculation.mode.",
-    )
-    depth: TaskDepthSpec | None = Field(
-        default=None,
-        description="Bounds of the depth of this task. Absent: speculation.depth.",
-        examples=[{"max": 8}],
-    )
-    draft: TaskName | None = Field(
-        default=None,
-        description="Name of one of speculation.drafts. Absent: speculation.draft.",
-        examples=["sql-head"],
-    )
-
-
 class SpeculationSpec(Api):
     """Drafting of tokens, and the decision how many."""
 
@@ -201,6 +143,16 @@ class SpeculationSpec(Api):
                 "self.tasks.all(task, !has(task.draft) || self.drafts.exists(one, one.name == task.draft))",
                 "a task's draft must be the name of one of speculation.drafts",
             ),
+            rule(
+                "self.tasks.all(task, task.merge.all(one, self.drafts.exists(draft, draft.name == one.draft)))",
+                MERGE_NAME_MESSAGE,
+            ),
+            rule(
+                "self.tasks.all(task, task.merge.all(one, one.depth == 0 || self.drafts.exists(draft,"
+                " draft.name == one.draft && draft.method in ['ngram', 'suffix'])))",
+                MERGE_DEPTH_MESSAGE,
+            ),
+            rule("self.method != 'none' || self.tasks.all(task, task.merge.size() == 0)", MERGE_METHOD_MESSAGE),
             rule(
                 "self.depth.min <= self.depth.initial && self.depth.initial <= self.depth.max",
                 "depth must satisfy min <= initial <= max",
@@ -269,6 +221,7 @@ class SpeculationSpec(Api):
             raise ValueError("every draft needs a name of its own")
         if any(task.draft not in (None, *names) for task in self.tasks):
             raise ValueError("a task's draft must be the name of one of speculation.drafts")
+        self._check_merges()
         if not self.depth.min <= self.depth.initial <= self.depth.max:
             raise ValueError("depth must satisfy min <= initial <= max")
         if self.depth.initial > self.tree.max_nodes:
@@ -276,3 +229,13 @@ class SpeculationSpec(Api):
         if len({task.name for task in self.tasks}) < len(self.tasks):
             raise ValueError("every task needs a name of its own")
         return self
+
+    def _check_merges(self) -> None:
+        methods = {draft.name: draft.method for draft in self.drafts}
+        merged = [one for task in self.tasks for one in task.merge]
+        if any(one.draft not in methods for one in merged):
+            raise ValueError(MERGE_NAME_MESSAGE)
+        if any(one.depth and methods[one.draft] not in DRAFT_FREE for one in merged):
+            raise ValueError(MERGE_DEPTH_MESSAGE)
+        if merged and self.method == "none":
+            raise ValueError(MERGE_METHOD_MESSAGE)

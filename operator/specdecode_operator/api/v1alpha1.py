@@ -67,8 +67,6 @@ from specdecode_operator.api.speculation import (
     NamedDraftSpec,
     ObjectiveSpec,
     SpeculationSpec,
-    TaskDepthSpec,
-    TaskSpec,
     TreeSpec,
 )
 from specdecode_operator.api.status import (
@@ -85,6 +83,7 @@ from specdecode_operator.api.status import (
     TaskStatus,
     TrafficStatus,
 )
+from specdecode_operator.api.tasks.task_spec import MergeSpec, TaskDepthSpec, TaskSpec
 from specdecode_operator.api.workers import ApiKeysSecretRef, EnvVarSpec, RolloutSpec, WorkersSpec
 
 __all__ = [
@@ -132,6 +131,7 @@ __all__ = [
     "EnvVarSpec",
     "HysteresisSpec",
     "MemoryStatus",
+    "MergeSpec",
     "ModelCacheSpec",
     "ModelSpec",
     "ModelStatus",

@@ -34,16 +34,16 @@ def test_unknown_tokens_are_never_proposed(make_engine: Any, lossless: Any, pair
     plan_of, submit, texts = lossless
     engine = make_engine("foreign-model")
     engine.set_plan(plan_of([TreeShape.parse("tree:8,2")]))
-    drafter, proposed = engine._drafts._drafts[""].drafter, set[int]()
-    propose = drafter.propose
+    drafts, proposed = engine._drafts, set[int]()
+    propose = drafts.propose
 
     def recorded(*args: Any) -> Any:
-        ranked = propose(*args)
-        if ranked is not None:
-            proposed.update(ranked[ranked >= 0].tolist())
-        return ranked
+        result = propose(*args)
+        if result.ranked_BNK is not None:
+            proposed.update(result.ranked_BNK[result.ranked_BNK >= 0].tolist())
+        return result
 
-    drafter.propose = recorded
+    drafts.propose = recorded
     requests = [submit(i, sampled=i % 2 == 0, tokens=40) for i in range(8)]
     emitted = {token for text in texts(engine, requests).values() for token in text}
     known = set(pair.foreign.vocabulary.target_ids.tolist())

@@ -22,7 +22,7 @@ from specdecode_worker.commands.common.flags import (
 )
 from specdecode_worker.commands.common.local_engine import DEFAULT_SHAPE, NGRAM, LocalEngine, Prompt, local_engine
 from specdecode_worker.commands.common.transformers_peer import is_installed, transformers_tokens_per_second
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import MergedDraft, TreeShape
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.server.errors import TokenizerProblem
@@ -50,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--variant",
         type=_variant,
         action="append",
-        metavar="[ngram/]SHAPE",
-        help="what to compare, as often as wanted: chain:3, tree:4,2,1, ngram/chain:4 (default: --depth or --tree)",
+        metavar="[ngram/|+ngram[:DEPTH]/]SHAPE",
+        help="what to compare, as often as wanted: chain:3, tree:4,2,1, ngram/chain:4, or merged with prompt lookup: "
+        "+ngram/tree:4,2,1, +ngram:8/chain:3 (default: --depth or --tree)",
     )
     parser.add_argument("--out", metavar="STEM", help="also write STEM.json, STEM.md and the plot STEM.png")
     parser.add_argument("--rounds", type=int, default=1, help="times that plain, spec, spec, plain is run")
@@ -157,12 +158,21 @@ def _instruction_set() -> str:
 
 
 def _variant(text: str) -> Variant:
-    """Parse ``SHAPE`` or ``ngram/SHAPE``. Raise ArgumentTypeError for other text."""
-    draft, _, shape = text.rpartition("/")
-    if draft not in ("", NGRAM):
-        raise argparse.ArgumentTypeError(f"{text!r}: the draft is {NGRAM}, or none is named")
+    """Parse ``SHAPE``, ``ngram/SHAPE``, ``+ngram/SHAPE`` or ``+ngram:DEPTH/SHAPE``.
+
+    Raises:
+        ArgumentTypeError: It is other text.
+    """
+    named, _, shape = text.rpartition("/")
+    draft, colon, depth = named.partition(":")
+    merged = draft == f"+{NGRAM}"
+    if (draft not in ("", NGRAM) and not merged) or (colon and not (merged and depth.isdecimal())):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the draft is {NGRAM}, +{NGRAM} or +{NGRAM}:DEPTH, or none is named"
+        )
     try:
-        return Variant(TreeShape.parse(shape), draft, text)
+        merge = (MergedDraft(draft=NGRAM, depth=int(depth or 0)),) if merged else ()
+        return Variant(TreeShape.parse(shape), "" if merged else draft, merge, text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

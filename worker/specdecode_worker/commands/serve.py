@@ -22,17 +22,21 @@ from specdecode_worker.commands.common.flags import (
     default_by_device,
     method_and_draft,
 )
+from specdecode_worker.commands.common.merged_drafts import add_merge_flag, merged_drafts
 from specdecode_worker.commands.common.speculative_config import take_speculative_config
 from specdecode_worker.contract import (
+    OTHER_TASK,
     CaptureConfig,
     DraftConfig,
     EngineConfig,
     Env,
+    MergedDraft,
     ModelConfig,
     Plan,
     Port,
     Sampler,
     ServerConfig,
+    TaskMatch,
     ToolFormat,
     TreeShape,
     WorkerConfig,
@@ -58,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     add_model_flags(parser)
     add_shape_flags(parser)
+    add_merge_flag(parser)
     parser.add_argument("--speculative-config", metavar="JSON", help="vLLM's form of --method, --draft and --depth")
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the last part of --model")
     _add_server_flags(parser)
@@ -166,6 +171,7 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
     """
     lookup = take_speculative_config(args) if args.speculative_config is not None else {}
     method, draft = method_and_draft(args)
+    drafts, merge = merged_drafts(args.merge, method, args.sampler)
     served_name = args.served_model_name or args.model.rstrip("/").rpartition("/")[2]
     try:
         config = WorkerConfig(
@@ -179,6 +185,7 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
             draft=DraftConfig.model_validate(
                 {"method": method, "uri": draft, "quantization": args.draft_quantization, **lookup}
             ),
+            drafts=drafts,
             engine=EngineConfig(**_named(args, EngineConfig)),
             server=ServerConfig(**_named(args, ServerConfig)),
             capture=_capture(args),
@@ -186,7 +193,7 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
         )
     except ValidationError as error:
         raise ValueError(_fields(error)) from None
-    return config, _standalone_plan(args.shape, method)
+    return config, _standalone_plan(args.shape, method, merge)
 
 
 def _capture(args: argparse.Namespace) -> CaptureConfig | None:
@@ -224,8 +231,8 @@ def _named(args: argparse.Namespace, kind: type[EngineConfig | ServerConfig]) ->
     return {name: value for name in kind.model_fields if (value := getattr(args, name, None)) is not None}
 
 
-def _standalone_plan(shape: TreeShape | None, method: str) -> Plan:
-    """Build a plan that runs one shape at every load.
+def _standalone_plan(shape: TreeShape | None, method: str, merge: tuple[MergedDraft, ...] = ()) -> Plan:
+    """Build a plan that runs one shape at every load, with the drafts that are merged for all requests.
 
     It explores a little, so that the report shows the measurements of other depths.
     """
@@ -233,7 +240,8 @@ def _standalone_plan(shape: TreeShape | None, method: str) -> Plan:
         return Plan()
     initial = shape if shape is not None else _DEFAULT_SHAPE
     top_k = 1 + max(initial.ranks)
-    return Plan(initial=initial, max_depth=max(initial.depth, 1), top_k=top_k, explore=_EXPLORE)
+    tasks = (TaskMatch(name=OTHER_TASK, merge=merge),) if merge else ()
+    return Plan(initial=initial, max_depth=max(initial.depth, 1), top_k=top_k, explore=_EXPLORE, tasks=tasks)
 
 
 def _pod_config(text: str, args: argparse.Namespace) -> tuple[WorkerConfig, None]:

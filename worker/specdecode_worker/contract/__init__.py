@@ -31,7 +31,7 @@ from specdecode_worker.contract.config import (
     draft_passes,
 )
 from specdecode_worker.contract.names import Env, Header, Metric, Port, Route
-from specdecode_worker.contract.plan import Buckets, Plan, PlanRow, TaskMatch
+from specdecode_worker.contract.plan import Buckets, MergedDraft, Plan, PlanRow, TaskMatch
 from specdecode_worker.contract.report import (
     FEATURES,
     AcceptanceCell,
@@ -55,6 +55,8 @@ from specdecode_worker.contract.synthetic import StepTime, SyntheticKnobs
 from specdecode_worker.contract.verdict import MAX_VERDICT_BYTES, CheckVerdict
 from specdecode_worker.contract.wire import (
     CONTRACT_VERSION,
+    MAX_DEPTH,
+    MAX_MERGED,
     MAX_NODES,
     MAX_RANKS,
     MAX_REPORT_BYTES,
@@ -78,6 +80,8 @@ __all__ = [
     "DRAFT_FREE",
     "FEATURES",
     "GPU_DEFAULTS",
+    "MAX_DEPTH",
+    "MAX_MERGED",
     "MAX_NODES",
     "MAX_RANKS",
     "MAX_REPORT_BYTES",
@@ -107,6 +111,7 @@ __all__ = [
     "HistogramCounts",
     "LatencyHistogram",
     "MemoryState",
+    "MergedDraft",
     "Method",
     "Metric",
     "Mode",

@@ -9,7 +9,16 @@ from pydantic import Field, field_validator, model_validator
 from specdecode_worker.contract.assignment import DraftAssignment
 from specdecode_worker.contract.capture import CaptureRules
 from specdecode_worker.contract.shape import TreeShape
-from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, MAX_TASKS, OTHER_TASK, Received, TaskName
+from specdecode_worker.contract.wire import (
+    CONTRACT_VERSION,
+    MAX_DEPTH,
+    MAX_MERGED,
+    MAX_RANKS,
+    MAX_TASKS,
+    OTHER_TASK,
+    Received,
+    TaskName,
+)
 
 
 class Buckets(Received):
@@ -44,6 +53,15 @@ class PlanRow(Received):
     shape: TreeShape
 
 
+class MergedDraft(Received):
+    """Draft that proposes into the trees of a task together with the draft of that task."""
+
+    draft: TaskName
+    """Name of the draft. An unknown name, or that of the task's own draft, merges nothing."""
+    depth: int = Field(default=0, ge=0, le=MAX_DEPTH)
+    """Depth to which a draft of a method in ``DRAFT_FREE`` extends the main path of the planned shape."""
+
+
 class TaskMatch(Received):
     """Task label and the prompt substring that assigns it, if any.
 
@@ -54,6 +72,8 @@ class TaskMatch(Received):
     match: str | None = None
     draft: TaskName | None = None
     """Name of the draft that this task uses. None and unknown names select the first draft."""
+    merge: tuple[MergedDraft, ...] = Field(default=(), max_length=MAX_MERGED)
+    """Further drafts whose proposals are merged into the same trees."""
 
 
 class Plan(Received):
@@ -71,7 +91,7 @@ class Plan(Received):
     buckets: Buckets = Buckets()
     rows: tuple[PlanRow, ...] = Field(default=(), max_length=512)
     initial: TreeShape = TreeShape(())
-    max_depth: int = Field(default=0, ge=0, le=16)
+    max_depth: int = Field(default=0, ge=0, le=MAX_DEPTH)
     top_k: int = Field(default=1, ge=1, le=MAX_RANKS)
     explore: float = Field(default=0.01, ge=0, le=0.5)
     guard: bool = True

@@ -12,6 +12,7 @@ from specdecode_worker.contract.plan import Buckets, TaskMatch
 from specdecode_worker.contract.synthetic import SyntheticKnobs
 from specdecode_worker.contract.wire import (
     CONTRACT_VERSION,
+    MAX_DEPTH,
     MAX_NODES,
     MAX_RANKS,
     MAX_TASKS,
@@ -32,7 +33,7 @@ class AcceptanceCell(Received):
     draft: str
     task: str
     sampled: bool
-    depth: int = Field(ge=1, le=16)
+    depth: int = Field(ge=1, le=MAX_DEPTH)
     parent: Literal["main", "sibling"]
     ranks: tuple[int, ...] = Field(min_length=MAX_RANKS + 1, max_length=MAX_RANKS + 1)
 
@@ -265,6 +266,12 @@ class Report(Received):
     plain_steps: int = 0
     """Sequence-steps that decoded without a draft."""
     acceptance: tuple[AcceptanceCell, ...] = ()
+    """Acceptance by the draft of the task. Ranks of merged drafts are ranks in their common order."""
+    credit: tuple[AcceptanceCell, ...] = ()
+    """Acceptance of each draft on its own, in the trees of tasks that merge drafts.
+
+    A node that several drafts propose counts for each of them. Ranks are those of the draft's own order.
+    """
     requests: tuple[RequestCell, ...] = ()
     steps: tuple[StepCell, ...] = ()
     traffic: tuple[TrafficCell, ...] = ()

@@ -19,9 +19,13 @@ Workers may be one version newer while an upgrade of the operator is rolled back
 """
 MAX_NODES = 63
 """Nodes of the largest tree: with the root they fit one 64-bit ancestor mask."""
+MAX_DEPTH = 16
+"""Depth of the deepest node of a tree whose acceptance is counted."""
 MAX_RANKS = 8
 """Acceptance is counted for ranks 0..7 of the draft's candidates. A higher rank counts as a miss."""
 MAX_TASKS = 8
+MAX_MERGED = 2
+"""Most drafts that are merged with the draft of a task."""
 OTHER_TASK = "other"
 MAX_REPORT_BYTES = 64 * 1024
 

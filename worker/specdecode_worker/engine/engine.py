@@ -302,9 +302,8 @@ class Engine:
                     self._recorder.admit_to_block(row.request)
         launched = self._launcher.launch(rows, batch.choice, began_seconds=began, draft_prefill=draft_prefill)
         for row in rows:
-            request, most = row.request, row.max_committed
-            request.in_flight.append(most)
-            request.draft.record_launch(0 if row.is_chunk and draft_prefill else most)
+            request = row.request
+            request.record_launch(row.max_committed, drafts_follow=row.is_chunk and draft_prefill)
         for row in chunks:
             self._scheduler.publish(row.request, row.start + row.count)
         return launched
@@ -373,6 +372,8 @@ class Engine:
         taken = request.append_output(read.tokens)
         self._scheduler.publish(request, min(request.cached, len(request.tokens)))
         self._recorder.record_row(row, read, taken, now)
+        if read.credits:
+            self._drafts.record_credit(request, read.credits)
         if request.finish is not None:
             self._end(request, now)
         prompt_logprobs = tuple(request.prompt_logprobs)

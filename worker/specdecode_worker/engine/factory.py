@@ -132,7 +132,8 @@ def assemble(
         resolve=resolve,
         host_is_current=not pipelined,
     )
-    drafts = DraftRegistry(load_drafts(worker, loader), state, target.config.hidden_size)
+    merges = worker.engine.sampler == "coupled"
+    drafts = DraftRegistry(load_drafts(worker, loader), state, target.config.hidden_size, merges=merges)
     identity = _identity(model_hash(folder), worker, budget)
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
     passes = Target(target, cache, state) if group is None else LeaderTarget(target, cache, state, group)

@@ -82,6 +82,10 @@ class Request:
     in_flight: deque[int] = field(default_factory=deque)
     """Upper bound of the tokens that each launched and uncollected step commits, oldest step first."""
     draft: DraftProgress = field(default_factory=DraftProgress)
+    merged: dict[str, DraftProgress] = field(default_factory=dict)
+    """Progress of drafts that are merged with the request's own one, by name; those with a network have some."""
+    proposers: tuple[str, ...] = ()
+    """Names of the drafts that propose in the next step, if the request's task merges drafts."""
     emitted: int = 0
     drafts: int = 0
     draft_tokens: int = 0
@@ -157,15 +161,16 @@ class Request:
         """
         return self.cached + 1 if self.draft.caught_up else self.cached_bound - self.draft.lag + 1
 
-    def draft_backlog(self, first_slot: int) -> int:
-        """Return an upper bound of the slots up to the root that the draft has not processed yet.
+    def draft_backlog(self, first_slot: int, progress: DraftProgress) -> int:
+        """Return an upper bound of the slots up to the root that a draft has not processed yet.
 
         Slots in the cached prefix are excluded, because its blocks may be shared and are never written.
 
         Args:
             first_slot: First slot of the draft's cache, 0 or 1.
+            progress: Progress of the draft.
         """
-        return min(self.draft.lag, self.cached_min + 1 - max(self.prefix, first_slot))
+        return min(progress.lag, self.cached_min + 1 - max(self.prefix, first_slot))
 
     def admit(self, slot: int, hit: CachedPrefix) -> None:
         """Start running in ``slot``, after the cached prefix ``hit``."""
@@ -216,6 +221,17 @@ class Request:
         self.guide.advance((token,))
         return not self.guide.error
 
+    def record_launch(self, max_tokens: int, *, drafts_follow: bool) -> None:
+        """Record the launch of a step.
+
+        Args:
+            max_tokens: Upper bound of the positions that the step commits.
+            drafts_follow: The drafts process these positions in the same step, as they do in prefill chunks.
+        """
+        self.in_flight.append(max_tokens)
+        for progress in (self.draft, *self.merged.values()):
+            progress.record_launch(0 if drafts_follow else max_tokens)
+
     def advance(self, max_tokens: int, committed: int) -> None:
         """Record that the oldest step in flight was collected.
 
@@ -226,7 +242,8 @@ class Request:
         oldest = self.in_flight.popleft()
         assert oldest == max_tokens, "steps are collected in the order of their launch"
         self.cached += committed
-        self.draft.record_collect(max_tokens, committed)
+        for progress in (self.draft, *self.merged.values()):
+            progress.record_collect(max_tokens, committed)
 
     def forget_cache(self) -> None:
         """Reset the cache state for a return to the queue; all tokens known so far will be prefilled again."""
@@ -236,4 +253,5 @@ class Request:
         self.in_flight.clear()
         self.prompt_logprobs.clear()
         self.draft = DraftProgress(self.draft.draft)
+        self.merged.clear()
         self.epoch += 1

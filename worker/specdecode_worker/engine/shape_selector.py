@@ -16,7 +16,7 @@ from specdecode_worker.speculation.dispatch import Dispatcher, Load
 from specdecode_worker.speculation.exploration import DROPPED_STEPS, Exploration
 from specdecode_worker.speculation.guard import Guard
 from specdecode_worker.speculation.plain_step_times import PlainStepTimes
-from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
+from specdecode_worker.speculation.trees import PLAIN, Tree, extended, tree_of
 
 _PLAIN_SHAPE = TreeShape(())
 
@@ -62,6 +62,10 @@ class Drafts(Protocol):
 
     def ready(self, request: Request) -> bool:
         """Return whether a draft can propose for this request in the next step."""
+        ...
+
+    def extension(self, request: Request) -> int:
+        """Return the depth to which drafts without passes extend the request's tree, after ``ready``; 0 for none."""
         ...
 
 
@@ -163,6 +167,8 @@ class ShapeSelector:
         tree_by_task = {task: tree_of(shape, shadow) for task, shape in shapes.items()}
         ready = [self._drafts.ready(request) for request in requests]
         trees = [tree_by_task[task] if can else PLAIN for task, can in zip(tasks, ready, strict=True)]
+        if not shadow:
+            trees = [self._extended(tree, request) for tree, request in zip(trees, requests, strict=True)]
         passes = max(tree.drafted_depth for tree in trees) - max(tree.depth for tree in trees)
         # The time of a step in which some requests had no draft ready is no evidence about the intended shape.
         shape = shapes[tasks[0]]
@@ -191,6 +197,11 @@ class ShapeSelector:
             self._exploration.passed(choice.concurrency, full, tokens, explores=choice.explores, shadow_seconds=shadow)
         if choice.shape is not None and choice.counted:
             self._guard.record_step(choice.concurrency, choice.context, choice.shape, full - shadow, tokens)
+
+    def _extended(self, tree: Tree, request: Request) -> Tree:
+        """Return the tree of a request, deeper if drafts without passes extend it. Plain decoding stays plain."""
+        depth = self._drafts.extension(request) if tree.drafted_depth else 0
+        return extended(tree, depth) if depth else tree
 
     def _edge(self, bucket: int) -> int:
         """Return the number of sequences that step times of a bucket are scaled to: its upper edge.

@@ -22,12 +22,14 @@ class Tree:
 
     ``parents`` holds the parent of each node, -1 for the root. The first ``verified`` nodes (the root included) go
     through the target. The nodes after them are shadow nodes: they are drafted only to be scored against tokens emitted
-    later. The nodes of a tree with ``given`` tokens are not drafted: the tokens are known before the step.
+    later. The nodes of a tree with ``given`` tokens are not drafted: the tokens are known before the step. Drafts that
+    need passes propose behind the first ``planned`` nodes only (None: behind all), see `extended`.
     """
 
     parents: tuple[int, ...]
     verified: int
     given: bool = False
+    planned: int | None = None
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -77,8 +79,13 @@ class Tree:
 
     @cached_property
     def drafted_depth(self) -> int:
-        """Number of draft passes of this tree."""
+        """Number of levels of this tree that are drafted."""
         return 0 if self.given else max(self.depths)
+
+    @cached_property
+    def planned_part(self) -> Tree:
+        """Part of the tree that drafts with passes propose for."""
+        return self if self.planned is None else Tree(self.parents[: self.planned], self.planned)
 
     @cached_property
     def depth(self) -> int:
@@ -119,6 +126,19 @@ def tree_of(shape: TreeShape, shadow_depth: int = 0) -> Tree:
         parents.append(tip)
         tip = len(parents) - 1
     return Tree(tuple(parents), plain.verified)
+
+
+@lru_cache(maxsize=1024)
+def extended(tree: Tree, depth: int) -> Tree:
+    """Extend the main path of a tree without shadow nodes to ``depth`` by nodes that need no draft pass.
+
+    The extension is verified. It is shorter if the tree would exceed MAX_NODES nodes below the root.
+    """
+    planned = len(tree.parents)
+    assert tree.verified == planned, "a tree with shadow nodes is not extended"
+    tips = (tree.main_path[-1], *range(planned, MAX_NODES))[: max(depth + 1 - len(tree.main_path), 0)]
+    parents = tree.parents + tips
+    return Tree(parents, len(parents), planned=planned) if tips else tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,13 @@ from pydantic import ValidationError
 
 from specdecode_operator.api.v1alpha1 import PLURAL, VERSION, Spec, is_valid_name
 
+
+def merging(*merge: dict[str, Any], **task: Any) -> dict[str, Any]:
+    """Return a speculation whose task merges drafts."""
+    drafts = [{"name": "lookup", "method": "ngram"}, {"name": "sql", "uri": "file:///m"}]
+    return {"drafts": drafts, "tasks": [{"name": "edits", "merge": list(merge), **task}]}
+
+
 GOOD: list[dict[str, Any]] = [
     {},
     {"speculation": {"method": "none", "draft": None}},
@@ -50,6 +57,15 @@ GOOD: list[dict[str, Any]] = [
         "speculation": {
             "drafts": [{"name": "lookup", "method": "suffix"}, {"name": "sql", "method": "medusa", "uri": "file:///m"}],
             "tasks": [{"name": "edits", "draft": "lookup"}, {"name": "chat"}],
+        }
+    },
+    {
+        "speculation": {
+            "drafts": [{"name": "lookup", "method": "ngram"}, {"name": "sql", "method": "medusa", "uri": "file:///m"}],
+            "tasks": [
+                {"name": "edits", "merge": [{"draft": "lookup", "depth": 8}, {"draft": "sql"}]},
+                {"name": "sql", "draft": "sql", "merge": [{"draft": "lookup", "depth": 0}]},
+            ],
         }
     },
     {"workers": {"apiKeysSecretRef": {"name": "keys"}, "maxNumBatchedTokens": 2048}},
@@ -151,6 +167,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "every draft needs a name of its own",
     ),
     ({"speculation": {"tasks": [{"name": "code", "draft": "unknown"}]}}, "must be the name of one of"),
+    ({"speculation": merging({"draft": "unknown"})}, "a merged draft must be the name of one of"),
+    ({"speculation": merging({"draft": "sql", "depth": 2})}, "merge.depth is for drafts of the methods ngram"),
+    ({"speculation": merging({"draft": "lookup", "depth": 17})}, "depth"),
+    ({"speculation": merging({"draft": "lookup"}, {"draft": "lookup"})}, "merges a draft once"),
+    ({"speculation": merging({"draft": "lookup"}, draft="lookup")}, "cannot merge its own draft"),
+    ({"speculation": merging({"draft": "lookup"}) | {"method": "none", "draft": None}}, "needs a draft to merge with"),
+    (
+        {"speculation": merging({"draft": "lookup"}), "engine": {"sampler": "mss"}},
+        "merge needs engine.sampler coupled",
+    ),
     ({"workers": {"maxNumSeqs": 0}}, "[mM]ax_?[nN]um_?[sS]eqs"),
     ({"replicas": -1}, "replicas"),
     ({"model": {"quantization": "int4"}}, "quantization"),
@@ -321,3 +347,11 @@ def test_replicas_cannot_be_changed_while_the_operator_owns_them(api: KindCopy, 
     cluster.kubectl(*scale, namespace=namespace)
     path = f"/apis/{api.group}/{VERSION}/namespaces/{namespace}/{PLURAL}/owned/scale"
     assert json.loads(cluster.kubectl("get", "--raw", path))["spec"]["replicas"] == 3
+
+
+def test_the_plan_names_the_drafts_that_a_task_merges() -> None:
+    spec = Spec.model_validate(deep(SPEC, {"speculation": merging({"draft": "lookup", "depth": 8}, {"draft": "sql"})}))
+    (task,) = spec.speculation.tasks
+    match = task.for_worker()
+    assert [(one.draft, one.depth) for one in match.merge] == [("lookup", 8), ("sql", 0)]
+    assert (match.name, match.match, match.draft) == ("edits", None, None)

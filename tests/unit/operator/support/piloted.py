@@ -27,6 +27,9 @@ class AlwaysReady:
     def ready(self, request: object) -> bool:
         return True
 
+    def extension(self, request: object) -> int:
+        return 0
+
 
 @dataclass
 class PilotedWorker:

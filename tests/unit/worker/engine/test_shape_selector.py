@@ -22,6 +22,9 @@ class Ready:
     def ready(self, request: Any) -> bool:
         return True
 
+    def extension(self, request: Any) -> int:
+        return 0
+
 
 def of(count: int) -> list[Any]:
     return [SimpleNamespace(cached_bound=10, submit=SimpleNamespace(task="other")) for _ in range(count)]

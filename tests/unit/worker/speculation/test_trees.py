@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_NODES, TreeShape
-from specdecode_worker.speculation.trees import PLAIN, Tree, forest_of, tree_of
+from specdecode_worker.speculation.trees import PLAIN, Tree, extended, forest_of, tree_of
 
 CPU = torch.device("cpu")
 
@@ -118,3 +118,20 @@ def test_a_forest_pads_to_its_widest_verified_tree() -> None:
 @pytest.mark.parametrize(("text", "chains"), [("chain:3", True), ("none", True), ("0,0", False)])
 def test_all_chains_only_when_nothing_branches(text: str, chains: bool) -> None:
     assert forest_of((tree_of(TreeShape.parse(text), 4), PLAIN), CPU).all_chains is chains
+
+
+def test_the_main_path_is_extended_without_passes() -> None:
+    tree = tree_of(TreeShape.parse("tree:2,1"))
+    deeper = extended(tree, 4)
+    assert deeper.parents == (-1, 0, 0, 1, 2, 3, 5)
+    assert (deeper.verified, deeper.depth, deeper.drafted_depth, deeper.main_depth) == (7, 4, 4, 4)
+    assert deeper.planned_part.parents == tree.parents
+    assert deeper.planned_part.drafted_depth == 2
+    assert extended(tree, 2) is tree
+    assert tree.planned_part is tree
+
+
+def test_an_extension_is_bounded() -> None:
+    wide = tree_of(TreeShape.parse("tree:8,6"))
+    assert len(extended(wide, 16).parents) == MAX_NODES + 1
+    assert extended(tree_of(TreeShape.chain(3)), 6) == Tree((-1, 0, 1, 2, 3, 4, 5), 7, planned=4)

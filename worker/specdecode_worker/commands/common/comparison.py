@@ -19,18 +19,20 @@ from specdecode_worker.commands.common.local_engine import (
     distinct_4grams,
     sampling_of,
 )
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import MergedDraft, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """Shape and draft to measure.
 
-    ``draft`` is the name of a draft, empty for the first one. ``text`` is the spelling of the user.
+    ``draft`` is the name of a draft, empty for the first one. ``merge`` names drafts that are merged with it. ``text``
+    is the spelling of the user.
     """
 
     shape: TreeShape
     draft: str = ""
+    merge: tuple[MergedDraft, ...] = ()
     text: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -76,7 +78,7 @@ def compare(
         _warm(engine, prompts[:together], variant, args)
     order = list(sums_of)
     for variant in (order + order[::-1]) * args.rounds:
-        engine.run_shape(variant.shape, variant.draft)
+        engine.run_shape(variant.shape, variant.draft, variant.merge)
         sums = VariantSums()
         sums_of[variant].answers = _waves(engine, prompts, together, args, sums)
         sums_of[variant].add(sums.timing)
@@ -100,7 +102,7 @@ def _waves(
 
 def _warm(engine: LocalEngine, prompts: Sequence[Prompt], variant: Variant, args: argparse.Namespace) -> None:
     """Run a few tokens of a variant before anything is timed."""
-    engine.run_shape(variant.shape, variant.draft)
+    engine.run_shape(variant.shape, variant.draft, variant.merge)
     short = argparse.Namespace(**{**vars(args), "max_tokens": min(args.max_tokens, 8)})
     engine.answer(prompts, [sampling_of(short, index) for index in range(len(prompts))])
 

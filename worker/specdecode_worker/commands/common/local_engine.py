@@ -15,6 +15,7 @@ from specdecode_worker.contract import (
     OTHER_TASK,
     DraftConfig,
     EngineConfig,
+    MergedDraft,
     ModelConfig,
     NamedDraft,
     Plan,
@@ -94,11 +95,14 @@ class LocalEngine:
         """End the other ranks of a replica on several devices."""
         self.engine.close()
 
-    def run_shape(self, shape: TreeShape, draft: str = "") -> None:
-        """Run ``shape`` with the named draft in all further steps, without guard and exploration."""
+    def run_shape(self, shape: TreeShape, draft: str = "", merge: tuple[MergedDraft, ...] = ()) -> None:
+        """Run ``shape`` with the named draft in all further steps, without guard and exploration.
+
+        ``merge`` names the drafts that are merged with it.
+        """
         self._plans += 1
         first = self.engine.draft.hash
-        tasks = (TaskMatch(name=OTHER_TASK, draft=draft),) if draft else ()
+        tasks = (TaskMatch(name=OTHER_TASK, draft=draft or None, merge=merge),) if draft or merge else ()
         plan = Plan(draft=first, version=self._plans, initial=shape, tasks=tasks, explore=0, guard=False)
         self.engine.set_plan(plan)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
 from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, level_pass, roots_of
-from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, draft_trees
+from specdecode_worker.engine.drafts.drafter import Expand, PagedDrafter, Ranking
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
@@ -60,12 +60,13 @@ class ModelDrafter(PagedDrafter):
         first_B = to_device([row.start for row in rows], self._state.length_S.device)
         self._run([row.request for row in rows], [row.count for row in rows], first_B)
         for row in rows:
-            if row.request.draft.lag > 1:  # the draft has not run over the prompt so far
-                row.request.draft.start = row.start if row.start == 0 else max(row.start, 2)
-            row.request.draft.lag = 1
+            progress = self.progress(row.request)
+            if progress.lag > 1:  # the draft has not run over the prompt so far
+                progress.start = row.start if row.start == 0 else max(row.start, 2)
+            progress.lag = 1
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Catch up to the root, then draft the trees of the forest."""
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Catch up to the root, and return the function that proposes tokens."""
         drafting = self.drafting(rows, forest.trees)
         if not drafting:
             return None
@@ -75,11 +76,13 @@ class ModelDrafter(PagedDrafter):
             nonlocal hidden_RE
             hidden_RE = hidden_RE[level.source_R]
             if depth:
-                packed = level_pass(self._state, rows, level, depth, forest, self.last_position, first_slot=0)
+                packed = level_pass(
+                    self._state, rows, level, depth, forest, self.last_position, first_key=self.first_key
+                )
                 hidden_RE = self.node_states(hidden_RE, packed)
             return self.rank(hidden_RE, level.nodes, depth, sampler)
 
-        return draft_trees(rows, forest, self._state, expand)
+        return expand
 
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows with a tree to draft."""
@@ -87,14 +90,16 @@ class ModelDrafter(PagedDrafter):
 
     def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root to run for each request, at most LONGEST_CATCH_UP."""
-        return [min(request.draft_backlog(0), LONGEST_CATCH_UP) for request in requests]
+        backlogs = (request.draft_backlog(0, self.progress(request)) for request in requests)
+        return [min(backlog, LONGEST_CATCH_UP) for backlog in backlogs]
 
     def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Record that the draft runs the last ``counts`` slots up to the root of each request."""
         for request, count in zip(requests, counts, strict=True):
-            if request.draft_backlog(0) > count:
-                request.draft.start = max(request.cached_min + 1 - count, 2)  # a start of 1 or less means slot 0 too
-            request.draft.reached_root(len(request.in_flight))
+            progress = self.progress(request)
+            if request.draft_backlog(0, progress) > count:
+                progress.start = max(request.cached_min + 1 - count, 2)  # a start of 1 or less means slot 0 too
+            progress.reached_root(len(request.in_flight))
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the draft's hidden states [T, E] at committed slots."""
@@ -119,7 +124,9 @@ class ModelDrafter(PagedDrafter):
 
     def _run(self, requests: Sequence[Request], counts: Sequence[int], first_B: Tensor) -> Tensor:
         """Run ``counts[b]`` slots of each request from ``first_B[b]`` on, and return their hidden states [T, E]."""
-        return self._forward(causal_pass(self._state, requests, counts, first_B, self.last_position, first_slot=0))
+        return self._forward(
+            causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
+        )
 
     def _forward(self, packed: PackedBatch | PackedTensors) -> Tensor:
         tokens_T = packed.tokens_T if self._vocabulary is None else self._vocabulary.inputs(packed.tokens_T)

@@ -6,7 +6,7 @@ target's cache. They are rewritten once their tokens are accepted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.packed_batch import PackedBatch, slots_of, spread
 from specdecode_worker.speculation.trees import Forest, Level
 
+FirstKey = Callable[[Request], int]
+
 
 def causal_pass(
     state: DeviceState,
@@ -27,7 +29,7 @@ def causal_pass(
     first_B: Tensor,
     last_position: int,
     *,
-    first_slot: int,
+    first_key: FirstKey,
 ) -> PackedBatch:
     """Build the pass over ``counts[b]`` consecutive draft slots of each request, from ``first_B[b]`` on.
 
@@ -37,7 +39,7 @@ def causal_pass(
         counts: Number of slots of each request.
         first_B: First slot of each request, on the device.
         last_position: Last position that the draft supports; later positions are clamped to it.
-        first_slot: First slot of the draft's cache that holds keys.
+        first_key: Function that returns the first slot of a request whose keys the draft attends to.
     """
     device = first_B.device
     slots_B = to_device([request.slot for request in requests], device)
@@ -58,7 +60,7 @@ def causal_pass(
         blocks=tuple(tuple(request.blocks) for request in requests),
         query_counts=tuple(counts),
         key_bounds=bounds,
-        key_starts=tuple(_first_key(request, first_slot) for request in requests),
+        key_starts=tuple(first_key(request) for request in requests),
         dense=False,
     )
 
@@ -71,7 +73,7 @@ def level_pass(
     forest: Forest,
     last_position: int,
     *,
-    first_slot: int,
+    first_key: FirstKey,
 ) -> PackedBatch:
     """Build the pass over the nodes of one level of the trees.
 
@@ -82,7 +84,7 @@ def level_pass(
         depth: Depth of the level; the root has depth 0.
         forest: Trees of the step.
         last_position: Last position that the draft supports; later positions are clamped to it.
-        first_slot: First slot of the draft's cache that holds keys.
+        first_key: Function that returns the first slot of a request whose keys the draft attends to.
     """
     running = [b for b, count in enumerate(level.counts) if count]
     requests = [rows[b].request for b in running]
@@ -103,13 +105,9 @@ def level_pass(
         blocks=tuple(tuple(request.blocks) for request in requests),
         query_counts=counts,
         key_bounds=tuple(r.cached_bound + node + 1 for r, node in zip(requests, highest, strict=True)),
-        key_starts=tuple(_first_key(request, first_slot) for request in requests),
+        key_starts=tuple(first_key(request) for request in requests),
         dense=all(r.cached_bound == r.cached for r in requests) and all(node == depth for node in highest),
     )
-
-
-def _first_key(request: Request, first_slot: int) -> int:
-    return request.draft.start if request.draft.start > 1 else first_slot
 
 
 def catch_up_runs(

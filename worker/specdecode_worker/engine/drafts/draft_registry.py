@@ -20,12 +20,16 @@ from specdecode_worker.engine.drafts.aux_hidden_states import columns_of, union_
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
 from specdecode_worker.engine.drafts.drafter import AnswerReader, Drafter, PagedDrafter
+from specdecode_worker.engine.drafts.medusa import MedusaDrafter
+from specdecode_worker.engine.drafts.merged.step_proposals import Proposed, StepProposals
+from specdecode_worker.engine.drafts.merged.task_drafts import TaskDrafts
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import AuxStates, DeviceState
 from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.speculation.merge_order import Credit
 from specdecode_worker.speculation.sampling.sampler import Sampler
-from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
+from specdecode_worker.speculation.trees import Forest
 
 DEFAULT_DRAFT = ""
 """Name of the default draft, used by tasks that have no draft of their own."""
@@ -58,14 +62,22 @@ class LoadDraft(Protocol):
 class DraftRegistry:
     """Loaded drafts by name. Without any draft, all rows decode plainly."""
 
-    def __init__(self, drafts: Mapping[str, LoadedDraft | UnusableDraft], state: DeviceState, hidden_size: int) -> None:
+    def __init__(
+        self,
+        drafts: Mapping[str, LoadedDraft | UnusableDraft],
+        state: DeviceState,
+        hidden_size: int,
+        *,
+        merges: bool = True,
+    ) -> None:
+        """Take over loaded drafts. ``merges`` is False for a sampler that cannot merge drafts."""
         self._drafts = {name: one for name, one in drafts.items() if isinstance(one, LoadedDraft)}
         self._unusable = {name: one.state for name, one in drafts.items() if isinstance(one, UnusableDraft)}
         self._state, self._size = state, hidden_size
-        self._by_task: dict[str, str] = {}
+        self._tasks = TaskDrafts(DEFAULT_DRAFT, self._drafts.__contains__, merges=merges)
+        self._proposals = StepProposals(self._drafts, self._tasks, state)
         self.reads = TargetStates()
         """Target states that the loaded drafts read, in total."""
-        self._has_parallel = False
         self._align()
         state.allocate_states(self.reads.width(hidden_size))
 
@@ -84,17 +96,13 @@ class DraftRegistry:
         """Return the name of the request's draft, loaded or not."""
         return self._name(request)
 
-    def passes(self, rows: Sequence[Row], depths: Sequence[int]) -> int:
-        """Return the number of draft passes of a step in which the trees of ``rows`` are drafted to ``depths``.
+    def serves(self, name: str, request: Request) -> bool:
+        """Return whether the draft of this name proposes for the request, alone or merged with others."""
+        return self._serves(name, request)
 
-        A parallel draft needs one pass for any depth.
-        """
-        if not self._has_parallel:
-            return max(depths)
-        return max(
-            (min(depth, 1) if self._is_parallel(row.request) else depth)
-            for row, depth in zip(rows, depths, strict=True)
-        )
+    def passes(self, rows: Sequence[Row], depths: Sequence[int]) -> int:
+        """Return the number of draft passes of a step in which the trees of ``rows`` are drafted to ``depths``."""
+        return self._proposals.passes(rows, depths)
 
     def loaded(self, name: str = DEFAULT_DRAFT) -> LoadedDraft | None:
         """Return the draft of this name, or None if it is not loaded."""
@@ -122,8 +130,9 @@ class DraftRegistry:
         return state.model_copy(update={"name": name, "pending": swap.pending, "swap_problem": swap.problem})
 
     def set_tasks(self, tasks: Iterable[TaskMatch]) -> None:
-        """Set the draft of each task, by draft name. Tasks without one use the default draft."""
-        self._by_task = {task.name: task.draft for task in tasks if task.draft}
+        """Set the drafts of each task, by name. Tasks without one use the default draft."""
+        self._tasks.set_tasks(tasks)
+        self._proposals.order.retain(self._tasks.merging)
 
     def assign_draft(self, request: Request) -> None:
         """Record the draft of a request.
@@ -147,35 +156,40 @@ class DraftRegistry:
         if loaded is None:
             return False
         self._restart_if_changed(request, loaded.state.hash)
-        return loaded.drafter.ready(request)
+        return self._proposals.ready(request)
+
+    def extension(self, request: Request) -> int:
+        """Return the depth to which drafts without passes extend the request's tree in the next step; 0 for none."""
+        return self._proposals.extension(request)
+
+    def is_merged(self, request: Request) -> bool:
+        """Return whether other drafts than the request's own propose for it in the next step."""
+        return self._proposals.is_merged(request)
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor | None) -> None:
         """Run each draft over the prefill chunks of its rows. ``aux_TA`` is None if no draft reads target states."""
         states_TA = self._state.length_S.new_empty(sum(row.count for row in rows), 0) if aux_TA is None else aux_TA
         begins = [sum(row.count for row in rows[:b]) for b in range(len(rows))]
         for name, loaded in self._drafts.items():
-            mine = [b for b, row in enumerate(rows) if self._name(row.request) == name]
+            mine = [b for b, row in enumerate(rows) if self._tasks.serves(name, row.request.submit.task)]
             for b in mine:
-                self._restart_if_changed(rows[b].request, loaded.state.hash)
+                if self._name(rows[b].request) == name:
+                    self._restart_if_changed(rows[b].request, loaded.state.hash)
             if len(mine) == len(rows):
                 loaded.drafter.prefill(rows, states_TA)
             elif mine:
                 parts = [states_TA[begins[b] : begins[b] + rows[b].count] for b in mine]
                 loaded.drafter.prefill([rows[b] for b in mine], torch.cat(parts))
+        for row in rows:
+            row.request.draft.lag = 1  # if its draft has a cache, it is at the end of the chunk now
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Draft the trees of all rows as `Drafter.propose` does, each row by its own draft."""
-        names = [self._name(row.request) for row in rows]
-        used = sorted(set(names) & self._drafts.keys())
-        if len(used) == 1 and len(set(names)) == 1:
-            return self._drafts[used[0]].drafter.propose(rows, forest, sampler)
-        merged_BNK: Tensor | None = None
-        for name in used:
-            own = tuple(tree if n == name else PLAIN for tree, n in zip(forest.trees, names, strict=True))
-            mine = forest_of(own, forest.parents_BN.device)
-            ranked_BNK = self._drafts[name].drafter.propose(rows, mine, sampler)
-            merged_BNK = _merged(merged_BNK, ranked_BNK)
-        return merged_BNK
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Proposed:
+        """Draft the trees of all rows, each row by its own draft and those that are merged with it."""
+        return self._proposals.propose(rows, forest, sampler)
+
+    def record_credit(self, request: Request, credits: Iterable[Credit]) -> None:
+        """Take over the credit of each draft for the last tokens of a request, for the order of later candidates."""
+        self._proposals.record_credit(request, credits)
 
     def record_end(self, request: Request) -> None:
         """Show a request that ends to the drafts that learn from answers."""
@@ -203,7 +217,9 @@ class DraftRegistry:
         if states is not None:
             self._state.use_states(states)
         for request in requests:
+            request.merged.pop(name, None)
             if states is not None:
+                request.merged.clear()
                 request.draft.features_from = request.cached
             if request.draft.draft == replaced:
                 request.draft.draft = ""  # the cache of the new draft is empty, even if it has the same hash
@@ -214,20 +230,24 @@ class DraftRegistry:
             loaded.drafter.columns = columns_of(loaded.drafter.reads, self.reads, self._size)
         for name, drafter in self.paged().items():
             drafter.serves = partial(self._serves, name)
-        self._has_parallel = any(drafter.parallel for drafter in self.paged().values())
+        for name, loaded in self._drafts.items():
+            if isinstance(loaded.drafter, (PagedDrafter, MedusaDrafter)):
+                loaded.drafter.progress = partial(self._progress, name)
 
     def _name(self, request: Request) -> str:
-        if not self._by_task:
-            return DEFAULT_DRAFT
-        name = self._by_task.get(request.submit.task, DEFAULT_DRAFT)
-        return name if name in self._drafts else DEFAULT_DRAFT
+        return self._tasks.name(request.submit.task)
+
+    def _progress(self, name: str, request: Request) -> DraftProgress:
+        """Return the progress of a draft through the text of a request, as its own draft or as one that is merged."""
+        if self._name(request) == name:
+            return request.draft
+        identity, progress = self._drafts[name].state.hash, request.merged.get(name)
+        if progress is None or progress.draft != identity:
+            progress = request.merged[name] = _progress_behind(request, identity)
+        return progress
 
     def _serves(self, name: str, request: Request) -> bool:
-        return self._name(request) == name
-
-    def _is_parallel(self, request: Request) -> bool:
-        loaded = self._of(request)
-        return loaded is not None and isinstance(loaded.drafter, PagedDrafter) and loaded.drafter.parallel
+        return self._tasks.serves(name, request.submit.task)
 
     def _of(self, request: Request) -> LoadedDraft | None:
         return self._drafts.get(self._name(request))
@@ -236,15 +256,11 @@ class DraftRegistry:
     def _restart_if_changed(request: Request, identity: str) -> None:
         if request.draft.draft == identity:
             return
-        behind = max(request.cached_bound, request.prefilled) + 1
-        start = max(request.prefix, 1)  # the prefix holds no keys of this draft
-        request.draft = DraftProgress(identity, lag=behind, start=start, features_from=request.draft.features_from)
+        request.draft = _progress_behind(request, identity)
 
 
-def _merged(one: Tensor | None, two: Tensor | None) -> Tensor | None:
-    """Merge the ranked tokens of two drafts, [B, N, K]. Each node has tokens of one draft and -1 in the other."""
-    if one is None or two is None:
-        return one if two is None else two
-    nodes = max(one.shape[1], two.shape[1])
-    wide = [torch.nn.functional.pad(t, (0, 0, 0, nodes - t.shape[1]), value=-1) for t in (one, two)]
-    return torch.maximum(wide[0], wide[1])
+def _progress_behind(request: Request, identity: str) -> DraftProgress:
+    """Return the progress of a draft that has processed nothing of the request's text."""
+    behind = max(request.cached_bound, request.prefilled) + 1
+    start = max(request.prefix, 1)  # the prefix holds no keys of this draft
+    return DraftProgress(identity, lag=behind, start=start, features_from=request.draft.features_from)

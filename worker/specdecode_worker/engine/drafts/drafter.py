@@ -12,6 +12,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
+from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
@@ -27,10 +28,14 @@ Expand = Callable[[int, Level], Tensor]
 Missing proposals are -1.
 """
 
+Progress = Callable[[Request], DraftProgress]
+
 
 class Drafter(Protocol):
     """Interface of a loaded draft. A draft affects the number of tokens per step, never the text."""
 
+    needs_passes: ClassVar[bool]
+    """False if the draft has no network, so that a deeper tree costs no draft pass."""
     reads: TargetStates
     """Target states that the draft reads."""
     columns: StateColumns
@@ -44,12 +49,11 @@ class Drafter(Protocol):
         """Run the draft over prefill chunks. ``aux_TA`` [T, A] holds the target states of their tokens."""
         ...
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Draft the trees of the forest and write their tokens behind the roots in ``state.tokens_SP``.
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Catch up with committed tokens, and return the function that proposes tokens for the trees of the forest.
 
-        Returns:
-            The best target ids behind every expanded node, [B, N, K], best first, -1 elsewhere. N counts verified and
-            shadow nodes. None if no tree has a node.
+        It is called for one level after the other, once the tokens of the nodes of a level are in ``state.tokens_SP``.
+        Those need not be tokens that this draft proposed. None if there is no tree to draft.
         """
         ...
 
@@ -63,6 +67,11 @@ class AnswerReader(Protocol):
         ...
 
 
+def own_progress(request: Request) -> DraftProgress:
+    """Return the progress of the request's own draft, for a draft that no registry knows."""
+    return request.draft
+
+
 def _any_request(request: Request) -> bool:
     """Return True: a draft that no registry knows serves every request."""
     return True
@@ -71,6 +80,7 @@ def _any_request(request: Request) -> bool:
 class PagedDrafter(ABC):
     """Drafter with a paged KV cache of its own. Its passes can be captured in a graph unless it is ``parallel``."""
 
+    needs_passes: ClassVar[bool] = True
     parallel: ClassVar[bool] = False
     """True if one pass proposes all depths of a tree, so that a deeper tree needs no further passes."""
     first_slot: int
@@ -82,6 +92,8 @@ class PagedDrafter(ABC):
 
     Rows of other drafts can be in the same step. Their lag is that of their own draft.
     """
+    progress: Progress = staticmethod(own_progress)
+    """Function that returns the progress of this draft through the text of a request that it serves; set likewise."""
 
     @abstractmethod
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
@@ -97,7 +109,8 @@ class PagedDrafter(ABC):
 
     def first_key(self, request: Request) -> int:
         """Return the first slot of the request whose keys the draft attends to."""
-        return request.draft.start if request.draft.start > 1 else self.first_slot
+        start = self.progress(request).start
+        return start if start > 1 else self.first_slot
 
     @abstractmethod
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
@@ -138,27 +151,37 @@ class Ranking:
         return sampler.propose(logits_RV, self._target_ids, at.batch_R, at.node_R, at.depth_R, sharpness, k)
 
 
-def draft_trees(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand) -> Tensor | None:
+def draft_trees(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand | None) -> Tensor | None:
     """Draft the trees of the forest level by level.
 
     The tokens of each level's children are written behind the root in ``state.tokens_SP``, where the next level reads
     them.
 
     Returns:
-        The ranked target ids behind every node, as `Drafter.propose` returns them.
+        The best target ids behind every expanded node, [B, N, K], best first, -1 elsewhere. N counts verified and
+        shadow nodes. None if no tree has a node.
     """
-    if not forest.levels:
+    if not forest.levels or expand is None:
         return None
-    device = state.length_S.device
-    slots_B = to_device([row.request.slot for row in rows], device)
-    nodes = max(len(tree.parents) for tree in forest.trees)
-    ranked_BNK = torch.full((len(rows), nodes, MAX_RANKS), -1, device=device)
+    slots_B = to_device([row.request.slot for row in rows], state.length_S.device)
+    ranked_BNK = no_ranks(forest, state.length_S.device)
     for depth, level in enumerate(forest.levels):
         ranked_RK = expand(depth, level)
         ranked_BNK[level.batch_R, level.node_R, : ranked_RK.shape[1]] = ranked_RK
-        slot_C = slots_B[level.child_batch_C]
-        parent_C = level.node_R[level.child_source_C]
-        token_C = ranked_BNK[level.child_batch_C, parent_C, level.child_rank_C]
-        # A node without a proposal (-1) gets token 0. This is harmless, since the target verifies every node.
-        state.tokens_SP[slot_C, state.length_S[slot_C] + level.child_node_C] = token_C.clamp(min=0)
+        write_children(ranked_BNK, level, slots_B, state)
     return ranked_BNK
+
+
+def no_ranks(forest: Forest, device: torch.device) -> Tensor:
+    """Return ranked target ids [B, N, MAX_RANKS] of a forest before anything is proposed: -1."""
+    nodes = max(len(tree.parents) for tree in forest.trees)
+    return torch.full((len(forest.trees), nodes, MAX_RANKS), -1, device=device)
+
+
+def write_children(ranked_BNK: Tensor, level: Level, slots_B: Tensor, state: DeviceState) -> None:
+    """Write the tokens of the children of a level behind their roots, from the ranked ids behind its nodes."""
+    slot_C = slots_B[level.child_batch_C]
+    parent_C = level.node_R[level.child_source_C]
+    token_C = ranked_BNK[level.child_batch_C, parent_C, level.child_rank_C]
+    # A node without a proposal (-1) gets token 0. This is harmless, since the target verifies every node.
+    state.tokens_SP[slot_C, state.length_S[slot_C] + level.child_node_C] = token_C.clamp(min=0)

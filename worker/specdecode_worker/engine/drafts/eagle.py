@@ -19,7 +19,7 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
 from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, level_pass, roots_of
-from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, draft_trees
+from specdecode_worker.engine.drafts.drafter import Expand, PagedDrafter, Ranking
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
@@ -65,7 +65,7 @@ class StateDrafter(PagedDrafter):
 
     def ready(self, request: Request) -> bool:
         """Return whether the ring holds the target state that the head needs at the root."""
-        return request.cached_min > request.draft.features_from
+        return request.cached_min > self.progress(request).features_from
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Run the head over prefill chunks.
@@ -89,13 +89,19 @@ class StateDrafter(PagedDrafter):
             first_B = to_device([first for *_, first in chunks], aux_TA.device)
             requests = [request for request, *_ in chunks]
             packed = causal_pass(
-                self._state, requests, [count for _, count, _ in chunks], first_B, self.last_position, first_slot=1
+                self._state,
+                requests,
+                [count for _, count, _ in chunks],
+                first_B,
+                self.last_position,
+                first_key=self.first_key,
             )
             self._fused(torch.cat(parts), packed)
         for row in rows:
-            if row.request.draft.lag > 1:  # the head has not run over the prompt so far
-                row.request.draft.start = max(row.start, 1)
-            row.request.draft.lag = 1
+            progress = self.progress(row.request)
+            if progress.lag > 1:  # the head has not run over the prompt so far
+                progress.start = max(row.start, 1)
+            progress.lag = 1
 
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows that draft or must catch up in this step."""
@@ -108,9 +114,10 @@ class StateDrafter(PagedDrafter):
     def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Record that the head runs the last ``counts`` slots up to the root of each request."""
         for request, count in zip(requests, counts, strict=True):
-            if request.draft_backlog(1) > count:  # the ring lost older states: restart the draft
-                request.draft.start = max(request.cached_min + 1 - count, 1)
-            request.draft.reached_root(len(request.in_flight))
+            progress = self.progress(request)
+            if request.draft_backlog(1, progress) > count:  # the ring lost older states: restart the draft
+                progress.start = max(request.cached_min + 1 - count, 1)
+            progress.reached_root(len(request.in_flight))
 
     @abstractmethod
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
@@ -118,16 +125,21 @@ class StateDrafter(PagedDrafter):
 
     def _reachable(self, request: Request) -> int:
         """Return the number of slots up to the root that can run from the states in the ring."""
+        progress = self.progress(request)
         return min(
-            request.draft_backlog(1), STATE_RING_POSITIONS, max(request.cached_min - request.draft.features_from, 1)
+            request.draft_backlog(1, progress),
+            STATE_RING_POSITIONS,
+            max(request.cached_min - progress.features_from, 1),
         )
 
     def _runs_now(self, row: Row, tree: Tree) -> bool:
         if tree.drafted_depth > 0:
             return True
         request = row.request
-        is_behind = request.draft.lag >= STATE_RING_POSITIONS - MAX_RANKS
-        return is_behind and self.serves(request) and self.ready(request)
+        if not self.serves(request):
+            return False
+        is_behind = self.progress(request).lag >= STATE_RING_POSITIONS - MAX_RANKS
+        return is_behind and self.ready(request)
 
 
 class EagleDrafter(StateDrafter):
@@ -158,8 +170,8 @@ class EagleDrafter(StateDrafter):
         self._head, self._cache, self._state = head, cache, state
         self._ranking = Ranking(target_ids, sharpness)
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Draft the trees of the forest.
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Catch up to the root, and return the function that proposes tokens.
 
         Rows without a tree catch up too when they lag so far that the ring would soon lose the states they need.
         """
@@ -172,11 +184,13 @@ class EagleDrafter(StateDrafter):
             nonlocal hidden_RE
             hidden_RE = hidden_RE[level.source_R]
             if depth:
-                packed = level_pass(self._state, rows, level, depth, forest, self.last_position, first_slot=1)
+                packed = level_pass(
+                    self._state, rows, level, depth, forest, self.last_position, first_key=self.first_key
+                )
                 hidden_RE = self.node_states(hidden_RE, packed)
             return self.rank(hidden_RE, level.nodes, depth, sampler)
 
-        return draft_trees(rows, forest, self._state, expand)
+        return expand
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
@@ -196,7 +210,7 @@ class EagleDrafter(StateDrafter):
         counts = self.catch_up_counts(requests)
         self.record_catch_up(requests, counts)
         first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
-        packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_slot=1)
+        packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
         return roots_of(self.root_states(slots_T, index_T, packed), counts, drafting, len(rows))
 
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:

@@ -8,7 +8,7 @@ children.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
-from specdecode_worker.engine.drafts.drafter import Ranking, draft_trees
+from specdecode_worker.engine.drafts.drafter import Expand, Progress, Ranking, own_progress
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
@@ -44,6 +44,9 @@ class MedusaDrafter:
     Acceptance is exact, as for other methods; the typical acceptance of the paper would change the text.
     """
 
+    needs_passes: ClassVar[bool] = True
+    progress: Progress = staticmethod(own_progress)
+
     def __init__(
         self, heads: Heads, target_ids: Tensor | None, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
@@ -54,15 +57,13 @@ class MedusaDrafter:
 
     def ready(self, request: Request) -> bool:
         """Return whether the ring holds the target state that the heads need."""
-        return request.cached_min > request.draft.features_from
+        return request.cached_min > self.progress(request).features_from
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """Reset the lag of the rows; Medusa heads have no cache to fill."""
-        for row in rows:
-            row.request.draft.lag = 1
+        """Do nothing; Medusa heads have no cache to fill."""
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Draft the trees of the forest from the target states at the tokens before the roots."""
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Run the heads, and return the function that proposes tokens."""
         if not forest.levels:
             return None
         slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
@@ -70,11 +71,11 @@ class MedusaDrafter:
         logits_DBV = self._heads.logits(self.columns.of(self._state.aux(slots_B, parents_B)))
         for row, tree in zip(rows, forest.trees, strict=True):
             if tree.drafted_depth:
-                row.request.draft.reached_root(len(row.request.in_flight))
+                self.progress(row.request).reached_root(len(row.request.in_flight))
 
         def expand(depth: int, level: Level) -> Tensor:
             if depth >= len(logits_DBV):  # the tree is deeper than the number of heads
                 return torch.full((len(level.batch_R), MAX_RANKS), -1, device=level.batch_R.device)
             return self._ranking.of(logits_DBV[depth][level.batch_R], level.nodes, depth, sampler)
 
-        return draft_trees(rows, forest, self._state, expand)
+        return expand

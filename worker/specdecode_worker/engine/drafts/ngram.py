@@ -8,6 +8,7 @@ siblings. The search runs on the device, since the host's copy of the text may l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
-from specdecode_worker.engine.drafts.drafter import draft_trees
+from specdecode_worker.engine.drafts.drafter import Expand
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
@@ -26,6 +27,8 @@ from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 class NgramDrafter:
     """Drafter of the method ngram. It has no weights and no cache, and never needs to catch up."""
+
+    needs_passes: ClassVar[bool] = False
 
     def __init__(
         self, state: DeviceState, vocab_size: int, shortest: int, longest: int, *, host_is_current: bool
@@ -55,12 +58,10 @@ class NgramDrafter:
         return any(tokens[i : i + size] == last for i in range(len(tokens) - size))
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """Reset the lag of the rows; there is nothing to compute."""
-        for row in rows:
-            row.request.draft.lag = 1
+        """Do nothing; a lookup needs the text alone."""
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Draft the trees of the forest by lookup in the text of each request."""
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Return the function that looks tokens up in the text of each request."""
         if not forest.levels:
             return None
         slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
@@ -72,7 +73,7 @@ class NgramDrafter:
             suffix_RN = self._suffixes(forest.trees, level, slots_B, length_B)
             return lookup(text_RP, length_B[level.batch_R] + 1, suffix_RN, self._shortest, self._vocab_size)
 
-        return draft_trees(rows, forest, self._state, expand)
+        return expand
 
     def _suffixes(self, trees: tuple[Tree, ...], level: Level, slots_B: Tensor, length_B: Tensor) -> Tensor:
         """Return the last tokens up to each node, [R, longest]. Positions before the text repeat its first token."""

@@ -8,13 +8,14 @@ node are the continuations of the occurrences that agree with the path to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
-from specdecode_worker.engine.drafts.drafter import draft_trees
+from specdecode_worker.engine.drafts.drafter import Expand
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
@@ -27,6 +28,8 @@ from specdecode_worker.speculation.trees import Forest, Level
 
 class SuffixDrafter:
     """Drafter of the method suffix. It has no weights, and its answers are stored in host memory, within bounds."""
+
+    needs_passes: ClassVar[bool] = False
 
     def __init__(self, state: DeviceState, store: SuffixStore, *, host_is_current: bool) -> None:
         """Create a drafter.
@@ -53,12 +56,11 @@ class SuffixDrafter:
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Index the chunks, so that a long prompt is not indexed in one step."""
         for row in rows:
-            row.request.draft.lag = 1
             text = self._text(row.request)
             text.extend(row.request.tokens[text.length : row.start + row.count])
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Draft the trees of the forest from earlier occurrences of the ends of the texts."""
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Return the function that proposes tokens after earlier occurrences of the ends of the texts."""
         if not forest.levels:
             return None
         drafting = [b for b, tree in enumerate(forest.trees) if tree.expanded]
@@ -66,19 +68,21 @@ class SuffixDrafter:
         occurrences: dict[tuple[int, int], list[Occurrence]] = {
             (b, 0): self._text(rows[b].request).matches() for b in drafting
         }
+        slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
 
         def expand(depth: int, level: Level) -> Tensor:
             nodes = list(zip(level.batch_R.tolist(), level.node_R.tolist(), strict=True))
-            ranked = [rank(occurrences.get(node, ()))[:MAX_RANKS] for node in nodes]
-            children = zip(*(t.tolist() for t in (level.child_batch_C, level.child_node_C, level.child_source_C,
-                                                  level.child_rank_C)), strict=True)  # fmt: skip
-            for b, child, source, place in children:
-                if place < len(ranked[source]):
-                    occurrences[b, child] = following(occurrences[nodes[source]], ranked[source][place])
+            if depth:
+                slots_R = slots_B[level.batch_R]
+                tokens_R = self._state.tokens_SP[slots_R, self._state.length_S[slots_R] + level.node_R]
+                for (b, node), token in zip(nodes, tokens_R.tolist(), strict=True):
+                    before = occurrences[b, forest.trees[b].parents[node]]
+                    occurrences[b, node] = following(before, token) if before else []
+            ranked = [rank(occurrences[node])[:MAX_RANKS] for node in nodes]
             padded = [tokens + [-1] * (MAX_RANKS - len(tokens)) for tokens in ranked]
             return to_device(padded, self._state.length_S.device)
 
-        return draft_trees(rows, forest, self._state, expand)
+        return expand
 
     def record_end(self, request: Request) -> None:
         """Store the answer of a request that ends."""

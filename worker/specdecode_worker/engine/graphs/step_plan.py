@@ -172,7 +172,7 @@ class StepPlanner:
         paged = self._drafts.paged()
         if any(self._drafts.name_of(row.request) not in paged for row in drafted):
             return OutsideReason.METHOD
-        if len(running) > 1:
+        if len(running) > 1 or any(self._drafts.is_merged(row.request) for row in drafted):
             return OutsideReason.SEVERAL
         if not drafted:
             return OutsideReason.CATCH_UP if running else None
@@ -181,10 +181,9 @@ class StepPlanner:
     def _running(self, rows: Sequence[Row]) -> list[_Running]:
         """Return the drafts with a cache that run in a step, to draft or to catch up."""
         paged = self._drafts.paged()
-        names = [self._drafts.name_of(row.request) for row in rows] if paged else []
         running = []
         for name, drafter in paged.items():
-            mine = [b for b, owner in enumerate(names) if owner == name]
+            mine = [b for b, row in enumerate(rows) if self._drafts.serves(name, row.request)]
             behind = drafter.drafting([rows[b] for b in mine], [rows[b].tree for b in mine])
             if behind:
                 running.append(_Running(name, drafter, [mine[index] for index in behind]))

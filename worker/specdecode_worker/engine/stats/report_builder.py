@@ -92,6 +92,7 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
             accepted_tokens=statistics.accepted_tokens,
             plain_steps=statistics.plain_steps,
             acceptance=statistics.acceptance_cells(MAX_ACCEPTANCE_CELLS // share),
+            credit=statistics.credit_cells(MAX_ACCEPTANCE_CELLS // share),
             requests=statistics.request_cells(),
             steps=statistics.costs.cells(MAX_STEP_CELLS // share),
             traffic=statistics.traffic_cells(),

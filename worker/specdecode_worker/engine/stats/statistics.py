@@ -6,7 +6,7 @@ All counters only increase while the engine runs. Callers pass the time; no func
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -131,6 +131,7 @@ class Statistics:
     queue: Histogram = field(default_factory=lambda: Histogram.of("queue"))
     _named: set[str] = field(default_factory=set)
     _ranks: dict[AcceptanceCategory, RankCounts] = field(default_factory=dict)
+    _credit: dict[AcceptanceCategory, RankCounts] = field(default_factory=dict)
     _requests: dict[AcceptanceCategory, list[int]] = field(default_factory=dict)
     _traffic: dict[str, Traffic] = field(default_factory=dict)
 
@@ -154,11 +155,11 @@ class Statistics:
 
     def ranks(self, category: AcceptanceCategory) -> RankCounts:
         """Return the counters of ranks of a category, to be updated by the caller."""
-        labelled = self._labelled(category)
-        counts = self._ranks.get(labelled)
-        if counts is None:
-            counts = self._ranks[labelled] = RankCounts()
-        return counts
+        return self._rank_counts(self._ranks, category)
+
+    def credit(self, category: AcceptanceCategory) -> RankCounts:
+        """Return the counters of ranks in the own order of a merged draft, to be updated by the caller."""
+        return self._rank_counts(self._credit, category)
 
     def record_rank(self, category: AcceptanceCategory, depth: int, *, main: bool, rank: int) -> None:
         """Count the rank of the target's token among the draft's candidates at one depth.
@@ -188,18 +189,11 @@ class Statistics:
 
     def acceptance_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
         """Return the at most ``most`` acceptance cells with the highest counts, highest first."""
-        cells = [(category, *cell) for category, counts in self._ranks.items() for cell in counts.cells()]
-        return tuple(
-            AcceptanceCell(
-                draft=category.draft,
-                task=category.task,
-                sampled=category.sampled,
-                depth=depth,
-                parent="main" if main else "sibling",
-                ranks=tuple(ranks),
-            )
-            for category, depth, main, ranks in sorted(cells, key=lambda cell: -sum(cell[-1]))[:most]
-        )
+        return _cells(self._ranks, most)
+
+    def credit_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
+        """Return the at most ``most`` cells of `credit` with the highest counts, highest first."""
+        return _cells(self._credit, most)
 
     def request_cells(self) -> tuple[RequestCell, ...]:
         """Return the sums over finished requests by category."""
@@ -239,6 +233,13 @@ class Statistics:
             for task, traffic in self._traffic.items()
         )
 
+    def _rank_counts(self, counters: dict[AcceptanceCategory, RankCounts], category: AcceptanceCategory) -> RankCounts:
+        labelled = self._labelled(category)
+        counts = counters.get(labelled)
+        if counts is None:
+            counts = counters[labelled] = RankCounts()
+        return counts
+
     def _labelled(self, category: AcceptanceCategory) -> AcceptanceCategory:
         label = self._label(category.task)
         return category if label == category.task else category._replace(task=label)
@@ -255,6 +256,22 @@ class Statistics:
             return OTHER_TASK
         self._named.add(task)
         return task
+
+
+def _cells(counters: Mapping[AcceptanceCategory, RankCounts], most: int) -> tuple[AcceptanceCell, ...]:
+    """Return the at most ``most`` cells of the counters with the highest counts, highest first."""
+    cells = [(category, *cell) for category, counts in counters.items() for cell in counts.cells()]
+    return tuple(
+        AcceptanceCell(
+            draft=category.draft,
+            task=category.task,
+            sampled=category.sampled,
+            depth=depth,
+            parent="main" if main else "sibling",
+            ranks=tuple(ranks),
+        )
+        for category, depth, main, ranks in sorted(cells, key=lambda cell: -sum(cell[-1]))[:most]
+    )
 
 
 def _sum(name: LatencyName, parts: Iterable[Histogram]) -> Histogram:

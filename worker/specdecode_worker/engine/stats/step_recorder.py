@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.engine.stats.statistics import AcceptanceCategory, Statistics, Traffic
+from specdecode_worker.engine.stats.statistics import AcceptanceCategory, RankCounts, Statistics, Traffic
 from specdecode_worker.engine.stats.step_costs import StepSize
+from specdecode_worker.speculation.merge_order import Credit
 from specdecode_worker.speculation.shadow_scores import ShadowDraft, scores
 from specdecode_worker.speculation.trial_costs import BlockCosts
 
@@ -30,6 +31,8 @@ class RowResult(NamedTuple):
     depth_limit: int
     logprobs: tuple[Logprobs, ...] = ()
     """Log probabilities of each token, if requested."""
+    credits: tuple[Credit, ...] = ()
+    """Ranks of the tokens in the order of each draft, if the row's task merges drafts."""
 
 
 class StepRecorder:
@@ -106,16 +109,11 @@ class StepRecorder:
             self.block.end_step(concurrency, context, seconds)
 
     def _count_ranks(self, row: Row, result: RowResult, taken: int) -> None:
-        ranks = result.ranks[: min(len(result.tokens), taken)]
-        if not ranks or max(ranks) < 0:
-            return
-        counts, main, tree_ranks = self.statistics.ranks(category_of(row.request)), True, row.tree.ranks
-        levels = counts.levels(len(ranks), main=True)
-        for level, rank in enumerate(ranks):
-            if level and main and tree_ranks[result.path[level - 1]]:
-                main, levels = False, counts.levels(len(ranks), main=False)
-            if rank >= 0:
-                levels[level][rank] += 1
+        category, end = category_of(row.request), min(len(result.tokens), taken)
+        _count(self.statistics.ranks, category, row, result, result.ranks[:end])
+        for credit in result.credits:
+            own = category._replace(draft=credit.hash)
+            _count(self.statistics.credit, own, row, result, credit.ranks[:end])
 
     def _store_shadow(self, row: Row, result: RowResult, ranked_NK: list[list[int]]) -> None:
         # The request already includes the tokens of this step, so its root is that many tokens back.
@@ -146,6 +144,25 @@ class StepRecorder:
         elif tokens:
             traffic.itl.add((now - request.last_emit_seconds) / tokens, tokens)
         request.last_emit_seconds = now
+
+
+def _count(
+    counters: Callable[[AcceptanceCategory], RankCounts],
+    category: AcceptanceCategory,
+    row: Row,
+    result: RowResult,
+    ranks: Sequence[int],
+) -> None:
+    """Count the ranks of a row's tokens in a category, by depth and by whether their parent is on the main path."""
+    if not ranks or max(ranks) < 0:
+        return
+    counts, main, tree_ranks = counters(category), True, row.tree.ranks
+    levels = counts.levels(len(ranks), main=True)
+    for level, rank in enumerate(ranks):
+        if level and main and tree_ranks[result.path[level - 1]]:
+            main, levels = False, counts.levels(len(ranks), main=False)
+        if rank >= 0:
+            levels[level][rank] += 1
 
 
 def category_of(request: Request) -> AcceptanceCategory:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from specdecode_worker.engine.drafts.merged.own_ranks import OwnRanks
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.shape_selector import Choice
@@ -32,6 +33,8 @@ class QueuedRows:
     """Logprobs of emitted tokens."""
     prompt_logprobs: RowLogprobs | None = None
     """Logprobs of prompt tokens."""
+    own_ranks: OwnRanks | None = None
+    """Ranked tokens of each draft; None if no task of the step merges drafts."""
     draft_seconds: float = 0.0
     """Duration of drafting."""
 
@@ -58,6 +61,11 @@ class QueuedRows:
                 ranked_NK=ranked[b] if ranked is not None and not row.is_chunk else None,
                 depth_limit=depth_limits[b],
                 logprobs=tuple(logprobs[b][: len(texts[b])]) if b in logprobs else (),
+                credits=(
+                    self.own_ranks.credit(b, path[b], texts[b], ranks[b], depth_limits[b])
+                    if self.own_ranks is not None and not row.is_chunk
+                    else ()
+                ),
             )
             for b, row in enumerate(self.rows[: len(emitted)])
         ]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
+from specdecode_worker.engine.drafts.merged.own_ranks import OwnRanks
+from specdecode_worker.engine.drafts.merged.step_proposals import Proposed
 from specdecode_worker.engine.graphs.feature_tables import HostMasks
 from specdecode_worker.engine.graphs.step_graphs import Proposals, ReadyStep, StepGraphs
 from specdecode_worker.engine.guided_trees import given_tokens
@@ -101,29 +103,30 @@ class StepLauncher:
     ) -> QueuedRows:
         """Queue decoding rows as one captured CUDA graph, behind the passes of drafts that the graph does not have."""
         assert self._graphs is not None, "a planned step has graphs"
-        proposals, draft_seconds = None, 0.0
+        proposals, own, draft_seconds = None, None, 0.0
         if ready.plan.outside is not None:
-            proposals = self._propose(rows[: ready.decoding])
+            proposals, own = self._propose(rows[: ready.decoding])
             draft_seconds = self._phases.lap("draft")
         cuts = depth_limits[: ready.decoding] if self.synthetic.cuts else None
         done = self._graphs.replay(ready, rows, cuts, ranked=choice.shadow_passes > 0, proposals=proposals)
         self._phases.lap("verify")
-        return replace(done, draft_seconds=draft_seconds) if draft_seconds else done
+        return replace(done, own_ranks=own, draft_seconds=draft_seconds or done.draft_seconds)
 
-    def _propose(self, rows: tuple[Row, ...]) -> Proposals:
+    def _propose(self, rows: tuple[Row, ...]) -> tuple[Proposals, OwnRanks | None]:
         """Run the drafts of decoding rows before a graph verifies, and compute the masks of rows with a grammar."""
         forest = forest_of(tuple(row.tree for row in rows), self._device)
         sampler, masks = self._sampler_of(rows, forest, self._target.roots(rows))
         self._write_given_tokens(rows)
-        ranked_BNK = self._drafts.propose(rows, forest, sampler)
+        proposed = self._drafts.propose(rows, forest, sampler)
+        own = proposed.own.on_host() if proposed.own is not None else None
         if masks is None:
-            return Proposals(ranked_BNK)
+            return Proposals(proposed.ranked_BNK), own
         masks.load_tokens()
         rows_BN, table_NW = masks.verified()
         packed = [
             row for tree, nodes in zip(forest.trees, rows_BN.tolist(), strict=True) for row in nodes[: tree.verified]
         ]
-        return Proposals(ranked_BNK, HostMasks(packed, table_NW))
+        return Proposals(proposed.ranked_BNK, HostMasks(packed, table_NW)), own
 
     def _run(
         self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...], *, draft_prefill: bool
@@ -136,7 +139,8 @@ class StepLauncher:
         sampler, masks = self._sampler_of(emitting, forest, roots_C)
         self._write_given_tokens(emitting)
         phases.lap("bookkeeping")
-        ranked_BNK = self._drafts.propose(emitting, forest, sampler) if emitting else None
+        proposed = self._drafts.propose(emitting, forest, sampler) if emitting else Proposed()
+        ranked_BNK = proposed.ranked_BNK
         if masks is not None:
             masks.load_tokens()
         draft_seconds = phases.lap("draft")
@@ -163,6 +167,7 @@ class StepLauncher:
             host_copy=host_copy,
             output_logprobs=output_logprobs,
             prompt_logprobs=prompt_logprobs,
+            own_ranks=proposed.own.on_host() if proposed.own is not None else None,
             draft_seconds=draft_seconds,
         )
 

@@ -27,7 +27,7 @@ def device_state() -> DeviceState:
 
 def test_requests_restart_with_a_draft_of_the_same_hash() -> None:
     registry = DraftRegistry({"": loaded("h")}, device_state(), 8)
-    requests: list[Any] = [SimpleNamespace(draft=DraftProgress(name), cached=5) for name in ("h", "other")]
+    requests: list[Any] = [SimpleNamespace(draft=DraftProgress(name), merged={}, cached=5) for name in ("h", "other")]
     registry.replace("", loaded("h"), requests)
     assert [request.draft.draft for request in requests] == ["", "other"]
 

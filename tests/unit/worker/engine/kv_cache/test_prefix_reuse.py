@@ -336,9 +336,9 @@ def test_the_draft_never_writes_into_a_reused_prefix() -> None:
     one.prefix = one.cached = 32
     one.in_flight.extend([8, 7])
     one.draft.lag = 8
-    assert one.cached_min + 1 - one.draft_backlog(1) == 32
+    assert one.cached_min + 1 - one.draft_backlog(1, one.draft) == 32
     one.prefix = 0
-    assert one.draft_backlog(1) == 8
+    assert one.draft_backlog(1, one.draft) == 8
 
 
 def test_the_simulated_device_distinguishes_prompts() -> None:

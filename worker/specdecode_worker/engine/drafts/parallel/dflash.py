@@ -21,7 +21,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
 from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass
-from specdecode_worker.engine.drafts.drafter import Ranking, draft_trees
+from specdecode_worker.engine.drafts.drafter import Expand, Ranking
 from specdecode_worker.engine.drafts.eagle import StateDrafter
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
@@ -52,8 +52,11 @@ class DFlashDrafter(StateDrafter):
         self._head, self._cache, self._state = head, cache, state
         self._ranking = Ranking(head.target_ids, sharpness)
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Draft the trees of the forest, and catch up rows without a tree as EAGLE heads do."""
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Run the block, and return the function that proposes tokens.
+
+        Rows without a tree catch up as those of EAGLE heads do.
+        """
         behind = self.drafting(rows, forest.trees)
         if not behind:
             return None
@@ -73,7 +76,7 @@ class DFlashDrafter(StateDrafter):
         def expand(depth: int, level: Level) -> Tensor:
             return self._ranking.of(logits_PV[first_B[level.batch_R] + depth], level.nodes, depth, sampler)
 
-        return draft_trees(rows, forest, self._state, expand)
+        return expand
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         raise NotImplementedError(_NOT_CAPTURED)
@@ -89,7 +92,7 @@ class DFlashDrafter(StateDrafter):
         counts = self.catch_up_counts(requests)
         self.record_catch_up(requests, counts)
         first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
-        packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_slot=1)
+        packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
         self._fused(self._state.aux(slots_T, index_T - 1), packed)
 
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:

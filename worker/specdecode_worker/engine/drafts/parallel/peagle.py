@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass
-from specdecode_worker.engine.drafts.drafter import draft_trees
+from specdecode_worker.engine.drafts.drafter import Expand
 from specdecode_worker.engine.drafts.eagle import EagleDrafter, Head
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
@@ -91,8 +91,11 @@ class PEagleDrafter(EagleDrafter):
         super().__init__(head, target_ids, cache, state, positions, sharpness)
         self._masked_head = head
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Draft the trees of the forest, and catch up rows without a tree as EagleDrafter does."""
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Run the pass, and return the function that proposes tokens.
+
+        Rows without a tree catch up as those of EAGLE heads do.
+        """
         drafting = self.drafting(rows, forest.trees)
         if not drafting:
             return None
@@ -108,13 +111,13 @@ class PEagleDrafter(EagleDrafter):
         def expand(depth: int, level: Level) -> Tensor:
             return self._ranking.of(logits_PV[roots_B[level.batch_R] + depth], level.nodes, depth, sampler)
 
-        return draft_trees(rows, forest, self._state, expand)
+        return expand
 
     def _run(self, slots: _Slots) -> Tensor:
         """Run the head over the slots and return its hidden states [T, E]."""
         state = self._state
         first_B, _, _ = catch_up_runs(state, slots.requests, slots.committed)
-        packed = causal_pass(state, slots.requests, slots.counts, first_B, self.last_position, first_slot=1)
+        packed = causal_pass(state, slots.requests, slots.counts, first_B, self.last_position, first_key=self.first_key)
         masked_T = to_device(slots.is_masked, first_B.device)
         packed = _with_masks(packed, slots, masked_T, self._masked_head.config.mask_token_id)
         sequence_T, row_T = spread(slots.counts, first_B.device)

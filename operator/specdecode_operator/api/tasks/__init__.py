@@ -1,0 +1,1 @@
+"""Tasks of a deployment, and the drafts that they use."""

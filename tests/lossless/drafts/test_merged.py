@@ -1,0 +1,196 @@
+"""Several drafts propose into one tree, and the text stays that of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from char_tokenizer import END, tokenizer_json
+from msgspec import structs
+
+from specdecode_worker.contract import DraftState, MergedDraft, TaskMatch, TreeShape
+from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.graphs.step_plan import OutsideReason
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.guided.grammars import choice_grammar, regex_grammar
+
+MIX = [TreeShape.parse(text) for text in ("chain:3", "tree:3,2,1", "none", "tree:4", "chain:1")]
+TOKENS = 40
+DRAFTS = {
+    "head-lookup": ["copy", "ngram"],
+    "head-suffix": ["eagle3", "suffix"],
+    "block-lookup": ["dflash", "ngram-blind"],
+    "medusa-lookup": ["medusa", "ngram"],
+    "model-both": ["foreign-model", "ngram", "suffix"],
+    "suffix-lookup": ["suffix", "ngram"],
+    "two-heads": ["eagle3", "copy"],
+    "head-model-lookup": ["eagle3", "draft-model", "ngram"],
+    "blocks": ["dflash", "peagle"],
+}
+
+
+def tasks_of(drafts: Sequence[str], count: int = 1, depth: int = 8) -> tuple[TaskMatch, ...]:
+    """Return tasks whose trees merge all drafts of an engine."""
+    merge = tuple(MergedDraft(draft=f"d{i}", depth=depth) for i in range(1, len(drafts)))
+    return tuple(TaskMatch(name=f"t{i}", merge=merge) for i in range(count))
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_mixed_shapes_equal_plain_decoding(make_engine: Any, lossless: Any, drafts: list[str], pipelined: bool) -> None:
+    """The text is the same with few slots and blocks, prompt chunks and a different shape for every request."""
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=len(MIX)) for i in range(10)]
+    names = [f"{name}-blind" if pipelined and name in ("ngram", "suffix") else name for name in drafts]
+    engine = make_engine(names, max_num_seqs=5, blocks=14, budget=40, pipelined=pipelined)
+    engine.set_plan(plan_of(MIX, tasks=tasks_of(drafts, len(MIX))))
+    assert texts(engine, requests) == texts(make_engine(None), requests)
+    report = engine.report()
+    assert engine.preemptions > 0
+    assert {cell.draft for cell in report.acceptance} == {"d"}
+    hits = {cell.draft: 0 for cell in report.credit}
+    for cell in report.credit:
+        hits[cell.draft] += sum(cell.ranks[:-1])
+    assert set(hits) == {"d", *(f"{i}" for i in range(1, len(drafts)))}
+    assert min(hits.values()) > 0
+
+
+@pytest.mark.parametrize("drafts", [["copy", "ngram-blind"], ["eagle3", "suffix-blind"]], ids=["lookup", "suffix"])
+def test_graphs_verify_merged_trees(make_engine: Any, lossless: Any, drafts: list[str]) -> None:
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(6)]
+    reports, emitted = [], [texts(make_engine(None), requests)]
+    for graphs in ((), (1, 2, 4, 8)):
+        engine = make_engine(drafts, graphs=graphs)
+        engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(drafts, 2)))
+        emitted.append(texts(engine, requests))
+        reports.append(engine.report())
+        if graphs:
+            assert set(engine._graphs.outside) == {OutsideReason.SEVERAL}
+    assert emitted[1] == emitted[2] == emitted[0]
+    assert reports[0].accepted_tokens == reports[1].accepted_tokens > 0
+    assert reports[0].acceptance == reports[1].acceptance
+    assert reports[0].credit == reports[1].credit
+
+
+def recorded(rank: Any, depths: set[int]) -> Any:
+    """Return the function ``rank`` of a drafter, which then adds its depths to ``depths``."""
+
+    def ranked(hidden: Any, at: Any, depth: int, sampler: Any) -> Any:
+        depths.add(depth)
+        return rank(hidden, at, depth, sampler)
+
+    return ranked
+
+
+def test_merged_drafts_accept_more_than_each_alone(make_engine: Any, lossless: Any) -> None:
+    """Half of the requests come again, so that suffix decoding knows their answers, and the head drafts the others."""
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(6)]
+    again = [structs.replace(request, request_id=f"again-{request.request_id}") for request in requests[:3]]
+    rates, depths = [], set[int]()
+    for drafts in (["copy"], ["suffix"], ["copy", "suffix"]):
+        engine = make_engine(drafts)
+        if len(drafts) > 1:
+            head = engine._drafts._drafts[""].drafter
+            head.rank = recorded(head.rank, depths)
+        engine.set_plan(plan_of([TreeShape.chain(2)], tasks=tasks_of(drafts)))
+        texts(engine, requests)
+        texts(engine, again)
+        report = engine.report()
+        (cell,) = (cell for cell in report.tasks if cell.task == "t0")
+        rates.append(cell.decode_tokens / cell.decode_steps)
+    assert rates[2] > 1.2 * max(rates[:2])
+    passes = {cell.draft_passes for cell in report.steps if not cell.prefill}
+    assert passes <= {0, 2}, "the extension by suffix decoding needs no pass"
+    assert depths == {0, 1}, "the head drafts the planned chain of two alone"
+
+
+@pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
+@pytest.mark.parametrize("draft", ["suffix", "copy", "draft-model", "dflash", "medusa"])
+def test_equal_drafts_get_equal_credit(make_engine: Any, lossless: Any, draft: str, graphs: tuple[int, ...]) -> None:
+    """Both have the acceptance of the draft alone: a merged head follows the text, also after preemptions."""
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(6)]
+    cells = []
+    for drafts in ([draft], [draft, draft]):
+        engine = make_engine(drafts, max_num_seqs=4, blocks=12, budget=30, prefix_caching=False, graphs=graphs)
+        engine.set_plan(plan_of([TreeShape.parse("tree:3,2"), MIX[0]], tasks=tasks_of(drafts, 2, depth=0)))
+        texts(engine, requests)
+        report = engine.report()
+        cells.append(sorted((c.task, c.sampled, c.depth, c.parent, c.ranks) for c in report.acceptance))
+        assert engine.preemptions > 0
+    for name in ("d", "1"):
+        own = sorted((c.task, c.sampled, c.depth, c.parent, c.ranks) for c in report.credit if c.draft == name)
+        assert own == cells[1] == cells[0]
+    assert sum(sum(ranks[:-1]) for *_, ranks in cells[0]) > 0
+
+
+def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, lossless: Any, drafter: Any) -> None:
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=2) for i in range(6)]
+    engine = make_engine(["eagle3", "ngram"])
+    engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(["", ""], 2)))
+    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    steps = 0
+    while not engine.idle:
+        new, steps = engine.step(), steps + 1
+        swap = {5: ("d1", "suffix", "s"), 9: ("", "copy", "new"), 14: ("d1", "ngram", "n")}.get(steps)
+        if swap is not None:
+            name, method, identity = swap
+            new += engine.set_draft(name, LoadedDraft(drafter(engine, method), DraftState(hash=identity)))
+            engine.set_plan(plan_of(MIX[:2], version=steps, draft=engine.draft.hash, tasks=tasks_of(["", ""], 2)))
+        for tokens in new:
+            tokens_by_request[tokens.request_id] += tokens.tokens
+    assert tokens_by_request == texts(make_engine(None), requests)
+    assert {cell.draft for cell in engine.report().credit} >= {"d", "1", "s", "new", "n"}
+
+
+@pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
+def test_answers_that_follow_a_grammar(make_engine: Any, lossless: Any, graphs: tuple[int, ...]) -> None:
+    plan_of, submit, _ = lossless
+    compiler = GrammarCompiler(tokenizer_json, 61, (END,))
+    grammars = [regex_grammar(r"[a-f]{3,9}(-[0-9]{2})+"), choice_grammar(["abcabc", "abcd", "true", "name"]), ""]
+    requests = [submit(i, sampled=i % 2 == 0, tokens=24, shapes=2) for i in range(6)]
+    guided = [
+        structs.replace(request, sampling=structs.replace(request.sampling, grammar=grammars[i % 3]))
+        for i, request in enumerate(requests)
+    ]
+    texts: list[dict[str, list[int]]] = []
+    for drafts in ([], ["copy", "ngram", "eagle3"]):
+        engine = make_engine(drafts, grammars=compiler, eos_token_ids=(END,), graphs=graphs)
+        engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(drafts, 2, depth=6)))
+        texts.append({request.request_id: [] for request in guided})
+        for request in guided:
+            engine.add(request)
+        while not engine.idle:
+            for new in engine.step():
+                assert new.finish in (None, "stop", "length"), new.error
+                texts[-1][new.request_id] += new.tokens
+    assert texts[1] == texts[0]
+    assert len(engine.report().credit) > 0
+
+
+def test_cached_prefixes_are_reused(make_engine: Any, lossless: Any) -> None:
+    """A merged head does not see the keys of a prefix that another request computed, and follows the text behind it."""
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(3, 6)]
+    again = [structs.replace(request, request_id=f"again-{request.request_id}") for request in requests]
+    engine = make_engine(["copy", "eagle3", "ngram"])
+    engine.set_plan(plan_of(MIX[1:2], tasks=tasks_of(["", "", ""])))
+    first, second = texts(engine, requests), texts(engine, again)
+    assert list(first.values()) == list(second.values()) == list(texts(make_engine(None), requests).values())
+    assert engine.report().prefix_hit_tokens > 0
+
+
+def test_an_own_draft_that_is_not_loaded_merges_nothing(make_engine: Any, lossless: Any) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine(["copy", "ngram"])
+    del engine._drafts._drafts[""]
+    engine.set_plan(plan_of(MIX[:1], tasks=tasks_of(["", ""])))
+    requests = [submit(i, sampled=False, tokens=8) for i in range(2)]
+    assert texts(engine, requests) == texts(make_engine(None), requests)
+    assert engine.report().drafts == 0

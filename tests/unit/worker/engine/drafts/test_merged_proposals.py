@@ -1,0 +1,78 @@
+"""Candidates of several drafts behind one node, the credit of each draft, and the drafts of a task."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdecode_worker.contract import MAX_RANKS, MergedDraft, TaskMatch
+from specdecode_worker.engine.drafts.merged.own_ranks import OwnRanks, Proposer
+from specdecode_worker.engine.drafts.merged.proposals import first_distinct
+from specdecode_worker.engine.drafts.merged.task_drafts import TaskDrafts
+
+MISS = MAX_RANKS
+HEAD, LOOKUP = Proposer("", "h", 0), Proposer("lookup", "l", 1)
+
+
+def test_equal_tokens_are_one_candidate() -> None:
+    tokens = torch.tensor([[5, 5, -1, 7, 5, 2], [-1, -1, -1, -1, -1, 9], [1, 2, 3, 4, 5, 6], [-1] * 6])
+    assert first_distinct(tokens, 3).tolist() == [[5, 7, 2], [9, -1, -1], [1, 2, 3], [-1, -1, -1]]
+
+
+def own_ranks() -> OwnRanks:
+    ranked = torch.full((2, 2, 4, MAX_RANKS), -1)
+    ranked[0, 1, 0, :2] = torch.tensor([11, 12])
+    ranked[0, 1, 2, :2] = torch.tensor([21, 22])
+    ranked[1, 1, 0, :2] = torch.tensor([12, 13])
+    ranked[1, 1, 2, :1] = torch.tensor([30])
+    return OwnRanks({0: (), 1: (HEAD, LOOKUP)}, ranked)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "path", "limit", "wanted"),
+    [
+        ([12, 21, 4], [2, 3], 2, ([1, 0, -1], [0, MISS, -1])),
+        ([12], [], 2, ([1], [0])),
+        ([13], [], 2, ([MISS], [1])),
+        ([12, 21], [2], 1, ([1, MISS], [0, MISS])),
+        ([12], [], 0, ([MISS], [MISS])),
+    ],
+    ids=["path", "root", "one draft", "cut", "cut at the root"],
+)
+def test_a_node_counts_for_each_draft_that_proposed_it(
+    tokens: list[int], path: list[int], limit: int, wanted: tuple[list[int], list[int]]
+) -> None:
+    credits = own_ranks().credit(1, path, tokens, [0] * len(tokens), limit)
+    assert [(one.draft, one.hash) for one in credits] == [("", "h"), ("lookup", "l")]
+    assert tuple(one.ranks for one in credits) == wanted
+    assert own_ranks().credit(0, path, tokens, [0] * len(tokens), limit) == ()
+
+
+def test_a_draft_that_proposed_alone_has_the_ranks_of_the_row() -> None:
+    alone = OwnRanks({0: (LOOKUP,)}, None)
+    assert [(one.hash, list(one.ranks)) for one in alone.credit(0, [1, 0], [4, 9], [0, MISS, -1], 5)] == [
+        ("l", [0, MISS])
+    ]
+
+
+def test_tasks_merge_drafts_that_can_run() -> None:
+    tasks = TaskDrafts("", {"", "head", "lookup"}.__contains__)
+    merge = tuple(MergedDraft(draft=name) for name in ("lookup", "head"))
+    tasks.set_tasks([TaskMatch(name="a", draft="head", merge=merge), TaskMatch(name="b", draft="gone", merge=merge[:1]),
+                     TaskMatch(name="c", merge=(MergedDraft(draft="gone"),))])  # fmt: skip
+    assert [tasks.name(task) for task in "abcd"] == ["head", "", "", ""]
+    assert [[one.draft for one in tasks.merged(task)] for task in "abcd"] == [["lookup"], ["lookup"], [], []]
+    assert [tasks.serves("lookup", task) for task in "abcd"] == [True, True, False, False]
+    assert not TaskDrafts("", lambda name: True, merges=False).merges
+
+
+def test_nothing_is_merged_with_a_draft_that_cannot_run() -> None:
+    tasks = TaskDrafts("", {"lookup"}.__contains__)
+    tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])
+    assert (tasks.name("a"), tasks.merged("a"), tasks.serves("lookup", "a")) == ("", (), False)
+
+
+def test_a_sampler_of_one_draft_merges_nothing() -> None:
+    tasks = TaskDrafts("", lambda name: True, merges=False)
+    tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])
+    assert (tasks.merges, tasks.merged("a")) == (False, ())

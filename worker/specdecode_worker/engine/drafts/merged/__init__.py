@@ -1,0 +1,1 @@
+"""Merged drafts: several drafts that propose into the tree of one request."""
