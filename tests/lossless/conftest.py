@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -60,6 +61,9 @@ from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 from specdecode_worker.speculation.suffix_store import SuffixStore
+
+if TYPE_CHECKING:  # of the folder that is added to the path below
+    from own_drafts import OwnDrafts
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
@@ -128,10 +132,14 @@ class Pair:
     medusa: MedusaHeads
     permuted: Llama
     foreign: Llama
+    own: OwnDrafts
+    """Draft processes, which all engines share."""
 
 
 @pytest.fixture(scope="session")
-def pair() -> Pair:
+def pair() -> Iterator[Pair]:
+    from own_drafts import OwnDrafts
+
     torch.set_num_threads(1)
     torch.manual_seed(3)
     shape = {
@@ -168,7 +176,9 @@ def pair() -> Pair:
     medusa = MedusaHeads(heads).double().requires_grad_(False)
     noised = NoisedCopy(target, noise=0.03)
     others = (with_permuted_ids(noised.llama, known) for known in (VOCABULARY, VOCABULARY - 12))
-    return Pair(config, target, noised, eagle, peagle, dflash, eagle1, medusa, *others)
+    own = OwnDrafts()
+    yield Pair(config, target, noised, eagle, peagle, dflash, eagle1, medusa, *others, own)
+    own.close()
 
 
 def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafter:
@@ -197,6 +207,10 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
             return ModelDrafter(pair.permuted, vocabulary, cache(layers), state)
         case "foreign-model":
             return ModelDrafter(pair.foreign, vocabulary, cache(layers), state)
+        case "own-eagle3":
+            return pair.own.drafter(name, pair.eagle, vocabulary, state)
+        case "own-model":
+            return pair.own.drafter(name, pair.copy.llama, vocabulary, state)
         case "ngram":
             return NgramDrafter(state, vocabulary, 1, 4, host_is_current=True)
         case "ngram-blind":

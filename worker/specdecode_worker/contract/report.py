@@ -178,7 +178,10 @@ class DraftState(Received):
     uri: str = ""
     quantization: DraftQuantization | None = None
     problem: str | None = None
-    """Reason why the draft was not loaded at start, naming the file or tensor. The worker serves without it."""
+    """Reason why the draft was not loaded at start, naming the file or tensor, or why its process is gone now.
+
+    The worker serves without it.
+    """
     pending: PendingDraft | None = None
     """Draft that is being loaded to replace this one."""
     swap_problem: str | None = None

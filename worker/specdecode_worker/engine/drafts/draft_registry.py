@@ -19,7 +19,7 @@ from specdecode_worker.contract import DraftConfig, DraftState, TaskMatch
 from specdecode_worker.engine.drafts.aux_hidden_states import columns_of, union_reads
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
-from specdecode_worker.engine.drafts.drafter import AnswerReader, Drafter, PagedDrafter
+from specdecode_worker.engine.drafts.drafter import AnswerReader, Drafter, PagedDrafter, RestartedDrafter
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import AuxStates, DeviceState
@@ -117,6 +117,8 @@ class DraftRegistry:
     def reported(self, name: str = DEFAULT_DRAFT, swaps: Mapping[str, SwapStatus] = NO_SWAPS) -> DraftState:
         """Return the state of the draft of this name with its swap, if there is one."""
         state = self.state(name)
+        if name in self._drafts and isinstance(drafter := self._drafts[name].drafter, RestartedDrafter):
+            state = state.model_copy(update={"problem": drafter.problem or None})
         if (swap := swaps.get(name)) is None:
             return state
         return state.model_copy(update={"name": name, "pending": swap.pending, "swap_problem": swap.problem})
@@ -207,6 +209,21 @@ class DraftRegistry:
                 request.draft.features_from = request.cached
             if request.draft.draft == replaced:
                 request.draft.draft = ""  # the cache of the new draft is empty, even if it has the same hash
+
+    def take_restarted(self, requests: Iterable[Request]) -> list[str]:
+        """Begin to use draft processes that were started again, and return the hashes of their drafts.
+
+        Their progress in all requests restarts, and their keys in cached prefixes must be invalidated.
+        """
+        restarted = [
+            loaded.state.hash
+            for loaded in self._drafts.values()
+            if isinstance(loaded.drafter, RestartedDrafter) and loaded.drafter.take_restarted()
+        ]
+        for request in requests if restarted else ():
+            if request.draft.draft in restarted:
+                request.draft.draft = ""
+        return restarted
 
     def _align(self) -> None:
         self.reads = union_reads(loaded.drafter.reads for loaded in self._drafts.values())

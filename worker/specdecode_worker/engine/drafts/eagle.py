@@ -92,6 +92,10 @@ class StateDrafter(PagedDrafter):
                 self._state, requests, [count for _, count, _ in chunks], first_B, self.last_position, first_slot=1
             )
             self._fused(torch.cat(parts), packed)
+        self.record_prefill(rows)
+
+    def record_prefill(self, rows: Sequence[Row]) -> None:
+        """Record that the head has run over these chunks."""
         for row in rows:
             if row.request.draft.lag > 1:  # the head has not run over the prompt so far
                 row.request.draft.start = max(row.start, 1)

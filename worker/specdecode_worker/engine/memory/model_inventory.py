@@ -62,16 +62,20 @@ def take_inventory(
     target = prepared.network
     part = target if ranks == 1 else split_network(target.config, Shard(0, ranks))
     drafts = _drafts(config, resolve, target, folder)
-    models = [(name, one, kind) for name, one, kind in drafts if not isinstance(one, DraftMismatch)]
+    models = [(name, one, draft) for name, one, draft in drafts if not isinstance(one, DraftMismatch)]
     misfits = [one for _, one, _ in drafts if isinstance(one, DraftMismatch)]
+    own = sum(draft.placement == "own" for *_, draft in models)
+    # The processes of drafts on a CPU share its memory with the target.
+    here = [one for one in models if device.type == "cpu" or one[2].placement == "shared"]
     budget = Budget(
         device=memory or device_memory(device, ranks),
         bounds=bounds_of(config, target.config.max_position_embeddings),
         target=network_of("target", part, dtype, device, config.model.quantization, draft=False),
-        drafts=tuple(network_of(name, model, dtype, device, kind) for name, model, kind in models),
+        drafts=tuple(network_of(name, model, dtype, device, draft.quantization) for name, model, draft in here),
         aux_size=union_reads(model.reads for _, model, _ in models if not isinstance(model, Llama)).width(
             target.config.hidden_size
         ),
+        draft_processes=own if device.type == "cpu" else 0,
     )
     return Inventory(
         budget=budget,
@@ -90,9 +94,9 @@ class DraftMismatch:
 
 def _drafts(
     config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path
-) -> list[tuple[str, Draft | DraftMismatch, DraftQuantization | None]]:
-    """Return (name, network or misfit, quantization) of every configured draft that has weights."""
-    drafts: list[tuple[str, Draft | DraftMismatch, DraftQuantization | None]] = []
+) -> list[tuple[str, Draft | DraftMismatch, DraftConfig]]:
+    """Return (name, network or misfit, configuration) of every configured draft that has weights."""
+    drafts: list[tuple[str, Draft | DraftMismatch, DraftConfig]] = []
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
         if draft.uri is None or draft.method == "ngram" or draft.method == "suffix" or draft.method == "none":
             continue
@@ -100,11 +104,11 @@ def _drafts(
         try:
             expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = build_meta_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
-            drafts.append((name, model, draft.quantization))
+            drafts.append((name, model, draft))
         except BaseException as error:  # a panic of a Rust library is not an Exception
             reason = describe_failure(error, where)
             problem = reason if name == "draft" else f"{name}: {reason}"
-            drafts.append((name, DraftMismatch(problem, draft.required), None))
+            drafts.append((name, DraftMismatch(problem, draft.required), draft))
     return drafts
 
 
