@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from specdecode_operator.api.schema import URI_FORMS, Api, ModelUri, rule, rules
-from specdecode_worker.contract import DRAFT_FREE, WITH_MLP, DraftQuantization, Method, TaskName
+from specdecode_worker.contract import DRAFT_FREE, PLACEABLE, WITH_MLP, DraftQuantization, Method, TaskName
 
 _QUANTIZATION = (
     "Quantization of the weights of the draft's MLPs and head (int4: a head of int8). Absent: weights are of the "
@@ -28,12 +28,26 @@ class DraftSpec(Api):
         examples=["hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"],
     )
     quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
+    placement: Literal["Shared", "Own"] = Field(
+        default="Shared",
+        description="Device of the draft. Shared: that of the target, the first of several. Own: a process of its own, "
+        "on a device of its own where workers have an accelerator, of which a pod then requests one more; a resource "
+        "claim must bring it. Own is for the methods eagle3, eagle and draft-model, and needs engine.sampler coupled. "
+        "Drafts of speculation.drafts are always Shared.",
+    )
+
+    @property
+    def is_own(self) -> bool:
+        """True if the draft runs on a device of its own."""
+        return self.placement == "Own"
 
 
 DRAFT_RULE = "(self.method in ['ngram', 'suffix', 'none']) != has(self.{field})"
 DRAFT_MESSAGE = "{field} is needed by every method but ngram, suffix and none, and only by those"
 _MLP = "self.method in ['eagle3', 'peagle', 'dflash', 'eagle', 'draft-model']"
 _MLP_MESSAGE = f"quantization is for drafts of methods {', '.join(WITH_MLP)}; the others have no MLP"
+_PLACEABLE = f"self.method in {list(PLACEABLE)}"
+_PLACEABLE_MESSAGE = f"draft.placement Own is for methods {', '.join(PLACEABLE)}"
 
 
 class NamedDraftSpec(Api):
@@ -194,6 +208,10 @@ class SpeculationSpec(Api):
             rule(DRAFT_RULE.format(field="draft"), DRAFT_MESSAGE.format(field="draft.uri")),
             rule(f"!has(self.draft) || !has(self.draft.quantization) || {_MLP}", _MLP_MESSAGE),
             rule(
+                f"!has(self.draft) || !has(self.draft.placement) || self.draft.placement == 'Shared' || {_PLACEABLE}",
+                _PLACEABLE_MESSAGE,
+            ),
+            rule(
                 "self.drafts.all(one, self.drafts.exists_one(other, other.name == one.name))",
                 "every draft needs a name of its own",
             ),
@@ -264,6 +282,8 @@ class SpeculationSpec(Api):
             raise ValueError(DRAFT_MESSAGE.format(field="draft.uri"))
         if self.draft and self.draft.quantization and self.method not in WITH_MLP:
             raise ValueError(_MLP_MESSAGE)
+        if self.draft and self.draft.is_own and self.method not in PLACEABLE:
+            raise ValueError(_PLACEABLE_MESSAGE)
         names = [draft.name for draft in self.drafts]
         if len(set(names)) < len(names):
             raise ValueError("every draft needs a name of its own")

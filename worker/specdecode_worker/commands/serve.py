@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from specdecode_worker.commands.common.flags import (
     add_model_flags,
+    add_placement_flag,
     add_shape_flags,
     default_by_device,
     method_and_draft,
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The operator refuses flags that it sets itself by their whole names.
     parser.allow_abbrev = False
     add_model_flags(parser)
+    add_placement_flag(parser)
     add_shape_flags(parser)
     parser.add_argument("--speculative-config", metavar="JSON", help="vLLM's form of --method, --draft and --depth")
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the last part of --model")
@@ -176,7 +178,13 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
                 max_model_len=args.max_model_len,
             ),
             draft=DraftConfig.model_validate(
-                {"method": method, "uri": draft, "quantization": args.draft_quantization, **lookup}
+                {
+                    "method": method,
+                    "uri": draft,
+                    "quantization": args.draft_quantization,
+                    "placement": args.draft_placement,
+                    **lookup,
+                }
             ),
             engine=EngineConfig(**_named(args, EngineConfig)),
             server=ServerConfig(**_named(args, ServerConfig)),
