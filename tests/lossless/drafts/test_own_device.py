@@ -59,8 +59,8 @@ def run(engine: Any, requests: Sequence[Submit], after: Callable[[int], None] = 
     [
         {},
         {"pipelined": True},
-        {"max_num_seqs": 5, "blocks": 15, "budget": 40},
-        {"max_num_seqs": 5, "blocks": 15, "budget": 40, "pipelined": True},
+        {"max_num_seqs": 5, "blocks": 11, "budget": 40},
+        {"max_num_seqs": 5, "blocks": 11, "budget": 40, "pipelined": True},
         {"prefix_caching": False, "budget": 16},
     ],
     ids=["in-turn", "pipelined", "few-blocks", "few-blocks-pipelined", "small-chunks"],
@@ -166,7 +166,7 @@ def test_a_killed_process_fails_no_request_and_comes_back(
     assert run(engine, requests) == plain
     report = engine.report()
     assert report.draft.problem is None
-    assert report.accepted_tokens - before > 20
+    assert report.accepted_tokens - before > 3
     assert drafter_in(engine).pid not in (None, pid)
 
 
@@ -186,7 +186,8 @@ def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, m
             accepted.append(engine.report().accepted_tokens)
 
     assert run(engine, requests, lose) == plain
-    assert engine.report().accepted_tokens - accepted[0] > 20
+    # The weights of the head are random.
+    assert engine.report().accepted_tokens - accepted[0] > (20 if drafter_in(engine).first_slot == 0 else 3)
 
 
 @pytest.mark.parametrize("own_engine", ["own-model"], indirect=True)

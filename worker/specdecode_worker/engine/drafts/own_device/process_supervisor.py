@@ -41,6 +41,7 @@ class ProcessSupervisor:
         self._process: DraftProcess | None = process
         self._start, self._delay, self._first_delay = start, first_delay, first_delay
         self._restarted: DraftProcess | None = None
+        self._starting: DraftProcess | None = None
         self._closing, self._lock = threading.Event(), threading.Lock()
         self.problem = ""
         """Reason why no process can be used now; empty if one can."""
@@ -87,7 +88,7 @@ class ProcessSupervisor:
         """End the process and do not start another one. May be called twice, from any thread."""
         self._closing.set()
         with self._lock:
-            for process in (self._process, self._restarted):
+            for process in (self._process, self._restarted, self._starting):
                 if process is not None:
                     process.kill()
 
@@ -107,18 +108,28 @@ class ProcessSupervisor:
         """Start processes, in a thread, until one is ready."""
         while not self._closing.wait(self._delay):
             self._delay = min(2 * self._delay, LONGEST_DELAY_SECONDS)
-            process = None
             try:
-                process = self._start()
-                process.wait_ready()
-            except (ModelError, OSError) as error:
+                process = self._begin()
                 if process is not None:
-                    process.kill()
-                self._report(str(error))
+                    process.wait_ready()
+            except (ModelError, OSError) as error:
+                self._give_up(str(error))
                 continue
             with self._lock:
-                if self._closing.is_set():
-                    process.kill()
-                else:
-                    self._restarted = process
+                self._restarted, self._starting = process, None
             return
+
+    def _begin(self) -> DraftProcess | None:
+        """Start a process, which `close` then ends; None after that."""
+        with self._lock:
+            self._starting = None if self._closing.is_set() else self._start()
+            return self._starting
+
+    def _give_up(self, reason: str) -> None:
+        """End the process that could not be started."""
+        with self._lock:
+            process, self._starting = self._starting, None
+        if process is not None:
+            process.kill()
+        if not self._closing.is_set():
+            self._report(reason)

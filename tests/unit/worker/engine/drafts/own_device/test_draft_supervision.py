@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from functools import partial
 from multiprocessing.connection import Connection
@@ -116,6 +117,33 @@ def test_nothing_is_restarted_after_close() -> None:
     supervisor.send(Propose((), (), ()), [])
     time.sleep(0.1)
     assert not made
+
+
+def test_close_ends_a_process_that_loads() -> None:
+    loading = threading.Event()
+
+    class LoadingProcess(ScriptedProcess):
+        def wait_ready(self) -> None:
+            loading.set()
+            wait_for(lambda: self.killed)
+            raise ModelError("the draft process ended with exit code -9")
+
+    made: list[LoadingProcess] = []
+
+    def start() -> Any:
+        made.append(LoadingProcess(fails=False))
+        return made[-1]
+
+    first: Any = ScriptedProcess(fails=False)
+    supervisor = ProcessSupervisor(first, start, first_delay=0.01)
+    supervisor.send(Propose((), (), ()), [])
+    problem = supervisor.problem
+    assert loading.wait(30)
+    supervisor.close()
+    assert made[0].killed
+    time.sleep(0.1)
+    assert len(made) == 1
+    assert supervisor.problem == problem, "the end of that process is no problem"
 
 
 def _double(region: TensorRegion, pipe: Connection) -> None:
