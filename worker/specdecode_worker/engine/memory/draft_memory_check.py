@@ -9,6 +9,7 @@ from specdecode_worker.contract import DraftConfig
 from specdecode_worker.engine.drafts.draft_registry import DEFAULT_DRAFT, LoadedDraft
 from specdecode_worker.engine.drafts.own_device.placed_loader import PlacedDraftLoader
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.memory.memory_budget import DRAFT_PROCESS_BYTES
 from specdecode_worker.engine.memory.model_inventory import expect_own_logits, network_of
 from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, build_meta_draft
 from specdecode_worker.models.errors import ModelError
@@ -39,7 +40,8 @@ class CheckedDraftLoader:
         if self.loader.leaves_memory_of_target(config):
             return self.loader(config, name)
         expect_own_logits(config, self.ranks)
-        needed, free = self._needed_bytes(method, config.uri), self.free_bytes()
+        process = DRAFT_PROCESS_BYTES if config.placement == "own" else 0
+        needed, free = self._needed_bytes(method, config.uri) + process, self.free_bytes()
         if needed > free:
             raise ModelError(
                 f"{config.uri} needs {needed / _GIB:.2f} GiB beside the draft that runs until it is ready, and "

@@ -19,11 +19,13 @@ from specdecode_worker.engine.drafts.draft_loader import CachedConfig, Resolve
 from specdecode_worker.engine.drafts.draft_problem import describe_failure
 from specdecode_worker.engine.graphs.graph_key import row_buckets
 from specdecode_worker.engine.memory.device_memory import device_memory
-from specdecode_worker.engine.memory.memory_budget import Bounds, Budget, Device, Network
+from specdecode_worker.engine.memory.memory_budget import DRAFT_PROCESS_BYTES, Bounds, Budget, Device, Network
 from specdecode_worker.models.checkpoints.draft_weights import Draft, build_meta_draft
 from specdecode_worker.models.checkpoints.weights import prepare_llama
 from specdecode_worker.models.configs.draft_config import MedusaConfig
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.tensor_parallel import Shard, split_network
 from specdecode_worker.models.transforms.fusion import should_pack
@@ -64,7 +66,7 @@ def take_inventory(
     drafts = _drafts(config, resolve, target, folder)
     models = [(name, one, draft) for name, one, draft in drafts if not isinstance(one, DraftMismatch)]
     misfits = [one for _, one, _ in drafts if isinstance(one, DraftMismatch)]
-    own = sum(draft.placement == "own" for *_, draft in models)
+    own = [model for _, model, draft in models if draft.placement == "own"]
     # The processes of drafts on a CPU share its memory with the target.
     here = [one for one in models if device.type == "cpu" or one[2].placement == "shared"]
     budget = Budget(
@@ -75,7 +77,7 @@ def take_inventory(
         aux_size=union_reads(model.reads for _, model, _ in models if not isinstance(model, Llama)).width(
             target.config.hidden_size
         ),
-        draft_processes=own if device.type == "cpu" else 0,
+        draft_processes=sum(_process_bytes(model, target, dtype) for model in own) if device.type == "cpu" else 0,
     )
     return Inventory(
         budget=budget,
@@ -110,6 +112,16 @@ def _drafts(
             problem = reason if name == "draft" else f"{name}: {reason}"
             drafts.append((name, DraftMismatch(problem, draft.required), draft))
     return drafts
+
+
+def _process_bytes(draft: Draft, target: Llama, dtype: torch.dtype) -> int:
+    """Return the fixed bytes of a draft process, with copies of the target's matrices that the draft has not itself."""
+    copied = []
+    if isinstance(draft, Eagle3Head | EagleHead) and draft.embed_tokens is None:
+        copied.append(target.model.embed_tokens.weight)
+    if isinstance(draft, EagleHead) and draft.lm_head is None:
+        copied.append(target.lm_head.weight)
+    return DRAFT_PROCESS_BYTES + sum(one.numel() * dtype.itemsize for one in {id(one): one for one in copied}.values())
 
 
 def expect_own_logits(draft: DraftConfig, ranks: int) -> None:

@@ -193,9 +193,11 @@ def test_the_memory_of_a_gpu_holds_no_part_of_the_draft_but_its_states(folders: 
     assert own.aux_size == shared.aux_size > 0, "the target's device stores the states that the draft reads"
 
 
-def test_the_memory_of_a_cpu_holds_the_process_too(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("method", "matrices"), [("eagle3", 1), ("eagle", 2), ("draft-model", 0)])
+def test_the_memory_of_a_cpu_holds_the_process_too(folders: dict[str, Path], method: str, matrices: int) -> None:
+    """The process has copies of the embedding and lm_head of the target, which a head beside the target shares."""
     own, shared = (
-        take_inventory(config(folders, "eagle3", placement), Path, CPU).budget for placement in ("own", "shared")
+        take_inventory(config(folders, method, placement), Path, CPU).budget for placement in ("own", "shared")
     )
     assert own.drafts == shared.drafts
-    assert own.spent - shared.spent == DRAFT_PROCESS_BYTES
+    assert own.spent - shared.spent == DRAFT_PROCESS_BYTES + matrices * SHAPE["vocab_size"] * SHAPE["hidden_size"] * 8
