@@ -85,9 +85,17 @@ def wait_until_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle", "draft-model"])
-def test_a_draft_process_proposes_what_a_local_draft_does(folders: dict[str, Path], method: str) -> None:
-    own, local = (load_engine(config(folders, method, placement), Path) for placement in ("own", "shared"))
+@pytest.mark.parametrize(
+    ("method", "quantization"), [("eagle3", None), ("eagle3", "int8"), ("eagle", None), ("draft-model", None)]
+)
+def test_a_draft_process_proposes_what_a_local_draft_does(
+    folders: dict[str, Path], method: str, quantization: str | None
+) -> None:
+    workers = [config(folders, method, placement) for placement in ("own", "shared")]
+    own, local = (
+        load_engine(one.model_copy(update={"draft": one.draft.model_copy(update={"quantization": quantization})}), Path)
+        for one in workers
+    )
     assert generate(own) == generate(local)
     one, two = own.report(), local.report()
     assert one.acceptance == two.acceptance
