@@ -1,4 +1,4 @@
-"""A draft in a process of its own proposes what it proposes beside the target, and its loss changes no text."""
+"""A draft in a process of its own proposes what a shared draft does, and its loss changes no text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdecode_worker.engine.graphs.step_plan import OutsideReason
 from specdecode_worker.engine.ipc.messages import Submit
 
 LOCAL = {"own-eagle3": "eagle3", "own-model": "draft-model"}
-"""The same draft beside the target, by the name of the draft in its own process."""
+"""Shared form of each draft that runs in a process of its own."""
 SHAPES = [TreeShape.parse(text) for text in ("chain:3", "tree:4,2,1", "none", "chain:1")]
 
 Text = dict[str, list[int]]
@@ -66,7 +66,7 @@ def run(engine: Any, requests: Sequence[Submit], after: Callable[[int], None] = 
     ids=["in-turn", "pipelined", "few-blocks", "few-blocks-pipelined", "small-chunks"],
 )
 @pytest.mark.parametrize("method", LOCAL)
-def test_proposals_equal_those_of_the_same_draft_beside_the_target(
+def test_proposals_equal_those_of_the_shared_draft(
     make_engine: Any, lossless: Any, method: str, fields: dict[str, Any]
 ) -> None:
     """Every request has as many drafts and accepted tokens as with the draft in the process of the target."""
@@ -100,7 +100,7 @@ def test_the_draft_runs_before_a_graph_that_verifies(make_engine: Any, lossless:
 def test_own_and_shared_drafts_replace_each_other(
     make_engine: Any, lossless: Any, drafter: Any, method: str, first: str
 ) -> None:
-    """The text is the same when a draft beside the target is replaced by one in a process, and back."""
+    """The text is the same when a shared draft is replaced by one in a process of its own, and back."""
     plan_of, submit, _ = lossless
     requests = requests_of(submit)
     plain = run(make_engine(None), requests)

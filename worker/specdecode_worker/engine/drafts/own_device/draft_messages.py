@@ -1,4 +1,4 @@
-"""Messages between a worker and its draft process. Tensors travel beside them, in the shared memory of both."""
+"""Messages between a worker and its draft process. Tensors are in the shared memory of both."""
 
 from __future__ import annotations
 

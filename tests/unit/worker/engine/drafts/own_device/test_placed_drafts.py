@@ -155,7 +155,7 @@ def test_a_draft_for_a_task_has_a_process_of_its_own(folders: dict[str, Path]) -
 
 
 def test_a_draft_that_does_not_fit_is_refused_by_the_reason(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The reason that the draft process gives is that of the same draft beside the target."""
+    """A draft process gives the reason that a shared draft has."""
     engine = load_engine(config(folders, "eagle3", "shared"), Path)
     assert engine.load_draft is not None
     wrong = write_head(tmp_path / "wrong")
@@ -203,7 +203,7 @@ def test_the_memory_of_a_gpu_holds_no_part_of_the_draft_but_its_states(folders: 
 
 @pytest.mark.parametrize(("method", "matrices"), [("eagle3", 1), ("eagle", 2), ("draft-model", 0)])
 def test_the_memory_of_a_cpu_holds_the_process_too(folders: dict[str, Path], method: str, matrices: int) -> None:
-    """The process has copies of the embedding and lm_head of the target, which a head beside the target shares."""
+    """The process has copies of the embedding and lm_head of the target, which a shared head uses."""
     own, shared = (
         take_inventory(config(folders, method, placement), Path, CPU).budget for placement in ("own", "shared")
     )
