@@ -126,6 +126,8 @@ class Pair:
     target: Llama
     copy: NoisedCopy
     eagle: Eagle3Head
+    steep: Eagle3Head
+    """Head with large weights, whose proposals change with any key."""
     peagle: PEagleHead
     dflash: DFlashHead
     eagle1: EagleHead
@@ -161,6 +163,10 @@ def pair() -> Iterator[Pair]:
     # A first layer id of 0 selects the inputs of the layers, so the inputs of all three layers are read.
     eagle = Eagle3Head(head_config, target.model.embed_tokens).double().requires_grad_(False)
     eagle.d2t += torch.arange(40) // 2  # maps to target ids 0, 1, 3, 4, 6, ...
+    steep = copy.deepcopy(eagle)
+    for parameter in steep.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.35, generator=torch.Generator().manual_seed(13))
     parallel_shape = peagle_config(dict(head_shape, num_hidden_layers=2, mask_token_id=60), config)
     peagle = PEagleHead(parallel_shape, target.model.embed_tokens).double().requires_grad_(False)
     peagle.d2t += torch.arange(40) // 2
@@ -177,7 +183,7 @@ def pair() -> Iterator[Pair]:
     noised = NoisedCopy(target, noise=0.03)
     others = (with_permuted_ids(noised.llama, known) for known in (VOCABULARY, VOCABULARY - 12))
     own = OwnDrafts()
-    yield Pair(config, target, noised, eagle, peagle, dflash, eagle1, medusa, *others, own)
+    yield Pair(config, target, noised, eagle, steep, peagle, dflash, eagle1, medusa, *others, own)
     own.close()
 
 
@@ -197,6 +203,8 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
             return PEagleDrafter(pair.peagle, pair.peagle.target_ids, cache(2), state, 512)
         case "dflash":
             return DFlashDrafter(pair.dflash, cache(2), state, 512)
+        case "eagle3-steep":
+            return EagleDrafter(pair.steep, pair.steep.target_ids, cache(1), state, 512)
         case "eagle":
             return EagleDrafter(pair.eagle1, None, cache(1), state, 512)
         case "medusa":
@@ -208,7 +216,7 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
         case "foreign-model":
             return ModelDrafter(pair.foreign, vocabulary, cache(layers), state)
         case "own-eagle3":
-            return pair.own.drafter(name, pair.eagle, vocabulary, state)
+            return pair.own.drafter(name, pair.steep, vocabulary, state)
         case "own-model":
             return pair.own.drafter(name, pair.copy.llama, vocabulary, state)
         case "ngram":

@@ -16,7 +16,7 @@ from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.graphs.step_plan import OutsideReason
 from specdecode_worker.engine.ipc.messages import Submit
 
-LOCAL = {"own-eagle3": "eagle3", "own-model": "draft-model"}
+LOCAL = {"own-eagle3": "eagle3-steep", "own-model": "draft-model"}
 """Shared form of each draft that runs in a process of its own."""
 SHAPES = [TreeShape.parse(text) for text in ("chain:3", "tree:4,2,1", "none", "chain:1")]
 
@@ -147,6 +147,7 @@ def wait_for_restart(engine: Any, seconds: float = 120) -> None:
 def test_a_killed_process_fails_no_request_and_comes_back(
     own_engine: Any, make_engine: Any, lossless: Any, pipelined: bool
 ) -> None:
+    """Prefixes that were cached before the loss are no longer taken for known to the draft."""
     _, submit, _ = lossless
     engine, requests = own_engine, requests_of(submit)
     plain = run(make_engine(None), requests)
@@ -162,32 +163,45 @@ def test_a_killed_process_fails_no_request_and_comes_back(
     problem = next(one for one in problems if one)
     assert "ended with exit code -9; requests decode plainly, and it starts again" in problem
     wait_for_restart(engine)
+    marks = marked_blocks(engine)
+    engine.add(requests[0])
+    engine.step()
+    assert marks > marked_blocks(engine) == 0
+    while not engine.idle:
+        engine.step()
     before = engine.report().accepted_tokens
     assert run(engine, requests) == plain
     report = engine.report()
     assert report.draft.problem is None
-    assert report.accepted_tokens - before > 3
+    assert report.accepted_tokens > before
     assert drafter_in(engine).pid not in (None, pid)
+
+
+def marked_blocks(engine: Any) -> int:
+    """Return the number of cached blocks that are taken to have keys of the draft."""
+    index = engine._scheduler._reuse._index
+    return sum(index.is_marked(block, "d") for block in range(200))
 
 
 @pytest.mark.parametrize("own_engine", LOCAL, indirect=True)
 def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, make_engine: Any, lossless: Any) -> None:
-    """Requests that began with the old process draft with the new one, from the keys that it has."""
+    """Requests that began with the old process draft with the new one, which has none of their keys yet."""
     _, submit, _ = lossless
-    requests = [replace_tokens(request, 180) for request in requests_of(submit, count=4, tokens=10)]
+    requests = [replace_tokens(request, 100) for request in requests_of(submit, count=4, tokens=10)]
     plain = run(make_engine(None), requests)
-    engine, accepted = own_engine, []
+    engine, counts = own_engine, []
 
     def lose(step: int) -> None:
         if step == 5:
             os.kill(drafter_in(engine).pid, signal.SIGKILL)
         if step == 10:
             wait_for_restart(engine)
-            accepted.append(engine.report().accepted_tokens)
+            counts.append((engine.report().drafts, engine.report().accepted_tokens))
 
     assert run(engine, requests, lose) == plain
-    # The weights of the head are random.
-    assert engine.report().accepted_tokens - accepted[0] > (20 if drafter_in(engine).first_slot == 0 else 3)
+    report = engine.report()
+    drafts, accepted = report.drafts - counts[0][0], report.accepted_tokens - counts[0][1]
+    assert accepted / drafts > (1.5 if drafter_in(engine).first_slot == 0 else 0), "keys are missing"
 
 
 @pytest.mark.parametrize("own_engine", ["own-model"], indirect=True)
