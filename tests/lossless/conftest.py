@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -60,6 +61,9 @@ from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 from specdecode_worker.speculation.suffix_store import SuffixStore
+
+if TYPE_CHECKING:  # of the folder that is added to the path below
+    from own_drafts import OwnDrafts
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
@@ -122,16 +126,22 @@ class Pair:
     target: Llama
     copy: NoisedCopy
     eagle: Eagle3Head
+    steep: Eagle3Head
+    """Head with large weights, whose proposals change with any key."""
     peagle: PEagleHead
     dflash: DFlashHead
     eagle1: EagleHead
     medusa: MedusaHeads
     permuted: Llama
     foreign: Llama
+    own: OwnDrafts
+    """Draft processes, which all engines share."""
 
 
 @pytest.fixture(scope="session")
-def pair() -> Pair:
+def pair() -> Iterator[Pair]:
+    from own_drafts import OwnDrafts
+
     torch.set_num_threads(1)
     torch.manual_seed(3)
     shape = {
@@ -153,6 +163,10 @@ def pair() -> Pair:
     # A first layer id of 0 selects the inputs of the layers, so the inputs of all three layers are read.
     eagle = Eagle3Head(head_config, target.model.embed_tokens).double().requires_grad_(False)
     eagle.d2t += torch.arange(40) // 2  # maps to target ids 0, 1, 3, 4, 6, ...
+    steep = copy.deepcopy(eagle)
+    for parameter in steep.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.35, generator=torch.Generator().manual_seed(13))
     parallel_shape = peagle_config(dict(head_shape, num_hidden_layers=2, mask_token_id=60), config)
     peagle = PEagleHead(parallel_shape, target.model.embed_tokens).double().requires_grad_(False)
     peagle.d2t += torch.arange(40) // 2
@@ -168,7 +182,9 @@ def pair() -> Pair:
     medusa = MedusaHeads(heads).double().requires_grad_(False)
     noised = NoisedCopy(target, noise=0.03)
     others = (with_permuted_ids(noised.llama, known) for known in (VOCABULARY, VOCABULARY - 12))
-    return Pair(config, target, noised, eagle, peagle, dflash, eagle1, medusa, *others)
+    own = OwnDrafts()
+    yield Pair(config, target, noised, eagle, steep, peagle, dflash, eagle1, medusa, *others, own)
+    own.close()
 
 
 def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafter:
@@ -187,6 +203,8 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
             return PEagleDrafter(pair.peagle, pair.peagle.target_ids, cache(2), state, 512)
         case "dflash":
             return DFlashDrafter(pair.dflash, cache(2), state, 512)
+        case "eagle3-steep":
+            return EagleDrafter(pair.steep, pair.steep.target_ids, cache(1), state, 512)
         case "eagle":
             return EagleDrafter(pair.eagle1, None, cache(1), state, 512)
         case "medusa":
@@ -197,6 +215,10 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
             return ModelDrafter(pair.permuted, vocabulary, cache(layers), state)
         case "foreign-model":
             return ModelDrafter(pair.foreign, vocabulary, cache(layers), state)
+        case "own-eagle3":
+            return pair.own.drafter(name, pair.steep, vocabulary, state)
+        case "own-model":
+            return pair.own.drafter(name, pair.copy.llama, vocabulary, state)
         case "ngram":
             return NgramDrafter(state, vocabulary, 1, 4, host_is_current=True)
         case "ngram-blind":

@@ -18,6 +18,7 @@ OPERATOR_FLAGS = (
     "method",
     "draft",
     "draft-quantization",
+    "draft-placement",
     "speculative-config",
     "depth",
     "tree",

@@ -35,6 +35,12 @@ _SPLIT_HAS_WORKERS = (
     " || !has(self.router) || !has(self.router.trafficSplit) || self.router.trafficSplit.size() == 0"
 )
 _ONE_DEVICE = "model.quantization needs workers.tensorParallelSize 1"
+_OWN_IS_COUPLED = "speculation.draft.placement Own needs engine.sampler coupled"
+_OWN_DRAFT_RULE = (
+    "!has(self.speculation) || !has(self.speculation.draft) || !has(self.speculation.draft.placement)"
+    " || self.speculation.draft.placement == 'Shared'"
+    " || !has(self.engine) || !has(self.engine.sampler) || self.engine.sampler == 'coupled'"
+)
 _RANKS = (
     "(has(self.workers.tensorParallelSize) ? self.workers.tensorParallelSize"
     " : has(self.workers.accelerator.count) ? self.workers.accelerator.count : 1)"
@@ -198,6 +204,7 @@ class Spec(Api):
                 "fieldPath": ".replicas",
             },
             rule(f"!has(self.model.quantization) || {_RANKS} <= 1", _ONE_DEVICE),
+            rule(_OWN_DRAFT_RULE, _OWN_IS_COUPLED),
             rule(_HAS_ROUTERS, _NEEDS_ROUTERS),
             rule(_SPLIT_HAS_WORKERS, _SPLIT_NEEDS_WORKERS),
             rule(CANDIDATE_METHOD_RULE, CANDIDATE_METHOD_MESSAGE),
@@ -263,6 +270,22 @@ class Spec(Api):
     def _splits_whole_weights_only(self) -> Self:
         if self.model.quantization and self.workers.ranks > 1:
             raise ValueError(_ONE_DEVICE)
+        return self
+
+    @property
+    def has_own_draft(self) -> bool:
+        """True if the draft runs on a device of its own."""
+        return self.speculation.draft is not None and self.speculation.draft.is_own
+
+    @property
+    def worker_devices(self) -> int:
+        """Number of devices that one worker asks for, with that of its draft."""
+        return self.workers.devices + (self.has_own_draft and self.workers.devices > 0)
+
+    @model_validator(mode="after")
+    def _drafts_where_it_can(self) -> Self:
+        if self.has_own_draft and self.engine.sampler != "coupled":
+            raise ValueError(_OWN_IS_COUPLED)
         return self
 
     @model_validator(mode="after")

@@ -15,9 +15,10 @@ from specdecode_operator.api.tasks.task_spec import (
     MERGE_DEPTH_MESSAGE,
     MERGE_METHOD_MESSAGE,
     MERGE_NAME_MESSAGE,
+    MERGE_PLACEMENT_MESSAGE,
     TaskSpec,
 )
-from specdecode_worker.contract import DRAFT_FREE, WITH_MLP, DraftQuantization, Method, TaskName
+from specdecode_worker.contract import DRAFT_FREE, PLACEABLE, WITH_MLP, DraftQuantization, Method, TaskName
 
 _QUANTIZATION = (
     "Quantization of the weights of the draft's MLPs and head (int4: a head of int8). Absent: weights are of the "
@@ -33,12 +34,26 @@ class DraftSpec(Api):
         examples=["hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"],
     )
     quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
+    placement: Literal["Shared", "Own"] = Field(
+        default="Shared",
+        description="Device of the draft. Shared: that of the target, the first of several. Own: a process of its own, "
+        "on a device of its own where workers have an accelerator, of which a pod then requests one more; a resource "
+        "claim must bring it. Own is for the methods eagle3, eagle and draft-model, and needs engine.sampler coupled. "
+        "Drafts of speculation.drafts are always Shared.",
+    )
+
+    @property
+    def is_own(self) -> bool:
+        """True if the draft runs on a device of its own."""
+        return self.placement == "Own"
 
 
 DRAFT_RULE = "(self.method in ['ngram', 'suffix', 'none']) != has(self.{field})"
 DRAFT_MESSAGE = "{field} is needed by every method but ngram, suffix and none, and only by those"
 _MLP = "self.method in ['eagle3', 'peagle', 'dflash', 'eagle', 'draft-model']"
 _MLP_MESSAGE = f"quantization is for drafts of methods {', '.join(WITH_MLP)}; the others have no MLP"
+_PLACEABLE = f"self.method in {list(PLACEABLE)}"
+_PLACEABLE_MESSAGE = f"draft.placement Own is for methods {', '.join(PLACEABLE)}"
 
 
 class NamedDraftSpec(Api):
@@ -136,6 +151,10 @@ class SpeculationSpec(Api):
             rule(DRAFT_RULE.format(field="draft"), DRAFT_MESSAGE.format(field="draft.uri")),
             rule(f"!has(self.draft) || !has(self.draft.quantization) || {_MLP}", _MLP_MESSAGE),
             rule(
+                f"!has(self.draft) || !has(self.draft.placement) || self.draft.placement == 'Shared' || {_PLACEABLE}",
+                _PLACEABLE_MESSAGE,
+            ),
+            rule(
                 "self.drafts.all(one, self.drafts.exists_one(other, other.name == one.name))",
                 "every draft needs a name of its own",
             ),
@@ -153,6 +172,11 @@ class SpeculationSpec(Api):
                 MERGE_DEPTH_MESSAGE,
             ),
             rule("self.method != 'none' || self.tasks.all(task, task.merge.size() == 0)", MERGE_METHOD_MESSAGE),
+            rule(
+                "!has(self.draft) || !has(self.draft.placement) || self.draft.placement == 'Shared'"
+                " || self.tasks.all(task, has(task.draft) || task.merge.size() == 0)",
+                MERGE_PLACEMENT_MESSAGE,
+            ),
             rule(
                 "self.depth.min <= self.depth.initial && self.depth.initial <= self.depth.max",
                 "depth must satisfy min <= initial <= max",
@@ -216,6 +240,8 @@ class SpeculationSpec(Api):
             raise ValueError(DRAFT_MESSAGE.format(field="draft.uri"))
         if self.draft and self.draft.quantization and self.method not in WITH_MLP:
             raise ValueError(_MLP_MESSAGE)
+        if self.draft and self.draft.is_own and self.method not in PLACEABLE:
+            raise ValueError(_PLACEABLE_MESSAGE)
         names = [draft.name for draft in self.drafts]
         if len(set(names)) < len(names):
             raise ValueError("every draft needs a name of its own")
@@ -239,3 +265,5 @@ class SpeculationSpec(Api):
             raise ValueError(MERGE_DEPTH_MESSAGE)
         if merged and self.method == "none":
             raise ValueError(MERGE_METHOD_MESSAGE)
+        if self.draft and self.draft.is_own and any(task.merge and not task.draft for task in self.tasks):
+            raise ValueError(MERGE_PLACEMENT_MESSAGE)

@@ -49,6 +49,7 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
             uri=spec.speculation.draft.uri if spec.speculation.draft else None,
             required=spec.speculation.required,
             quantization=spec.speculation.draft.quantization if spec.speculation.draft else None,
+            placement="own" if spec.has_own_draft else "shared",
         ),
         drafts=tuple(
             NamedDraft(name=draft.name, method=draft.method, uri=draft.uri, quantization=draft.quantization)

@@ -49,6 +49,7 @@ def rolling_hash(spec: Spec) -> str:
         "required": speculation.required,
         **({"drafts": [_rolling_draft(draft) for draft in speculation.drafts]} if speculation.drafts else {}),
         **_rolling_quantization(speculation.draft),
+        **({"placement": "Own"} if spec.has_own_draft else {}),
         **({"engine": engine} if engine else {}),
         **({"tls": spec.tls.secret_name} if spec.tls else {}),
         "workers": _rolling_workers(spec.workers),
@@ -212,7 +213,7 @@ def _resources(spec: Spec) -> dict[str, Any]:
     workers = spec.workers
     resources: dict[str, Any] = workers.resources.model_dump(mode="json", exclude_defaults=True)
     if workers.devices:
-        limits = {**workers.resources.limits, workers.accelerator.resource: workers.devices}
+        limits = {**workers.resources.limits, workers.accelerator.resource: spec.worker_devices}
         resources = {**resources, "limits": limits}
     if workers.resource_claims:
         resources["claims"] = [{"name": claim.name} for claim in workers.resource_claims]

@@ -29,7 +29,7 @@ def lost_share(drift: DriftState) -> float:
 
 def decode_seconds_per_day(spec: Spec, drift: DriftState) -> float:
     """Return the device seconds of decoding a day, all workers and all their devices together."""
-    return max(1, spec.workers.devices) * drift.decode_seconds / max(drift.decode_days, LEAST_DAYS)
+    return max(1, spec.worker_devices) * drift.decode_seconds / max(drift.decode_days, LEAST_DAYS)
 
 
 def first_run_seconds(spec: Spec) -> float:

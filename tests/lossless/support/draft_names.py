@@ -11,4 +11,6 @@ DRAFTS = (
     "ngram",
     "ngram-blind",
     "suffix",
+    "own-eagle3",
+    "own-model",
 )

@@ -17,6 +17,7 @@ from specdecode_worker.commands.common.comparison import Variant, compare
 from specdecode_worker.commands.common.flags import (
     add_model_flags,
     add_output_flags,
+    add_placement_flag,
     add_sampling_flags,
     add_shape_flags,
 )
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also transformers' own generate, one prompt at a time (default: where it is installed)",
     )
     add_model_flags(parser)
+    add_placement_flag(parser)
     add_shape_flags(parser)
     add_sampling_flags(parser, max_tokens=128)
     add_output_flags(parser)

@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from specdecode_worker.commands.common.flags import add_model_flags, default_by_device, method_and_draft
+from specdecode_worker.commands.common.flags import (
+    add_model_flags,
+    add_placement_flag,
+    default_by_device,
+    method_and_draft,
+)
 from specdecode_worker.contract import (
     GPU_DEFAULTS,
     CheckVerdict,
@@ -30,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command to ``parser``."""
     parser.epilog = f"With ${Env.config} set, as the operator sets it in a pod, flags of the model are not read."
     add_model_flags(parser)
+    add_placement_flag(parser)
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help=default_by_device("max_num_seqs"))
     parser.add_argument(
@@ -87,6 +93,7 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
                 "uri": draft,
                 "required": draft is not None,
                 "quantization": args.draft_quantization,
+                "placement": args.draft_placement,
             }
         ),
         engine=EngineConfig(

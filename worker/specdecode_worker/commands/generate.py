@@ -10,6 +10,7 @@ from pathlib import Path
 from specdecode_worker.commands.common.flags import (
     add_model_flags,
     add_output_flags,
+    add_placement_flag,
     add_sampling_flags,
     add_shape_flags,
 )
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="take --prompt as it is, without the chat template")
     parser.add_argument("--concurrency", type=int, default=8, help="prompts of a file run together (default: 8)")
     add_model_flags(parser)
+    add_placement_flag(parser)
     add_shape_flags(parser)
     add_sampling_flags(parser, max_tokens=256)
     add_output_flags(parser)

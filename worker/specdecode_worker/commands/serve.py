@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from specdecode_worker.commands.common.flags import (
     add_model_flags,
+    add_placement_flag,
     add_shape_flags,
     default_by_device,
     method_and_draft,
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The operator refuses flags that it sets itself by their whole names.
     parser.allow_abbrev = False
     add_model_flags(parser)
+    add_placement_flag(parser)
     add_shape_flags(parser)
     add_merge_flag(parser)
     parser.add_argument("--speculative-config", metavar="JSON", help="vLLM's form of --method, --draft and --depth")
@@ -171,7 +173,7 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
     """
     lookup = take_speculative_config(args) if args.speculative_config is not None else {}
     method, draft = method_and_draft(args)
-    drafts, merge = merged_drafts(args.merge, method, args.sampler)
+    drafts, merge = merged_drafts(args.merge, method, args.sampler, args.draft_placement)
     served_name = args.served_model_name or args.model.rstrip("/").rpartition("/")[2]
     try:
         config = WorkerConfig(
@@ -183,7 +185,13 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
                 max_model_len=args.max_model_len,
             ),
             draft=DraftConfig.model_validate(
-                {"method": method, "uri": draft, "quantization": args.draft_quantization, **lookup}
+                {
+                    "method": method,
+                    "uri": draft,
+                    "quantization": args.draft_quantization,
+                    "placement": args.draft_placement,
+                    **lookup,
+                }
             ),
             drafts=drafts,
             engine=EngineConfig(**_named(args, EngineConfig)),

@@ -13,6 +13,7 @@ from specdecode_worker.contract.wire import (
     DraftQuantization,
     Dtype,
     Method,
+    Placement,
     Sampler,
     TargetQuantization,
     TaskName,
@@ -45,6 +46,8 @@ class DraftConfig(Written):
     required: bool = False
     quantization: DraftQuantization | None = None
     """Quantization of the weights of its MLPs and lm_head. None leaves them in the target's dtype."""
+    placement: Placement = "shared"
+    """Device of the draft. ``own`` needs one device more than the target has ranks, except on a CPU."""
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=5, ge=1, le=16)
     """Longest run of last tokens to look up, for ngram only. prompt_lookup_min is the shortest (vLLM's names)."""
@@ -59,6 +62,8 @@ class DraftConfig(Written):
             raise ValueError("prompt_lookup_min and prompt_lookup_max are for the method ngram; suffix takes neither")
         if self.quantization and self.method not in WITH_MLP:
             raise ValueError(f"draft.quantization is for methods {', '.join(WITH_MLP)}; {self.method} has no MLP")
+        if self.placement == "own" and self.method not in PLACEABLE:
+            raise ValueError(f"draft.placement own is for methods {', '.join(PLACEABLE)}, not for {self.method}")
         return self
 
 
@@ -68,6 +73,9 @@ ONE_PASS: frozenset[Method] = frozenset(("peagle", "dflash"))
 """Methods whose draft proposes all depths of a tree in one pass."""
 WITH_MLP: tuple[Method, ...] = ("eagle3", "peagle", "dflash", "eagle", "draft-model")
 """Methods with decoder blocks in the draft, which can be quantized."""
+
+PLACEABLE: tuple[Method, ...] = ("eagle3", "eagle", "draft-model")
+"""Methods whose draft can run on a device of its own."""
 
 
 def draft_passes(method: Method, depth: int) -> int:
@@ -216,4 +224,10 @@ class WorkerConfig(Written):
     def _splits_what_it_can(self) -> Self:
         if self.model.quantization and self.engine.tensor_parallel_size > 1:
             raise ValueError("model.quantization needs tensor_parallel_size 1; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _draws_where_it_drafts(self) -> Self:
+        if self.engine.sampler == "mss" and any(one.placement == "own" for one in (self.draft, *self.drafts)):
+            raise ValueError("draft.placement own needs the sampler coupled; with mss leave placement at shared")
         return self

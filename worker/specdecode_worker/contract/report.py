@@ -189,7 +189,10 @@ class DraftState(Received):
     agreement: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(max_length=MAX_NODES)] = ()
     """Acceptance rates by depth that the draft's evaluation recorded in calibration.json; empty if there are none."""
     problem: str | None = None
-    """Reason why the draft was not loaded at start, naming the file or tensor. The worker serves without it."""
+    """Reason why the draft was not loaded at start, naming the file or tensor, or why its process is gone now.
+
+    The worker serves without it.
+    """
     pending: PendingDraft | None = None
     """Draft that is being loaded to replace this one."""
     swap_problem: str | None = None

@@ -43,6 +43,8 @@ Dtype = Literal["float32", "bfloat16"]
 TargetQuantization = Literal["fp8", "int8"]
 DraftQuantization = Literal["int4", "int8", "fp8"]
 """Weight-only quantization (vLLM's key ``quantization``). int4: four bits for MLPs, eight for lm_head."""
+Placement = Literal["shared", "own"]
+"""Device of a draft: ``shared`` is that of the target (of rank 0), ``own`` another one, in a process of its own."""
 TaskName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)]
 
 

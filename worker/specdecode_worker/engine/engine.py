@@ -288,6 +288,8 @@ class Engine:
         self._add_request_seconds(began)
         draft_prefill = self._shape_selector.draft_prefill
         self._scheduler.set_draft_prefill(draft_prefill)
+        for identity in self._drafts.take_restarted(self._requests.values()):
+            self._scheduler.forget_draft(identity, states=False)
         batch = self._scheduler.next_batch(self._select_trees)
         if not batch.rows:
             return None

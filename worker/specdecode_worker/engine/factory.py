@@ -20,6 +20,7 @@ from specdecode_worker.engine.drafts.draft_registry import (
     LoadedDraft,
     UnusableDraft,
 )
+from specdecode_worker.engine.drafts.own_device.placed_loader import OwnDevice, PlacedDraftLoader
 from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.graphs.capture_backends import CudaGraphBackend
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
@@ -132,8 +133,10 @@ def assemble(
         resolve=resolve,
         host_is_current=not pipelined,
     )
+    own = _own_device(worker, weight.device)
+    load = PlacedDraftLoader(shared=loader, local=loader, own=own)
     merges = worker.engine.sampler == "coupled"
-    drafts = DraftRegistry(load_drafts(worker, loader), state, target.config.hidden_size, merges=merges)
+    drafts = DraftRegistry(load_drafts(worker, load), state, target.config.hidden_size, merges=merges)
     identity = _identity(model_hash(folder), worker, budget)
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
     passes = Target(target, cache, state) if group is None else LeaderTarget(target, cache, state, group)
@@ -153,7 +156,18 @@ def assemble(
         max_model_len=length,
         eos_token_ids=target.config.eos_token_ids,
         pipelined=pipelined,
-        load_draft=CheckedDraftLoader(loader, config.tensor_parallel_size, lambda: free_bytes(weight.device)),
+        load_draft=CheckedDraftLoader(load, config.tensor_parallel_size, lambda: free_bytes(weight.device)),
+    )
+
+
+def _own_device(worker: WorkerConfig, device: torch.device) -> OwnDevice:
+    """Return the device of drafts that do not share the target's: the one after those of the ranks, or the CPU."""
+    config = worker.engine
+    return OwnDevice(
+        device=torch.device("cuda", config.tensor_parallel_size) if device.type == "cuda" else device,
+        threads=torch.get_num_threads(),
+        max_num_batched_tokens=max(config.max_num_batched_tokens, worker.model.max_model_len or 0),
+        reply_seconds=worker.server.step_timeout_seconds / 2,
     )
 
 

@@ -13,6 +13,9 @@ _TASK_NAME = "Name of the task in the header X-Specdecode-Task, in status and in
 MERGE_NAME_MESSAGE = "a merged draft must be the name of one of speculation.drafts"
 MERGE_DEPTH_MESSAGE = "merge.depth is for drafts of the methods ngram and suffix, which need no draft passes"
 MERGE_METHOD_MESSAGE = "merge needs a draft to merge with: speculation.method is none"
+MERGE_PLACEMENT_MESSAGE = (
+    "merge needs speculation.draft.placement Shared: a draft on a device of its own drafts whole trees"
+)
 MERGE_SAMPLER_MESSAGE = "merge needs engine.sampler coupled: mss knows the distribution of one draft alone"
 _OWN_DRAFT_MESSAGE = "a task cannot merge its own draft with itself"
 _ONCE_MESSAGE = "a task merges a draft once"
@@ -102,7 +105,8 @@ class TaskSpec(Api):
     merge: Annotated[tuple[MergeSpec, ...], Field(max_length=MAX_MERGED)] = Field(
         default=(),
         description="Further drafts whose proposals are merged into the trees of the task. They need engine.sampler "
-        "coupled. Every head among them runs its own draft passes.",
+        "coupled and, for a task without a draft of its own, speculation.draft.placement Shared. Every head among them "
+        "runs its own draft passes.",
         examples=[[{"draft": "lookup", "depth": 8}]],
     )
 

@@ -52,6 +52,9 @@ GOOD: list[dict[str, Any]] = [
     {"speculation": {"method": "suffix", "draft": None}},
     {"speculation": {"method": "peagle", "draft": {"uri": "hf://a/b@main", "quantization": "int4"}}},
     {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "quantization": "int8"}}},
+    {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "engine": {"sampler": "coupled"}},
+    {"speculation": {"method": "draft-model", "draft": {"uri": "hf://a/b@main", "placement": "Own"}}},
+    {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "placement": "Shared"}}},
     {"speculation": {"drafts": [{"name": "a", "method": "peagle", "uri": "file:///m", "quantization": "fp8"}]}},
     {
         "speculation": {
@@ -141,6 +144,19 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "needs scaling.minReplicas above 0",
     ),
     ({"storage": {"modelCache": {"pvc": "a", "hostPath": "/a"}}}, "not both"),
+    *(
+        (
+            {"speculation": {"method": method, "draft": {"uri": "hf://a/b@main", "placement": "Own"}}},
+            "placement Own is for methods eagle3, eagle, draft-model",
+        )
+        for method in ("peagle", "dflash", "medusa")
+    ),
+    ({"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Elsewhere"}}}, "placement"),
+    (
+        {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "engine": {"sampler": "mss"}},
+        "placement Own needs engine.sampler coupled",
+    ),
+    ({"engine": {"extraArgs": ["--draft-placement=own"]}}, "extraArgs must not contain"),
     ({"model": {"uri": "ftp://host/model"}}, "uri"),
     ({"model": {"uri": "hf://no-organisation"}}, "uri"),
     ({"speculation": {"depth": {"max": 99}}}, "max"),
@@ -173,6 +189,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": merging({"draft": "lookup"}, {"draft": "lookup"})}, "merges a draft once"),
     ({"speculation": merging({"draft": "lookup"}, draft="lookup")}, "cannot merge its own draft"),
     ({"speculation": merging({"draft": "lookup"}) | {"method": "none", "draft": None}}, "needs a draft to merge with"),
+    (
+        {"speculation": merging({"draft": "lookup"}) | {"draft": {"uri": "hf://org/head", "placement": "Own"}}},
+        "merge needs speculation.draft.placement Shared",
+    ),
     (
         {"speculation": merging({"draft": "lookup"}), "engine": {"sampler": "mss"}},
         "merge needs engine.sampler coupled",

@@ -295,6 +295,7 @@ ROLLING: list[dict[str, Any]] = [
     {"model": {"quantization": "int8"}},
     {"speculation": {"draft": {"uri": "embedded://other"}}},
     {"speculation": {"draft": {"uri": "embedded://d", "quantization": "int4"}}},
+    {"speculation": {"draft": {"uri": "embedded://d", "placement": "Own"}}},
     {"speculation": {"required": True}},
     {"workers": {"maxNumSeqs": 8}},
     {"workers": {"env": [{"name": "A", "value": "b"}]}},

@@ -63,6 +63,22 @@ def test_accelerator_sets_limits_device_and_ranks(workers: Json, limits: Json, d
     assert (config_of(pod).engine.device, config_of(pod).engine.tensor_parallel_size) == (device, ranks)
 
 
+@pytest.mark.parametrize(
+    ("workers", "limits", "ranks"),
+    [
+        ({"accelerator": {"count": 1}}, {"nvidia.com/gpu": 2}, 1),
+        ({"accelerator": {"resource": "example.com/npu", "count": 4}}, {"example.com/npu": 5}, 4),
+        ({"accelerator": {"count": 0}}, {}, 1),
+    ],
+)
+def test_a_draft_on_its_own_device_takes_one_more(workers: Json, limits: Json, ranks: int) -> None:
+    """The target is still split over the devices that were asked for; on CPUs there is none to ask for."""
+    pod = pod_of(workers=workers, speculation={"draft": {"uri": "embedded://d", "placement": "Own"}})
+    assert worker_of(pod)["resources"].get("limits", {}) == limits
+    assert config_of(pod).engine.tensor_parallel_size == ranks
+    assert config_of(pod).draft.placement == "own"
+
+
 def test_accelerator_is_added_to_other_limits() -> None:
     pod = pod_of(workers={"accelerator": {"count": 2}, "resources": {"limits": {"memory": "8Gi", "cpu": 4}}})
     assert worker_of(pod)["resources"]["limits"] == {"memory": "8Gi", "cpu": 4, "nvidia.com/gpu": 2}

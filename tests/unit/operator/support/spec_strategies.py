@@ -178,6 +178,11 @@ RULE_BREAKS: tuple[Json, ...] = (
     {"scaling": {"owner": "Operator", "minReplicas": 0, "maxReplicas": 2}, "router": None},
     {"speculation": {"method": "eagle3", "draft": None}},
     {"speculation": {"method": "medusa", "draft": {"uri": "file:///m", "quantization": "int4"}}},
+    {"speculation": {"method": "dflash", "draft": {"uri": "file:///m", "placement": "Own"}}},
+    {
+        "speculation": {"method": "eagle3", "draft": {"uri": "file:///m", "placement": "Own"}},
+        "engine": {"sampler": "mss"},
+    },
     {"speculation": {**EAGLE, "drafts": [{"name": "a", "method": "ngram"}] * 2, "tasks": None}},
     {"speculation": {**EAGLE, "drafts": None, "tasks": [{"name": "a", "draft": "unknown"}]}},
     {"speculation": {**EAGLE, "depth": {"min": 4, "initial": 3, "max": 5}, "tree": None}},
@@ -212,6 +217,8 @@ def repaired(spec: Json) -> Json:
     spec = copy.deepcopy(spec)
     if "speculation" in spec:
         _repair_speculation(spec["speculation"])
+        if spec["speculation"].get("draft", {}).get("placement") == "Own":
+            spec.get("engine", {}).pop("sampler", None)
     workers = spec.get("workers", {})
     workers.pop("tensorParallelSize", None)
     workers.get("accelerator", {}).pop("resource", None)
@@ -261,6 +268,8 @@ def _repair_draft(speculation: Json) -> None:
     speculation.setdefault("draft", {"uri": "embedded://draft"})
     if speculation.get("method") == "medusa":
         speculation["draft"].pop("quantization", None)
+    if speculation.get("method") in ("peagle", "dflash", "medusa"):
+        speculation["draft"].pop("placement", None)
 
 
 def _order(depth: Json) -> None:

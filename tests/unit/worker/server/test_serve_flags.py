@@ -72,9 +72,25 @@ def test_quantization_flags_of_target_and_draft_are_read() -> None:
         read("--speculative-config", form, "--draft-quantization", "int4")
 
 
+def test_the_placement_of_the_draft_is_read() -> None:
+    assert read()[0].draft.placement == "shared"
+    assert read("--draft-placement", "own")[0].draft.placement == "own"
+    config, _ = read("--method", "draft-model", "--draft", "file:///d", "--draft-placement", "own")
+    assert (config.draft.method, config.draft.placement) == ("draft-model", "own")
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        (
+            ("--method", "ngram", "--draft-placement", "own"),
+            "own is for methods eagle3, eagle, draft-model, not for ng",
+        ),
+        (("--method", "dflash", "--draft", "file:///d", "--draft-placement", "own"), "not for dflash"),
+        (("--method", "peagle", "--draft", "file:///d", "--draft-placement", "own"), "not for peagle"),
+        (("--method", "medusa", "--draft", "file:///d", "--draft-placement", "own"), "not for medusa"),
+        (("--method", "none", "--draft-placement", "own"), "not for none"),
+        (("--draft-placement", "own", "--sampler", "mss"), "placement own needs the sampler coupled"),
         (("--speculative-config", '{"method": "ngram", "quantization": "int4"}'), "ngram has no MLP"),
         (("--speculative-config", '{"method": "suffix", "quantization": "int4"}'), "suffix has no MLP"),
         (("--speculative-config", '{"method": "suffix", "prompt_lookup_max": 6}'), "suffix takes neither"),
@@ -238,6 +254,7 @@ def test_drafts_are_merged_for_all_requests() -> None:
     [
         (("--merge", "lookup"), "write ngram, suffix"),
         (("--merge", "none"), "write ngram, suffix"),
+        (("--merge", "ngram", "--draft-placement", "own"), "--merge needs --draft-placement shared"),
         (("--merge", "eagle3"), "write ngram, suffix"),
         (("--merge", "ngram=file:///d"), "write ngram, suffix"),
         (("--merge", "ngram:17"), "a depth is a number up to 16"),

@@ -11,6 +11,7 @@ from specdecode_worker.contract import (
     DraftQuantization,
     EngineConfig,
     Method,
+    Placement,
     TargetQuantization,
     TreeShape,
 )
@@ -30,6 +31,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add_device_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
     parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept (default: the user's cache)")
+
+
+def add_placement_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --draft-placement."""
+    help_text = "of the draft: the target's device, or own: another GPU, in a process of its own"
+    parser.add_argument("--draft-placement", choices=get_args(Placement), default="shared", help=help_text)
 
 
 def add_device_flag(parser: argparse.ArgumentParser) -> None:

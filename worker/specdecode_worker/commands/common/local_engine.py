@@ -171,6 +171,7 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sample
                 "uri": draft,
                 "required": draft is not None,
                 "quantization": args.draft_quantization,
+                "placement": getattr(args, "draft_placement", "shared"),
             }
         ),
         drafts=(NamedDraft(name=NGRAM, method="ngram"),),

@@ -8,7 +8,16 @@ from typing import get_args
 
 from pydantic import ValidationError
 
-from specdecode_worker.contract import DRAFT_FREE, MAX_DEPTH, MAX_MERGED, MergedDraft, Method, NamedDraft, Sampler
+from specdecode_worker.contract import (
+    DRAFT_FREE,
+    MAX_DEPTH,
+    MAX_MERGED,
+    MergedDraft,
+    Method,
+    NamedDraft,
+    Placement,
+    Sampler,
+)
 
 
 def add_merge_flag(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +33,7 @@ def add_merge_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def merged_drafts(
-    words: Sequence[str], method: str, sampler: Sampler
+    words: Sequence[str], method: str, sampler: Sampler, placement: Placement
 ) -> tuple[tuple[NamedDraft, ...], tuple[MergedDraft, ...]]:
     """Return the drafts that the values of --merge name, and how they are merged.
 
@@ -35,6 +44,8 @@ def merged_drafts(
         raise ValueError("--merge needs a draft to merge with; give --method or --draft")
     if words and sampler != "coupled":
         raise ValueError(f"--merge needs --sampler coupled; {sampler} knows the distribution of one draft alone")
+    if words and placement == "own":
+        raise ValueError("--merge needs --draft-placement shared; a draft on a device of its own drafts whole trees")
     if len(words) > MAX_MERGED:
         raise ValueError(f"--merge: at most {MAX_MERGED} drafts are merged with the first one, got {len(words)}")
     drafts = tuple(_draft(word, f"merged-{index}") for index, word in enumerate(words, start=1))

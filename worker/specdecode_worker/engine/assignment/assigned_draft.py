@@ -84,14 +84,15 @@ def assigned_uris(plan: Plan, config: WorkerConfig, worker: str) -> tuple[str, .
 
 
 def artifact_config(artifact: Artifact, config: WorkerConfig) -> DraftConfig:
-    """Return the configuration of an artefact: a head in EAGLE-3's format, quantised as the draft of the config is.
+    """Return the configuration of an artefact: an EAGLE-3 head, quantised and placed as the draft of the config is.
 
     An artefact at the URI of the config's draft is loaded as that draft.
     """
     if artifact.uri == config.draft.uri:
         return config.draft.model_copy(update={"required": False})
     quantization = config.draft.quantization if config.draft.method == "eagle3" else None
-    return DraftConfig(method="eagle3", uri=artifact.uri, quantization=quantization)
+    placement = config.draft.placement
+    return DraftConfig(method="eagle3", uri=artifact.uri, quantization=quantization, placement=placement)
 
 
 def start_draft(config: WorkerConfig, plan: Plan | None, resolve: Callable[[str], Path]) -> StartDraft:

@@ -59,6 +59,10 @@ class ModelDrafter(PagedDrafter):
         """Run the draft model over prefill chunks. ``aux_TA`` is not used."""
         first_B = to_device([row.start for row in rows], self._state.length_S.device)
         self._run([row.request for row in rows], [row.count for row in rows], first_B)
+        self.record_prefill(rows)
+
+    def record_prefill(self, rows: Sequence[Row]) -> None:
+        """Record that the draft model has run over these chunks."""
         for row in rows:
             progress = self.progress(row.request)
             if progress.lag > 1:  # the draft has not run over the prompt so far

@@ -19,7 +19,7 @@ from specdecode_worker.contract import DraftConfig, DraftState, TaskMatch
 from specdecode_worker.engine.drafts.aux_hidden_states import columns_of, union_reads
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
-from specdecode_worker.engine.drafts.drafter import AnswerReader, Drafter, PagedDrafter
+from specdecode_worker.engine.drafts.drafter import AnswerReader, Drafter, PagedDrafter, RestartedDrafter
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.merged.step_proposals import Proposed, StepProposals
 from specdecode_worker.engine.drafts.merged.task_drafts import TaskDrafts
@@ -74,7 +74,7 @@ class DraftRegistry:
         self._drafts = {name: one for name, one in drafts.items() if isinstance(one, LoadedDraft)}
         self._unusable = {name: one.state for name, one in drafts.items() if isinstance(one, UnusableDraft)}
         self._state, self._size = state, hidden_size
-        self._tasks = TaskDrafts(DEFAULT_DRAFT, self._drafts.__contains__, merges=merges)
+        self._tasks = TaskDrafts(DEFAULT_DRAFT, self._drafts.__contains__, self._is_mergeable, merges=merges)
         self._proposals = StepProposals(self._drafts, self._tasks, state)
         self.reads = TargetStates()
         """Target states that the loaded drafts read, in total."""
@@ -125,6 +125,8 @@ class DraftRegistry:
     def reported(self, name: str = DEFAULT_DRAFT, swaps: Mapping[str, SwapStatus] = NO_SWAPS) -> DraftState:
         """Return the state of the draft of this name with its swap, if there is one."""
         state = self.state(name)
+        if name in self._drafts and isinstance(drafter := self._drafts[name].drafter, RestartedDrafter):
+            state = state.model_copy(update={"problem": drafter.problem or None})
         if (swap := swaps.get(name)) is None:
             return state
         return state.model_copy(update={"name": name, "pending": swap.pending, "swap_problem": swap.problem})
@@ -224,6 +226,21 @@ class DraftRegistry:
             if request.draft.draft == replaced:
                 request.draft.draft = ""  # the cache of the new draft is empty, even if it has the same hash
 
+    def take_restarted(self, requests: Iterable[Request]) -> list[str]:
+        """Begin to use draft processes that were started again, and return the hashes of their drafts.
+
+        Their progress in all requests restarts, and their keys in cached prefixes must be invalidated.
+        """
+        restarted = [
+            loaded.state.hash
+            for loaded in self._drafts.values()
+            if isinstance(loaded.drafter, RestartedDrafter) and loaded.drafter.take_restarted()
+        ]
+        for request in requests if restarted else ():
+            if request.draft.draft in restarted:
+                request.draft.draft = ""
+        return restarted
+
     def _align(self) -> None:
         self.reads = union_reads(loaded.drafter.reads for loaded in self._drafts.values())
         for loaded in self._drafts.values():
@@ -233,6 +250,10 @@ class DraftRegistry:
         for name, loaded in self._drafts.items():
             if isinstance(loaded.drafter, (PagedDrafter, MedusaDrafter)):
                 loaded.drafter.progress = partial(self._progress, name)
+
+    def _is_mergeable(self, name: str) -> bool:
+        """Return whether a draft proposes node by node. One on a device of its own drafts whole trees."""
+        return not isinstance(self._drafts[name].drafter, RestartedDrafter)
 
     def _name(self, request: Request) -> str:
         return self._tasks.name(request.submit.task)

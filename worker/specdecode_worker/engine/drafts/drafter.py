@@ -67,6 +67,20 @@ class AnswerReader(Protocol):
         ...
 
 
+@runtime_checkable
+class RestartedDrafter(Protocol):
+    """Drafter whose network runs in a process that may be lost and started again."""
+
+    @property
+    def problem(self) -> str:
+        """Reason why it cannot draft now; empty if it can."""
+        ...
+
+    def take_restarted(self) -> bool:
+        """Begin to use a restarted process and return whether there was one. It has no keys of any request."""
+        ...
+
+
 def own_progress(request: Request) -> DraftProgress:
     """Return the progress of the request's own draft, for a draft that no registry knows."""
     return request.draft
@@ -83,6 +97,8 @@ class PagedDrafter(ABC):
     needs_passes: ClassVar[bool] = True
     parallel: ClassVar[bool] = False
     """True if one pass proposes all depths of a tree, so that a deeper tree needs no further passes."""
+    captured: ClassVar[bool] = True
+    """True if its passes can be captured in a graph, unless it is ``parallel``."""
     first_slot: int
     """First slot of its cache that holds keys: 0, or 1 for EAGLE heads."""
     last_position: int

@@ -97,6 +97,10 @@ class StateDrafter(PagedDrafter):
                 first_key=self.first_key,
             )
             self._fused(torch.cat(parts), packed)
+        self.record_prefill(rows)
+
+    def record_prefill(self, rows: Sequence[Row]) -> None:
+        """Record that the head has run over these chunks."""
         for row in rows:
             progress = self.progress(row.request)
             if progress.lag > 1:  # the head has not run over the prompt so far

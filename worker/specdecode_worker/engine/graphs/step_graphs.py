@@ -136,7 +136,7 @@ class StepGraphs:
         Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
         MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
         """
-        drafters = {name: one for name, one in self._drafts.paged().items() if not one.parallel}
+        drafters = {name: one for name, one in self._drafts.paged().items() if one.captured and not one.parallel}
         trees = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in drafters)}
         candidates = {
             key_of(rows, [tree], tree.verified, cuts=cuts, draft=name)

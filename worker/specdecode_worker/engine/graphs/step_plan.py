@@ -176,7 +176,8 @@ class StepPlanner:
             return OutsideReason.SEVERAL
         if not drafted:
             return OutsideReason.CATCH_UP if running else None
-        return OutsideReason.METHOD if running[0].drafter.parallel else None
+        (draft,) = running
+        return OutsideReason.METHOD if draft.drafter.parallel or not draft.drafter.captured else None
 
     def _running(self, rows: Sequence[Row]) -> list[_Running]:
         """Return the drafts with a cache that run in a step, to draft or to catch up."""

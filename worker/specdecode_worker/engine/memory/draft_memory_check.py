@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdecode_worker.contract import DraftConfig
-from specdecode_worker.engine.drafts.draft_loader import DraftLoader
 from specdecode_worker.engine.drafts.draft_registry import DEFAULT_DRAFT, LoadedDraft
+from specdecode_worker.engine.drafts.own_device.placed_loader import PlacedDraftLoader
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.memory.memory_budget import DRAFT_PROCESS_BYTES
 from specdecode_worker.engine.memory.model_inventory import expect_own_logits, network_of
 from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, build_meta_draft
 from specdecode_worker.models.errors import ModelError
@@ -21,7 +22,7 @@ _GIB = 2**30
 class CheckedDraftLoader:
     """``LoadDraft`` for a running worker: checks that the draft fits into free memory before it is loaded."""
 
-    loader: DraftLoader
+    loader: PlacedDraftLoader
     ranks: int
     """Number of devices that share the target."""
     free_bytes: Callable[[], int]
@@ -36,8 +37,11 @@ class CheckedDraftLoader:
         method = config.method
         if method == "ngram" or method == "suffix" or method == "none" or config.uri is None:
             return self.loader(config, name)
+        if self.loader.leaves_memory_of_target(config):
+            return self.loader(config, name)
         expect_own_logits(config, self.ranks)
-        needed, free = self._needed_bytes(method, config.uri), self.free_bytes()
+        process = DRAFT_PROCESS_BYTES if config.placement == "own" else 0
+        needed, free = self._needed_bytes(method, config.uri) + process, self.free_bytes()
         if needed > free:
             raise ModelError(
                 f"{config.uri} needs {needed / _GIB:.2f} GiB beside the draft that runs until it is ready, and "
@@ -51,7 +55,8 @@ class CheckedDraftLoader:
 
         The draft's cache has as many blocks as the target's.
         """
-        loader, weight = self.loader, self.loader.target.model.embed_tokens.weight
+        loader = self.loader.local
+        weight = loader.target.model.embed_tokens.weight
         draft = build_meta_draft(
             method,
             loader.resolve(uri),

@@ -38,6 +38,8 @@ SPARE_PIECES = 2 * 160
 RUNTIME_BYTES = {"cpu": 384 * 2**20, "cuda": 640 * 2**20}
 """Fixed bytes of the process: Python and torch of engine and server (measured, private pages only), or the CUDA
 context."""
+DRAFT_PROCESS_BYTES = 320 * 2**20
+"""Bytes of Python and torch of a draft process (measured on a CPU, private pages only: 305 MiB)."""
 MOST_GRAPHS = 128
 """Upper bound of the CUDA graphs that a worker captures."""
 GRAPH_BYTES = 4 * 2**20
@@ -121,6 +123,11 @@ class Budget:
     drafts: tuple[Network, ...] = ()
     aux_size: int = 0
     """Width of the target's hidden states that drafts read for each token."""
+    draft_processes: int = 0
+    """Fixed bytes of draft processes that share this memory, which those on a CPU do.
+
+    They include copies of the target's matrices that their drafts read.
+    """
 
     @property
     def usable(self) -> int:
@@ -140,7 +147,7 @@ class Budget:
     @property
     def runtime(self) -> int:
         """Fixed memory of Python and torch, or of the CUDA context."""
-        return RUNTIME_BYTES[self.device.kind]
+        return RUNTIME_BYTES[self.device.kind] + self.draft_processes
 
     @property
     def draft_weights(self) -> int:

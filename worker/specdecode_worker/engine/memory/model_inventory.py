@@ -19,11 +19,13 @@ from specdecode_worker.engine.drafts.draft_loader import CachedConfig, Resolve
 from specdecode_worker.engine.drafts.draft_problem import describe_failure
 from specdecode_worker.engine.graphs.graph_key import row_buckets
 from specdecode_worker.engine.memory.device_memory import device_memory
-from specdecode_worker.engine.memory.memory_budget import Bounds, Budget, Device, Network
+from specdecode_worker.engine.memory.memory_budget import DRAFT_PROCESS_BYTES, Bounds, Budget, Device, Network
 from specdecode_worker.models.checkpoints.draft_weights import Draft, build_meta_draft
 from specdecode_worker.models.checkpoints.weights import prepare_llama
 from specdecode_worker.models.configs.draft_config import MedusaConfig
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.tensor_parallel import Shard, split_network
 from specdecode_worker.models.transforms.fusion import should_pack
@@ -62,16 +64,20 @@ def take_inventory(
     target = prepared.network
     part = target if ranks == 1 else split_network(target.config, Shard(0, ranks))
     drafts = _drafts(config, resolve, target, folder)
-    models = [(name, one, kind) for name, one, kind in drafts if not isinstance(one, DraftMismatch)]
+    models = [(name, one, draft) for name, one, draft in drafts if not isinstance(one, DraftMismatch)]
     misfits = [one for _, one, _ in drafts if isinstance(one, DraftMismatch)]
+    own = [model for _, model, draft in models if draft.placement == "own"]
+    # The processes of drafts on a CPU share its memory with the target.
+    here = [one for one in models if device.type == "cpu" or one[2].placement == "shared"]
     budget = Budget(
         device=memory or device_memory(device, ranks),
         bounds=bounds_of(config, target.config.max_position_embeddings),
         target=network_of("target", part, dtype, device, config.model.quantization, draft=False),
-        drafts=tuple(network_of(name, model, dtype, device, kind) for name, model, kind in models),
+        drafts=tuple(network_of(name, model, dtype, device, draft.quantization) for name, model, draft in here),
         aux_size=union_reads(model.reads for _, model, _ in models if not isinstance(model, Llama)).width(
             target.config.hidden_size
         ),
+        draft_processes=sum(_process_bytes(model, target, dtype) for model in own) if device.type == "cpu" else 0,
     )
     return Inventory(
         budget=budget,
@@ -90,9 +96,9 @@ class DraftMismatch:
 
 def _drafts(
     config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path
-) -> list[tuple[str, Draft | DraftMismatch, DraftQuantization | None]]:
-    """Return (name, network or misfit, quantization) of every configured draft that has weights."""
-    drafts: list[tuple[str, Draft | DraftMismatch, DraftQuantization | None]] = []
+) -> list[tuple[str, Draft | DraftMismatch, DraftConfig]]:
+    """Return (name, network or misfit, configuration) of every configured draft that has weights."""
+    drafts: list[tuple[str, Draft | DraftMismatch, DraftConfig]] = []
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
         if draft.uri is None or draft.method == "ngram" or draft.method == "suffix" or draft.method == "none":
             continue
@@ -100,12 +106,22 @@ def _drafts(
         try:
             expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = build_meta_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
-            drafts.append((name, model, draft.quantization))
+            drafts.append((name, model, draft))
         except BaseException as error:  # a panic of a Rust library is not an Exception
             reason = describe_failure(error, where)
             problem = reason if name == "draft" else f"{name}: {reason}"
-            drafts.append((name, DraftMismatch(problem, draft.required), None))
+            drafts.append((name, DraftMismatch(problem, draft.required), draft))
     return drafts
+
+
+def _process_bytes(draft: Draft, target: Llama, dtype: torch.dtype) -> int:
+    """Return the fixed bytes of a draft process, with copies of the target's matrices that the draft has not itself."""
+    copied = []
+    if isinstance(draft, Eagle3Head | EagleHead) and draft.embed_tokens is None:
+        copied.append(target.model.embed_tokens.weight)
+    if isinstance(draft, EagleHead) and draft.lm_head is None:
+        copied.append(target.lm_head.weight)
+    return DRAFT_PROCESS_BYTES + sum(one.numel() * dtype.itemsize for one in {id(one): one for one in copied}.values())
 
 
 def expect_own_logits(draft: DraftConfig, ranks: int) -> None:

@@ -6,7 +6,16 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from specdecode_worker.contract import DRAFT_FREE, WITH_MLP, DraftConfig, DraftQuantization, Method, Written
+from specdecode_worker.contract import (
+    DRAFT_FREE,
+    PLACEABLE,
+    WITH_MLP,
+    DraftConfig,
+    DraftQuantization,
+    Method,
+    Placement,
+    Written,
+)
 
 
 class NewDraft(Written):
@@ -18,6 +27,8 @@ class NewDraft(Written):
     """Name of the draft to replace; empty for the default draft."""
     quantization: DraftQuantization | None = None
     """Quantization of the weights of its MLPs and lm_head. None leaves them in the target's dtype."""
+    placement: Placement = "shared"
+    """Device of the draft; ``own`` needs one that neither the target nor another process uses."""
     expected_hash: str | None = Field(default=None, min_length=1, max_length=64)
     """Hash that the files must have; with another one the swap is refused. None accepts any."""
 
@@ -27,8 +38,16 @@ class NewDraft(Written):
             raise ValueError(f"method {self.method} {'needs a' if self.uri is None else 'takes no'} uri")
         if self.quantization and self.method not in WITH_MLP:
             raise ValueError(f"quantization is for methods {', '.join(WITH_MLP)}; {self.method} has no MLP")
+        if self.placement == "own" and self.method not in PLACEABLE:
+            raise ValueError(f"placement own is for methods {', '.join(PLACEABLE)}, not for {self.method}")
         return self
 
     def config(self) -> DraftConfig:
         """Return the configuration of the draft, as a required draft: one that does not fit the target is an error."""
-        return DraftConfig(method=self.method, uri=self.uri, required=True, quantization=self.quantization)
+        return DraftConfig(
+            method=self.method,
+            uri=self.uri,
+            required=True,
+            quantization=self.quantization,
+            placement=self.placement,
+        )

@@ -55,24 +55,38 @@ def test_a_draft_that_proposed_alone_has_the_ranks_of_the_row() -> None:
     ]
 
 
+def any_draft(name: str) -> bool:
+    """Return True, whatever the draft."""
+    return True
+
+
 def test_tasks_merge_drafts_that_can_run() -> None:
-    tasks = TaskDrafts("", {"", "head", "lookup"}.__contains__)
+    tasks = TaskDrafts("", {"", "head", "lookup"}.__contains__, any_draft)
     merge = tuple(MergedDraft(draft=name) for name in ("lookup", "head"))
     tasks.set_tasks([TaskMatch(name="a", draft="head", merge=merge), TaskMatch(name="b", draft="gone", merge=merge[:1]),
                      TaskMatch(name="c", merge=(MergedDraft(draft="gone"),))])  # fmt: skip
     assert [tasks.name(task) for task in "abcd"] == ["head", "", "", ""]
     assert [[one.draft for one in tasks.merged(task)] for task in "abcd"] == [["lookup"], ["lookup"], [], []]
     assert [tasks.serves("lookup", task) for task in "abcd"] == [True, True, False, False]
-    assert not TaskDrafts("", lambda name: True, merges=False).merges
+    assert not TaskDrafts("", any_draft, any_draft, merges=False).merges
 
 
 def test_nothing_is_merged_with_a_draft_that_cannot_run() -> None:
-    tasks = TaskDrafts("", {"lookup"}.__contains__)
+    tasks = TaskDrafts("", {"lookup"}.__contains__, any_draft)
     tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])
     assert (tasks.name("a"), tasks.merged("a"), tasks.serves("lookup", "a")) == ("", (), False)
 
 
 def test_a_sampler_of_one_draft_merges_nothing() -> None:
-    tasks = TaskDrafts("", lambda name: True, merges=False)
+    tasks = TaskDrafts("", any_draft, any_draft, merges=False)
     tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])
     assert (tasks.merges, tasks.merged("a")) == (False, ())
+
+
+def test_a_draft_of_whole_trees_is_not_merged() -> None:
+    """Such as one on a device of its own."""
+    tasks = TaskDrafts("", any_draft, {"", "lookup"}.__contains__)
+    merge = (MergedDraft(draft="lookup"), MergedDraft(draft="trees"))
+    tasks.set_tasks([TaskMatch(name="a", merge=merge), TaskMatch(name="b", draft="trees", merge=merge[:1])])
+    assert [one.draft for one in tasks.merged("a")] == ["lookup"]
+    assert tasks.merged("b") == ()

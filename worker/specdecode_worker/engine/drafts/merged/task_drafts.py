@@ -13,15 +13,16 @@ Known = Callable[[str], bool]
 class TaskDrafts:
     """Choice of drafts by task. Without tasks all requests use the default draft, and nothing is merged."""
 
-    def __init__(self, default: str, known: Known, *, merges: bool = True) -> None:
+    def __init__(self, default: str, known: Known, mergeable: Known, *, merges: bool = True) -> None:
         """Start without tasks.
 
         Args:
             default: Name of the draft of tasks without one.
             known: Whether a draft can run; names of others are ignored.
+            mergeable: Whether a draft that can run can propose behind tokens of other drafts.
             merges: False if the sampler cannot merge drafts. Each task then uses its own draft alone.
         """
-        self._default, self._known, self._can_merge = default, known, merges
+        self._default, self._known, self._mergeable, self._can_merge = default, known, mergeable, merges
         self._by_task: dict[str, TaskMatch] = {}
         self.merges = False
         """True if some task merges drafts."""
@@ -44,9 +45,13 @@ class TaskDrafts:
     def merged(self, task: str) -> tuple[MergedDraft, ...]:
         """Return the drafts that are merged with the draft of a task and can run; none if that draft cannot run."""
         match = self._by_task.get(task) if self.merges else None
-        if match is None or not self._known(own := self.name(task)):
+        if match is None or not self._can_propose(own := self.name(task)):
             return ()
-        return tuple(one for one in match.merge if one.draft != own and self._known(one.draft))
+        return tuple(one for one in match.merge if one.draft != own and self._can_propose(one.draft))
+
+    def _can_propose(self, draft: str) -> bool:
+        """Return whether a draft can run and propose behind tokens of other drafts."""
+        return self._known(draft) and self._mergeable(draft)
 
     def serves(self, draft: str, task: str) -> bool:
         """Return whether a draft proposes for a task, alone or merged with others."""

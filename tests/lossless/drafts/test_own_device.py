@@ -1,0 +1,225 @@
+"""A draft in a process of its own proposes what a shared draft does, and its loss changes no text."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from specdecode_worker.contract import DraftState, TreeShape
+from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.graphs.step_plan import OutsideReason
+from specdecode_worker.engine.ipc.messages import Submit
+
+LOCAL = {"own-eagle3": "eagle3-steep", "own-model": "draft-model"}
+"""Shared form of each draft that runs in a process of its own."""
+SHAPES = [TreeShape.parse(text) for text in ("chain:3", "tree:4,2,1", "none", "chain:1")]
+
+Text = dict[str, list[int]]
+
+
+def requests_of(submit: Any, count: int = 10, tokens: int = 40) -> list[Submit]:
+    """Return requests with every kind of sampling; every third one has penalties, and two share a long prefix."""
+    requests = [submit(i, sampled=i % 2 == 0, tokens=tokens, shapes=len(SHAPES)) for i in range(count)]
+    for i in range(0, count, 3):
+        sampling = msgspec.structs.replace(
+            requests[i].sampling, presence_penalty=0.8, repetition_penalty=1.2, min_tokens=9, stop_token_ids=(3,)
+        )
+        requests[i] = msgspec.structs.replace(requests[i], sampling=sampling)
+    prefix = tuple(range(48))
+    for i in (1, count - 1):
+        requests[i] = msgspec.structs.replace(requests[i], prompt=prefix + requests[i].prompt)
+    return requests
+
+
+def run(engine: Any, requests: Sequence[Submit], after: Callable[[int], None] = lambda step: None) -> Text:
+    """Run the requests, the second half of them behind the first, and return their tokens."""
+    tokens: Text = {request.request_id: [] for request in requests}
+    half, step = len(requests) // 2, 0
+    for group in (requests[:half], requests[half:]):
+        for request in group:
+            engine.add(request)
+        while not engine.idle:
+            for new in engine.step():
+                tokens[new.request_id] += new.tokens
+                assert new.finish in (None, "length", "stop")
+            step += 1
+            after(step)
+    engine.check()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"pipelined": True},
+        {"max_num_seqs": 5, "blocks": 11, "budget": 40},
+        {"max_num_seqs": 5, "blocks": 11, "budget": 40, "pipelined": True},
+        {"prefix_caching": False, "budget": 16},
+    ],
+    ids=["in-turn", "pipelined", "few-blocks", "few-blocks-pipelined", "small-chunks"],
+)
+@pytest.mark.parametrize("method", LOCAL)
+def test_proposals_equal_those_of_the_shared_draft(
+    make_engine: Any, lossless: Any, method: str, fields: dict[str, Any]
+) -> None:
+    """Every request has as many drafts and accepted tokens as with the draft in the process of the target."""
+    plan_of, submit, _ = lossless
+    results = []
+    for draft in (method, LOCAL[method], None):
+        engine = make_engine(draft, **fields)
+        engine.set_plan(plan_of(SHAPES))
+        texts = run(engine, requests_of(submit))
+        report = engine.report()
+        results.append((texts, report.drafts, report.accepted_tokens, report.acceptance))
+        assert engine.preemptions > 0 or "blocks" not in fields
+    own, local, plain = results
+    assert own == local
+    assert own[0] == plain[0]
+    assert own[2] > 0
+
+
+@pytest.mark.parametrize("method", LOCAL)
+def test_the_draft_runs_before_a_graph_that_verifies(make_engine: Any, lossless: Any, method: str) -> None:
+    plan_of, submit, _ = lossless
+    plain = run(make_engine(None), requests_of(submit))
+    engine = make_engine(method, graphs=(2, 8))
+    engine.set_plan(plan_of(SHAPES[:2]))
+    assert run(engine, requests_of(submit)) == plain
+    assert engine._graphs.outside[OutsideReason.METHOD] > 10
+
+
+@pytest.mark.parametrize("method", LOCAL)
+@pytest.mark.parametrize("first", ["copy", "own"])
+def test_own_and_shared_drafts_replace_each_other(
+    make_engine: Any, lossless: Any, drafter: Any, method: str, first: str
+) -> None:
+    """The text is the same when a shared draft is replaced by one in a process of its own, and back."""
+    plan_of, submit, _ = lossless
+    requests = requests_of(submit)
+    plain = run(make_engine(None), requests)
+    order = [method, "copy", method] if first == "own" else ["copy", method, "copy"]
+    engine = make_engine(order[0])
+    engine.set_plan(plan_of(SHAPES))
+
+    def swap(step: int) -> None:
+        if step in (7, 30):
+            name = order[1] if step == 7 else order[2]
+            engine.set_draft("", LoadedDraft(drafter(engine, name), DraftState(hash=f"{step}")))
+            engine.set_plan(plan_of(SHAPES, version=step, draft=f"{step}"))
+
+    assert run(engine, requests, swap) == plain
+
+
+@pytest.fixture
+def own_engine(make_engine: Any, lossless: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return an engine whose draft process nothing else uses."""
+    plan_of, _, _ = lossless
+    pair = request.getfixturevalue("pair")
+    running, pair.own.running = pair.own.running, {}
+    engine = make_engine(request.param)
+    engine.set_plan(plan_of(SHAPES[:2]))
+    yield engine
+    pair.own.close()
+    pair.own.running = running
+
+
+def drafter_in(engine: Any) -> Any:
+    return engine._drafts.loaded().drafter
+
+
+def wait_for_restart(engine: Any, seconds: float = 120) -> None:
+    """Wait until a restarted process is ready; the engine takes it over in its next step."""
+    deadline = time.monotonic() + seconds
+    while drafter_in(engine)._supervisor._restarted is None:
+        assert time.monotonic() < deadline, engine.report().draft.problem
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("own_engine", LOCAL, indirect=True)
+@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
+def test_a_killed_process_fails_no_request_and_comes_back(
+    own_engine: Any, make_engine: Any, lossless: Any, pipelined: bool
+) -> None:
+    """Prefixes that were cached before the loss are no longer taken for known to the draft."""
+    _, submit, _ = lossless
+    engine, requests = own_engine, requests_of(submit)
+    plain = run(make_engine(None), requests)
+    engine._ahead = 1 if pipelined else 0
+    pid, problems = drafter_in(engine).pid, set()
+
+    def kill(step: int) -> None:
+        if step == 12:
+            os.kill(pid, signal.SIGKILL)
+        problems.add(engine.report().draft.problem)
+
+    assert run(engine, requests, kill) == plain
+    problem = next(one for one in problems if one)
+    assert "ended with exit code -9; requests decode plainly, and it starts again" in problem
+    wait_for_restart(engine)
+    marks = marked_blocks(engine)
+    engine.add(requests[0])
+    engine.step()
+    assert marks > marked_blocks(engine) == 0
+    while not engine.idle:
+        engine.step()
+    before = engine.report().accepted_tokens
+    assert run(engine, requests) == plain
+    report = engine.report()
+    assert report.draft.problem is None
+    assert report.accepted_tokens > before
+    assert drafter_in(engine).pid not in (None, pid)
+
+
+def marked_blocks(engine: Any) -> int:
+    """Return the number of cached blocks that are taken to have keys of the draft."""
+    index = engine._scheduler._reuse._index
+    return sum(index.is_marked(block, "d") for block in range(200))
+
+
+@pytest.mark.parametrize("own_engine", LOCAL, indirect=True)
+def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, make_engine: Any, lossless: Any) -> None:
+    """Requests that began with the old process draft with the new one, which has none of their keys yet."""
+    _, submit, _ = lossless
+    requests = [replace_tokens(request, 100) for request in requests_of(submit, count=4, tokens=10)]
+    plain = run(make_engine(None), requests)
+    engine, counts = own_engine, []
+
+    def lose(step: int) -> None:
+        if step == 5:
+            os.kill(drafter_in(engine).pid, signal.SIGKILL)
+        if step == 10:
+            wait_for_restart(engine)
+            counts.append((engine.report().drafts, engine.report().accepted_tokens))
+
+    assert run(engine, requests, lose) == plain
+    report = engine.report()
+    drafts, accepted = report.drafts - counts[0][0], report.accepted_tokens - counts[0][1]
+    assert accepted / drafts > (1.5 if drafter_in(engine).first_slot == 0 else 0), "keys are missing"
+
+
+@pytest.mark.parametrize("own_engine", ["own-model"], indirect=True)
+def test_a_process_that_hangs_is_replaced(own_engine: Any, make_engine: Any, lossless: Any) -> None:
+    _, submit, _ = lossless
+    engine, requests = own_engine, requests_of(submit)
+    plain = run(make_engine(None), requests)
+    drafter_in(engine)._supervisor._process._reply_seconds = 0.5
+    problems = set()
+
+    def stop(step: int) -> None:
+        if step == 12:
+            os.kill(drafter_in(engine).pid, signal.SIGSTOP)
+        problems.add(engine.report().draft.problem)
+
+    assert run(engine, requests, stop) == plain
+    assert any("did not answer for 0.5 seconds" in problem for problem in problems if problem)
+
+
+def replace_tokens(request: Submit, tokens: int) -> Submit:
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=tokens))
