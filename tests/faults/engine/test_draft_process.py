@@ -14,13 +14,19 @@ import pytest
 from bounds import has_ended
 from worker_process import StartWorker, WorkerProcess
 
+from specdecode_worker.contract import Plan, TreeShape
+
 PROMPTS = [f"request {i}: " + "abc " * i for i in range(6)]
 
 
 @pytest.fixture
 def worker(start_small: StartWorker, small_folder: Path) -> WorkerProcess:
-    """Return a worker whose target is also its draft model, in a process of its own."""
-    return start_small("--method", "draft-model", "--draft", f"file://{small_folder}", "--draft-placement", "own")
+    """Return a worker whose target is also its draft model, in a process of its own. Its guard is off."""
+    worker = start_small("--method", "draft-model", "--draft", f"file://{small_folder}", "--draft-placement", "own")
+    draft = worker.call_admin("/v1/report").json()["draft"]["hash"]
+    plan = Plan(version=9, draft=draft, initial=TreeShape.chain(3), max_depth=3, explore=0, guard=False)
+    assert worker.call_admin("/v1/plan", "PUT", content=plan.model_dump_json()).is_success
+    return worker
 
 
 def draft_pid(worker: WorkerProcess) -> int:
