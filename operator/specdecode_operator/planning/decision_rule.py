@@ -67,7 +67,7 @@ class LoadDecision:
             return []
         if any(is_timed_now(row) for row in self.rows):
             return self._after_trial()
-        return self._stopped() or (self._smaller() if self.is_suspended else self._improved())
+        return self._stopped() or self._improved()
 
     def _is_measuring(self) -> bool:
         """Return whether rows that draft wait for reliable estimates with their first change.
@@ -88,35 +88,28 @@ class LoadDecision:
         better = [choice for choice in choices if self._bound(now, choice, TUNING.z) > 0]
         return self._to(group, now, min(better, key=_rank, default=plain), "loses", LOSES)
 
-    def _smaller(self) -> list[Change]:
-        """Return a shallower shape where the guards suspend speculation: the change itself costs nothing.
-
-        A smaller shape must be believed to be better than the present one: otherwise the estimates err, and as much for
-        the smaller shape.
-        """
-        group = [row for row in self.rows if row.depth and self._has_changes_left(row) and self._is_active(row)]
-        now, plain, choices = self._best(group)
-        smaller = [
-            choice
-            for choice in choices
-            if choice.depth < now.depth
-            and (choice.is_plain or (choice.rank < now.rank and self.search.gain(plain, choice) > self._least_gain))
-        ]
-        best = min(smaller, key=_rank, default=now)
-        if not group or best is now or (best.is_plain and self.search.gain(now, best) < 2 * TUNING.measured_error):
-            return []
-        return self._to(group, now, best, "loses", SUSPENDED)
-
     def _improved(self) -> list[Change]:
-        """Return the best of the choices that are surely worth a change, or else of those that are worth a trial."""
-        group = [row for row in self.rows if self._is_rested(row)]
+        """Return the best of the choices that are surely worth a change, or else of those that are worth a trial.
+
+        Where the guards suspend speculation, only a shallower shape is, and it waits for no dwell.
+        """
+        group = [row for row in self.rows if self._is_free(row)]
         if not group:
             return []
-        now, _, choices = self._best(group)
+        now, plain, choices = self._best(group)
         timed = max((choice.passes for choice in (now, *choices) if choice.is_timed), default=0)
         others = [choice for choice in choices if choice is not now]
         outdated = all(self._is_outdated(row) for row in group)
         gains = [other for other in others if other.passes <= timed and self._is_worth_it(now, other, outdated)]
+        if self.is_suspended:
+            # Otherwise the estimates err, and as much for the shallower shape.
+            gains = [
+                other
+                for other in others
+                if other.depth < now.depth and self.search.gain(now, other) > 2 * TUNING.measured_error * other.is_plain
+                if other.is_plain or self.search.gain(plain, other) > self._least_gain
+            ]
+            return self._to(group, now, min(gains, key=_rank, default=now), "loses", SUSPENDED)
         if gains:
             return self._to(group, now, min(gains, key=_rank), "gain", OUTDATED if outdated else "")
         trials = [other for other in others if self._trial_value(now, other) > 0]
@@ -194,12 +187,14 @@ class LoadDecision:
     def _best(self, group: Sequence[RowState]) -> Found:
         return self.search.best(tuple((row.task, row.shape) for row in self.rows), [row.task for row in group])
 
-    def _has_changes_left(self, row: RowState) -> bool:
-        return len(recent_changes(row, self.now)) < self.speculation.hysteresis.max_changes_per_hour
-
-    def _is_rested(self, row: RowState) -> bool:
-        dwell = dwell_seconds(len(self._counted_changes(row)), self.speculation.hysteresis)
-        return self._has_changes_left(row) and self.now - row.since >= dwell
+    def _is_free(self, row: RowState) -> bool:
+        """Return whether the row may change for a gain: by the changes of the hour, and its dwell or suspension."""
+        hysteresis = self.speculation.hysteresis
+        if len(recent_changes(row, self.now)) >= hysteresis.max_changes_per_hour:
+            return False
+        if self.is_suspended:
+            return self._is_active(row)
+        return self.now - row.since >= dwell_seconds(len(self._counted_changes(row)), hysteresis)
 
     def _counted_changes(self, row: RowState) -> tuple[float, ...]:
         """Return the changes of the last hour; those before the last change point do not count."""

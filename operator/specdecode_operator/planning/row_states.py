@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 
 from specdecode_operator.api.v1alpha1 import HysteresisSpec
@@ -67,10 +66,3 @@ def dwell_seconds(changes: int, hysteresis: HysteresisSpec) -> float:
 def outdated_seconds(hysteresis: HysteresisSpec) -> float:
     """Return the age at which a change point outdates a row: the mean time between the changes that are allowed."""
     return HOUR_SECONDS / hysteresis.max_changes_per_hour
-
-
-def wakes_at(row: RowState, hysteresis: HysteresisSpec) -> Iterator[float]:
-    """Yield every time at which the row may change without new measurements."""
-    yield from (row.since + TUNING.window_seconds, row.since + outdated_seconds(hysteresis))
-    yield from (at + HOUR_SECONDS for at in row.moves)
-    yield from (row.since + dwell_seconds(changes, hysteresis) for changes in range(len(row.moves) + 2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -23,8 +23,6 @@ from specdecode_worker.contract import Method, TreeShape, draft_passes
 
 Shapes = tuple[tuple[str, TreeShape], ...]
 """The shape of every task, in the order of the search's tasks."""
-Mix = tuple[dict[str, float], dict[str, float]]
-"""Tokens of a step, and share of the sequences, both by task."""
 NORMAL = NormalDist()
 
 
@@ -95,23 +93,15 @@ class ShapeSearch:
     def best(self, now: Shapes, free: Collection[str]) -> Found:
         """Return the present choice, plain decoding, and the candidates that are fast enough for the objective.
 
-        Only ``free`` tasks change. Candidates are the best shapes for each depth, of all free tasks and of one alone.
+        Candidates are the best shapes for each depth, of all ``free`` tasks or of one alone. Others keep their shape.
         """
         key = now, tuple(free)
         if key not in self.known:
-            before, least = dict(now), self.objective.min_speedup
-            tasks = (task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks)
-            around = replace(self, tasks=tuple(tasks))
-            plain_shapes = tuple((task.name, task.least) for task in around.tasks)
-            joint = list(around.best_by_depth())
-            alone = (
-                tuple((name, shape if name == task else before[name]) for name, shape in shapes)
-                for shapes in joint
-                for task in free
-                if len(free) > 1
-            )
-            found = around.evaluate([now, plain_shapes, *joint, *alone])
-            plain = found[plain_shapes]
+            plain_shapes = _changed(now, ((task.name, task.least) for task in self.tasks), free)
+            groups = (free, *((task,) for task in free))
+            joint = [_changed(now, shapes, group) for shapes in self.best_by_depth() for group in groups]
+            found = self.evaluate([now, plain_shapes, *joint])
+            plain, least = found[plain_shapes], self.objective.min_speedup
             fast = [
                 choice
                 for choice in found.values()
@@ -122,8 +112,8 @@ class ShapeSearch:
 
     def best_by_depth(self) -> Iterator[Shapes]:
         """Yield the best shapes of each depth, the least depth first."""
-        least = max(task.least.depth for task in self.tasks)
-        for depth in range(least, max([least, *(task.most_depth for task in self.tasks)]) + 1):
+        least = max(task.bounds.least for task in self.tasks)
+        for depth in range(least, max([least, *(task.bounds.most for task in self.tasks)]) + 1):
             shapes = self._best_of(depth)
             if shapes is not None:
                 yield shapes
@@ -134,7 +124,7 @@ class ShapeSearch:
         mixes = {shapes: self._mix(shapes) for shapes in candidates}
         met = {shapes: batches(shapes, methods, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
         times = self.times.predict(self.load, (one.batch for each in met.values() for one in each))
-        return {shapes: self._choice(shapes, mix, met[shapes], times) for shapes, mix in mixes.items()}
+        return {shapes: self._choice(shapes, *mix, met[shapes], times) for shapes, mix in mixes.items()}
 
     def gain(self, one: Choice, two: Choice) -> float:
         """Return log(time per token of ``one`` / of ``two``). While an objective is missed, how much less it is."""
@@ -194,8 +184,8 @@ class ShapeSearch:
         shape = dict(choice.shapes)[task.name]
         return {at: weight * slope for at, slope in task.acceptance.slopes(shape).items()}
 
-    def _mix(self, shapes: Shapes) -> Mix:
-        """Return the mix while ``shapes`` run.
+    def _mix(self, shapes: Shapes) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the tokens of a step and the share of the sequences, both by task, while ``shapes`` run.
 
         With open arrivals a task's share follows demand / tokens; with a fixed number of clients it does not change.
         Counters do not tell which, so the share is the geometric mean of both.
@@ -204,8 +194,14 @@ class ShapeSearch:
         raw = {task.name: math.sqrt(task.share * task.demand / tokens[task.name]) for task in self.tasks}
         return tokens, {name: share / sum(raw.values()) for name, share in raw.items()}
 
-    def _choice(self, shapes: Shapes, mix: Mix, met: list[Met], times: dict[Batch, Estimate]) -> Choice:
-        tokens, shares = mix
+    def _choice(
+        self,
+        shapes: Shapes,
+        tokens: dict[str, float],
+        shares: dict[str, float],
+        met: list[Met],
+        times: dict[Batch, Estimate],
+    ) -> Choice:
         seconds = _mean([(shares[one.task] * one.weight, times[one.batch]) for one in met])
         own = dict.fromkeys(tokens, 0.0)
         for one in met:
@@ -217,20 +213,20 @@ class ShapeSearch:
     def _best_of(self, depth: int) -> Shapes | None:
         """Return the best prefix of all nodes by survival among those that are ``depth`` deep."""
         tokens = {task.name: task.acceptance.tokens(task.least) for task in self.tasks}
-        verified = 1 + sum(task.share * task.least.nodes for task in self.tasks)
-        deepest = max(task.least.depth for task in self.tasks)
-        passes = max(task.bounds.passes(task.least.depth) for task in self.tasks)
-        steps, best, least = self._by_survival(depth), None, (math.inf, math.inf)
+        verified = 1 + sum(task.share * task.bounds.least for task in self.tasks)
+        deepest = max(task.bounds.least for task in self.tasks)
+        passes = max(task.bounds.passes(min(depth, task.bounds.most)) for task in self.tasks)
+        steps, best, lowest = self._by_survival(depth), None, (math.inf, math.inf)
         for count in range(len(steps) + 1):
             if count:
                 task, node = steps[count - 1]
                 verified, tokens[task.name] = verified + task.share, tokens[task.name] + node.survival
-                deepest, passes = max(deepest, len(node.path)), max(passes, task.bounds.passes(len(node.path)))
+                deepest = max(deepest, len(node.path))
             if deepest == depth:
                 seconds = self.times.mean(self.load, Batch(passes, verified))
                 mean = sum(task.share * tokens[task.name] for task in self.tasks)
                 rank = self.objective.violation(seconds, tokens.values()), seconds / mean
-                best, least = (count, rank) if rank < least else (best, least)
+                best, lowest = (count, rank) if rank < lowest else (best, lowest)
         if best is None:
             return None
         paths = {task.name: list(paths_of(task.least)) for task in self.tasks}
@@ -243,36 +239,32 @@ class ShapeSearch:
         found: list[tuple[TaskLoad, Node]] = []
         for task in self.tasks:
             bounds, least = task.bounds, set[Path](paths_of(task.least))
-            if task.held is None:
-                nodes = task.acceptance.best_nodes(min(depth, bounds.most), bounds.top_k, bounds.max_nodes)
-                more = [node for node in nodes if node.path not in least]
-                found += [(task, node) for node in more[: bounds.max_nodes - bounds.least]]
+            nodes = task.acceptance.best_nodes(min(depth, bounds.most), bounds.top_k, bounds.max_nodes)
+            more = [node for node in nodes if node.path not in least]
+            found += [(task, node) for node in more[: bounds.max_nodes - bounds.least]]
         return sorted(found, key=lambda step: (step[1].order, step[0].name))
 
 
 def batches(shapes: Shapes, methods: Mapping[str, Method], shares: Mapping[str, float], sequences: float) -> list[Met]:
-    """Return the batches that a sequence of each task is in; the weights of a task sum to 1.
+    """Return the batches that a sequence of each task is in: of its own task alone, or of all tasks.
 
     The shape with most draft passes in a batch decides how many a step makes. The other sequences are drawn by
     ``shares``.
     """
     passes = {name: draft_passes(methods[name], shape.depth) for name, shape in shapes}
-    others, found = max(0.0, sequences - 1), list[Met]()
-    for name, own in shapes:
-        met, below = list[Met](), 0.0
-        for most in sorted(set(passes.values())):
-            inside = [(shares[task], shape.nodes) for task, shape in shapes if passes[task] <= most]
-            share = min(1.0, sum(weight for weight, _ in inside))
-            chance = share**others
-            if most >= passes[name]:
-                nodes = sum(weight * count for weight, count in inside) / share if share > 0 else 0.0
-                verified = 1 + (own.nodes + others * nodes) / (1 + others)
-                met.append(Met(name, Batch(most, round(verified, 1)), chance - below))
-                below = chance
-        often = [one for one in met if one.weight >= TUNING.least_share] or met
-        total = sum(one.weight for one in often)
-        found += [one._replace(weight=one.weight / total) for one in often]
+    verified = 1 + sum(shares[name] * shape.nodes for name, shape in shapes)
+    mixed, found = Batch(max(passes.values()), round(verified, 1)), list[Met]()
+    for name, shape in shapes:
+        alone = shares[name] ** max(0.0, sequences - 1)
+        parts = Met(name, Batch(passes[name], 1.0 + shape.nodes), alone), Met(name, mixed, 1 - alone)
+        found += [one for one in parts if one.weight >= TUNING.least_share]
     return found
+
+
+def _changed(now: Shapes, shapes: Iterable[tuple[str, TreeShape]], tasks: Collection[str]) -> Shapes:
+    """Return ``now`` with the ``shapes`` of ``tasks``."""
+    found = dict(shapes)
+    return tuple((name, found[name] if name in tasks else shape) for name, shape in now)
 
 
 def _mean(parts: list[tuple[float, Estimate]]) -> Estimate:

@@ -77,17 +77,11 @@ class TaskLoad:
     """Of the tokens that are asked for, whatever runs; sums to 1 over the tasks."""
     requests: float = math.inf
     """Number of requests that the acceptance was measured on."""
-    held: TreeShape | None = None
-    """The only shape that may run, while others are chosen around it."""
 
     @property
     def least(self) -> TreeShape:
         """The shape with the fewest drafts that may run."""
-        return chain_of(self.bounds.least) if self.held is None else self.held
-
-    @property
-    def most_depth(self) -> int:
-        return self.bounds.most if self.held is None else self.held.depth
+        return chain_of(self.bounds.least)
 
 
 def tasks_at(

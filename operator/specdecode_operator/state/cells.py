@@ -81,8 +81,7 @@ class RowState(Stored):
     task: str
     depth: int
     since: float = 0
-    stays: bool = False
-    """True if the joint choice left this row unchanged when the row of ``other`` changed; it then follows no row."""
+    """Time of the last change, or of the joint choice that left the row as it was; 0 if it follows other rows."""
     probing: bool = False
     """True while speculation runs to be measured again after plain decoding."""
     trial: bool = False

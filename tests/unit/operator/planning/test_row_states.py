@@ -1,13 +1,13 @@
-"""States of a row: every transition, and the times at which a row may change by itself."""
+"""States of a row, every transition between them, and how they are stored."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from estimates import cost, spec
+from estimates import cost
 
-from specdecode_operator.planning.row_states import State, next_row, recent_changes, state_of, wakes_at
+from specdecode_operator.planning.row_states import State, next_row, recent_changes, state_of
 from specdecode_operator.state.learned import LearnedState, RowState, parse_state, render_state
 from specdecode_worker.contract import TreeShape
 
@@ -46,13 +46,6 @@ def test_changes_are_forgotten_after_an_hour() -> None:
     assert recent_changes(ROWS[State.STEADY], 3699.0) == (100.0,)
     assert recent_changes(ROWS[State.STEADY], 3700.0) == ()
     assert recent_changes(ROWS[State.STEADY], 3699.0, after=100.0) == ()
-
-
-@pytest.mark.parametrize("state", State)
-def test_a_row_wakes_at_every_time_at_which_it_may_change_by_itself(state: State) -> None:
-    hysteresis = spec(hysteresis={"minDwellSeconds": 7, "maxChangesPerHour": 12}).hysteresis
-    times = set(wakes_at(ROWS[state], hysteresis))
-    assert {160.0, 107.0, 128.0, 3700.0, 400.0} <= times, "a trial's end, dwell, its growth, the hour, and outdating"
 
 
 def test_rows_of_an_earlier_operator_are_read() -> None:

@@ -283,6 +283,20 @@ def test_loads_without_traffic_are_looked_at_seldom() -> None:
     assert moved(1000) > {0}, "a clock that was set back hides nothing"
 
 
+def test_an_idle_deployment_keeps_its_rows_within_the_bounds() -> None:
+    """Nothing is measured, so nothing is decided until requests come again."""
+    idle = LearnedState(acceptance=chances(0.95), costs=FULL, load=LoadState(sequences=1, at=1000), swept_at=1070)
+
+    def depth(learned: LearnedState, most: int = 5, now: float = 9000) -> int:
+        return depths_of(spec(depth={"max": most, "initial": min(3, most)}), learned, now)[0]
+
+    assert depth(idle) == 3
+    assert depth(idle, most=2) == 2, "bounds hold at once"
+    assert depth(idle.model_copy(update={"load": LoadState(sequences=1, at=8999)})) == 5
+    assert depth(idle.model_copy(update={"swept_at": 1050})) == 5, "the last measurements were never decided on"
+    assert depth(idle, now=500) == 5, "a clock that was set back hides nothing"
+
+
 def test_a_trial_in_vain_is_repeated_later_each_time_within_an_hour() -> None:
     """Without bursts a deeper chain can be known by running it alone; here it always disappoints."""
     quiet = spec(explorePercent=0)
