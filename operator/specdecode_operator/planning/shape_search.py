@@ -232,7 +232,7 @@ class ShapeSearch:
         paths = {task.name: list(paths_of(task.least)) for task in self.tasks}
         for task, node in steps[:best]:
             paths[task.name].append(node.path)
-        return tuple((name, shape_of(found)) for name, found in paths.items())
+        return tuple((name, shape_of(frozenset(found))) for name, found in paths.items())
 
     def _by_survival(self, depth: int) -> list[tuple[TaskLoad, Node]]:
         """Return the nodes beyond the least shapes that the bounds allow, of all tasks, likeliest first."""
