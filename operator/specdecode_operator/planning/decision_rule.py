@@ -16,7 +16,6 @@ from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
 from specdecode_operator.planning.acceptance_model import lacking
 from specdecode_operator.planning.row_states import (
     dwell_seconds,
-    is_timed_now,
     next_row,
     outdated_seconds,
     recent_changes,
@@ -65,7 +64,7 @@ class LoadDecision:
         """Return the rows that change. They stay where nothing was timed near the load, and while measuring."""
         if not self.rows or not self.search.times.near(self.search.load) or self._is_measuring():
             return []
-        if any(is_timed_now(row) for row in self.rows):
+        if any(row.trial for row in self.rows):
             return self._after_trial()
         return self._stopped() or self._improved()
 
@@ -119,7 +118,7 @@ class LoadDecision:
 
     def _after_trial(self) -> list[Change]:
         """Return the better of the timed shapes, once the shapes on trial were timed or their time is over."""
-        since = max(row.since for row in self.rows if is_timed_now(row))
+        since = max(row.since for row in self.rows if row.trial)
         now, _, choices = self._best(self.rows)
         is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
         if not is_timed and self.now - since < TUNING.window_seconds:
@@ -221,7 +220,7 @@ class LoadDecision:
     ) -> list[Change]:
         """Return the rows of ``group`` whose shape changes or whose trial ends; its end is no change of its own."""
         after, gain = dict(best.shapes), math.expm1(self.search.gain(now, best))
-        ends = any(is_timed_now(row) for row in group)
+        ends = any(row.trial for row in group)
         return [
             Change(
                 row=next_row(row, after[row.task], self.now, is_trial=is_trial, counts=not ends),

@@ -12,7 +12,7 @@ from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
 from specdecode_operator.planning.decision_rule import Change, LoadDecision
 from specdecode_operator.planning.loads import present_row
-from specdecode_operator.planning.row_states import is_timed_now, next_row
+from specdecode_operator.planning.row_states import next_row
 from specdecode_operator.planning.shape_search import ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import bounds_of, has_own, names, plans
@@ -173,7 +173,7 @@ def _due(
     is_idle = 0 < learned.load.at <= swept_at - TUNING.window_seconds and swept_at <= now
     if not is_idle and not 0 <= now - swept_at < TUNING.window_seconds:
         return list(loads), now
-    at_any_time = {_load_of(row) for row in rows if is_timed_now(row)}
+    at_any_time = {_load_of(row) for row in rows if row.trial}
     at_any_time |= set() if is_idle else {present_row(learned.load, found)}
     return [at for at in loads if at in at_any_time], swept_at
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
@@ -35,11 +36,8 @@ class Paced(NamedTuple):
     """Standard error of log(seconds / tokens)."""
 
 
-class Pace(Protocol):
-    """Steps of one worker at any number of sequences, which reads prompts in the same steps."""
-
-    def __call__(self, sequences: float, prompt_tokens: float) -> Paced:
-        """Return the step of ``sequences`` that also reads ``prompt_tokens``."""
+Pace = Callable[[float, float], Paced]
+"""Step of so many sequences, which also reads so many prompt tokens."""
 
 
 def pace(
