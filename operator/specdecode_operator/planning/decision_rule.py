@@ -20,7 +20,7 @@ from specdecode_operator.planning.row_states import (
     outdated_seconds,
     recent_changes,
 )
-from specdecode_operator.planning.shape_search import NORMAL, Choice, Found, ShapeSearch
+from specdecode_operator.planning.shape_search import NORMAL, RANK, Choice, Found, ShapeSearch
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import TreeShape
@@ -85,7 +85,7 @@ class LoadDecision:
         if self._bound(now, plain, TUNING.z) <= TUNING.measured_error - math.log(self.search.objective.min_speedup):
             return []
         better = [choice for choice in choices if self._bound(now, choice, TUNING.z) > 0]
-        return self._to(group, now, min(better, key=_rank, default=plain), "loses", LOSES)
+        return self._to(group, now, min(better, key=RANK, default=plain), "loses", LOSES)
 
     def _improved(self) -> list[Change]:
         """Return the best of the choices that are surely worth a change, or else of those that are worth a trial.
@@ -108,9 +108,9 @@ class LoadDecision:
                 if other.depth < now.depth and self.search.gain(now, other) > 2 * TUNING.measured_error * other.is_plain
                 if other.is_plain or self.search.gain(plain, other) > self._least_gain
             ]
-            return self._to(group, now, min(gains, key=_rank, default=now), "loses", SUSPENDED)
+            return self._to(group, now, min(gains, key=RANK, default=now), "loses", SUSPENDED)
         if gains:
-            return self._to(group, now, min(gains, key=_rank), "gain", OUTDATED if outdated else "")
+            return self._to(group, now, min(gains, key=RANK), "gain", OUTDATED if outdated else "")
         trials = [other for other in others if self._trial_value(now, other) > 0]
         best = max(trials, key=lambda choice: self._bound(now, choice, TUNING.z), default=now)
         why = f"a trial, worth {100 * self._trial_value(now, best):.1f} % beyond the cost of its changes; "
@@ -123,10 +123,8 @@ class LoadDecision:
         is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
         if not is_timed and self.now - since < TUNING.window_seconds:
             return []
-        best = min(
-            (each for each in choices if each.is_timed and self.search.gain(now, each) > 0), key=_rank, default=now
-        )
-        return self._to(self.rows, now, best, "trial", "after a trial; ")
+        better = (each for each in choices if each.is_timed and self.search.gain(now, each) > 0)
+        return self._to(self.rows, now, min(better, key=RANK, default=now), "trial", "after a trial; ")
 
     # --- what a change is worth ---------------------------------------------------------------------------------------
 
@@ -242,10 +240,6 @@ class LoadDecision:
             f"{_text(now, name)} -> {_text(best, name)} a step; acceptance by depth {rates};"
             f" {gain:+.0f} % tokens in the same time, {sure:.0f} % sure{missed}"
         )
-
-
-def _rank(choice: Choice) -> tuple[float, float]:
-    return choice.rank
 
 
 def _text(choice: Choice, task: str) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import NormalDist
 from typing import NamedTuple
 
-from specdecode_operator.planning.draft_trees import Node, Path, Position, paths_of, shape_of
+from specdecode_operator.planning.draft_trees import Node, Path, Position, chain_of, paths_of, shape_of
 from specdecode_operator.planning.estimates import Estimate
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
@@ -75,6 +76,7 @@ class Choice:
         return self.seconds.weight > 0
 
 
+RANK = attrgetter("rank")
 Found = tuple[Choice, Choice, list[Choice]]
 """The present choice, plain decoding, and candidates."""
 
@@ -97,7 +99,7 @@ class ShapeSearch:
         """
         key = now, tuple(free)
         if key not in self.known:
-            plain_shapes = _changed(now, ((task.name, task.least) for task in self.tasks), free)
+            plain_shapes = _changed(now, ((task.name, chain_of(task.bounds.least)) for task in self.tasks), free)
             groups = (free, *((task,) for task in free))
             joint = [_changed(now, shapes, group) for shapes in self.best_by_depth() for group in groups]
             found = self.evaluate([now, plain_shapes, *joint])
@@ -212,10 +214,10 @@ class ShapeSearch:
 
     def _best_of(self, depth: int) -> Shapes | None:
         """Return the best prefix of all nodes by survival among those that are ``depth`` deep."""
-        tokens = {task.name: task.acceptance.tokens(task.least) for task in self.tasks}
+        tokens = {task.name: task.acceptance.tokens(chain_of(task.bounds.least)) for task in self.tasks}
         verified = 1 + sum(task.share * task.bounds.least for task in self.tasks)
         deepest = max(task.bounds.least for task in self.tasks)
-        passes = max(task.bounds.passes(min(depth, task.bounds.most)) for task in self.tasks)
+        passes = max(draft_passes(task.bounds.method, min(depth, task.bounds.most)) for task in self.tasks)
         steps, best, lowest = self._by_survival(depth), None, (math.inf, math.inf)
         for count in range(len(steps) + 1):
             if count:
@@ -229,7 +231,7 @@ class ShapeSearch:
                 best, lowest = (count, rank) if rank < lowest else (best, lowest)
         if best is None:
             return None
-        paths = {task.name: list(paths_of(task.least)) for task in self.tasks}
+        paths = {task.name: list(paths_of(chain_of(task.bounds.least))) for task in self.tasks}
         for task, node in steps[:best]:
             paths[task.name].append(node.path)
         return tuple((name, shape_of(frozenset(found))) for name, found in paths.items())
@@ -238,7 +240,7 @@ class ShapeSearch:
         """Return the nodes beyond the least shapes that the bounds allow, of all tasks, likeliest first."""
         found: list[tuple[TaskLoad, Node]] = []
         for task in self.tasks:
-            bounds, least = task.bounds, set[Path](paths_of(task.least))
+            bounds, least = task.bounds, set[Path](paths_of(chain_of(task.bounds.least)))
             nodes = task.acceptance.best_nodes(min(depth, bounds.most), bounds.top_k, bounds.max_nodes)
             more = [node for node in nodes if node.path not in least]
             found += [(task, node) for node in more[: bounds.max_nodes - bounds.least]]

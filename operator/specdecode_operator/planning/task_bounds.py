@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec, TaskDepthSpec, TaskSpec
-from specdecode_worker.contract import OTHER_TASK, Method, TreeShape, draft_passes
+from specdecode_worker.contract import OTHER_TASK, Method, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,6 @@ class Bounds:
     top_k: int
     method: Method = "eagle3"
     """Method of the task's draft."""
-
-    def passes(self, depth: int) -> int:
-        """Return the draft passes of a shape of this depth."""
-        return draft_passes(self.method, depth)
 
     def nearest(self, shape: TreeShape) -> TreeShape:
         """Return ``shape`` if it is within the bounds, else the chain of the nearest depth."""
