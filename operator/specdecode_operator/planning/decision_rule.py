@@ -14,12 +14,7 @@ from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
 from specdecode_operator.planning.acceptance_model import lacking
-from specdecode_operator.planning.row_states import (
-    dwell_seconds,
-    next_row,
-    outdated_seconds,
-    recent_changes,
-)
+from specdecode_operator.planning.row_states import dwell_seconds, next_row, outdated_seconds, recent_changes
 from specdecode_operator.planning.shape_search import NORMAL, RANK, Choice, Found, ShapeSearch
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState, RowState

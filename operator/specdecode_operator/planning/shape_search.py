@@ -24,6 +24,8 @@ from specdecode_worker.contract import Method, TreeShape, draft_passes
 
 Shapes = tuple[tuple[str, TreeShape], ...]
 """The shape of every task, in the order of the search's tasks."""
+Mix = tuple[dict[str, float], dict[str, float]]
+"""Tokens of a step, and share of the sequences, both by task."""
 NORMAL = NormalDist()
 
 
@@ -105,9 +107,7 @@ class ShapeSearch:
             found = self.evaluate([now, plain_shapes, *joint])
             plain, least = found[plain_shapes], self.objective.min_speedup
             fast = [
-                choice
-                for choice in found.values()
-                if least <= 1 or choice.is_plain or choice.per_token * least <= plain.per_token
+                one for one in found.values() if least <= 1 or one.is_plain or one.per_token * least <= plain.per_token
             ]
             self.known[key] = found[now], plain, fast
         return self.known[key]
@@ -126,7 +126,7 @@ class ShapeSearch:
         mixes = {shapes: self._mix(shapes) for shapes in candidates}
         met = {shapes: batches(shapes, methods, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
         times = self.times.predict(self.load, (one.batch for each in met.values() for one in each))
-        return {shapes: self._choice(shapes, *mix, met[shapes], times) for shapes, mix in mixes.items()}
+        return {shapes: self._choice(shapes, mix, met[shapes], times) for shapes, mix in mixes.items()}
 
     def gain(self, one: Choice, two: Choice) -> float:
         """Return log(time per token of ``one`` / of ``two``). While an objective is missed, how much less it is."""
@@ -186,8 +186,8 @@ class ShapeSearch:
         shape = dict(choice.shapes)[task.name]
         return {at: weight * slope for at, slope in task.acceptance.slopes(shape).items()}
 
-    def _mix(self, shapes: Shapes) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the tokens of a step and the share of the sequences, both by task, while ``shapes`` run.
+    def _mix(self, shapes: Shapes) -> Mix:
+        """Return the mix while ``shapes`` run.
 
         With open arrivals a task's share follows demand / tokens; with a fixed number of clients it does not change.
         Counters do not tell which, so the share is the geometric mean of both.
@@ -196,14 +196,8 @@ class ShapeSearch:
         raw = {task.name: math.sqrt(task.share * task.demand / tokens[task.name]) for task in self.tasks}
         return tokens, {name: share / sum(raw.values()) for name, share in raw.items()}
 
-    def _choice(
-        self,
-        shapes: Shapes,
-        tokens: dict[str, float],
-        shares: dict[str, float],
-        met: list[Met],
-        times: dict[Batch, Estimate],
-    ) -> Choice:
+    def _choice(self, shapes: Shapes, mix: Mix, met: list[Met], times: dict[Batch, Estimate]) -> Choice:
+        tokens, shares = mix
         seconds = _mean([(shares[one.task] * one.weight, times[one.batch]) for one in met])
         own = dict.fromkeys(tokens, 0.0)
         for one in met:
@@ -248,18 +242,25 @@ class ShapeSearch:
 
 
 def batches(shapes: Shapes, methods: Mapping[str, Method], shares: Mapping[str, float], sequences: float) -> list[Met]:
-    """Return the batches that a sequence of each task is in: of its own task alone, or of all tasks.
+    """Return the batches that a sequence of each task is in; the weights of a task sum to 1.
 
     The shape with most draft passes in a batch decides how many a step makes. The other sequences are drawn by
     ``shares``.
     """
     passes = {name: draft_passes(methods[name], shape.depth) for name, shape in shapes}
-    verified = 1 + sum(shares[name] * shape.nodes for name, shape in shapes)
-    mixed, found = Batch(max(passes.values()), round(verified, 1)), list[Met]()
-    for name, shape in shapes:
-        alone = shares[name] ** max(0.0, sequences - 1)
-        parts = Met(name, Batch(passes[name], 1.0 + shape.nodes), alone), Met(name, mixed, 1 - alone)
-        found += [one for one in parts if one.weight >= TUNING.least_share]
+    others, found = max(0.0, sequences - 1), list[Met]()
+    for name, own in shapes:
+        met, below = list[Met](), 0.0
+        for most in sorted({count for count in passes.values() if count >= passes[name]}):
+            inside = [(shares[task], shape.nodes) for task, shape in shapes if passes[task] <= most]
+            share = min(1.0, sum(weight for weight, _ in inside))
+            nodes = sum(weight * count for weight, count in inside) / share if share > 0 else 0.0
+            verified = 1 + (own.nodes + others * nodes) / (1 + others)
+            met.append(Met(name, Batch(most, round(verified, 1)), share**others - below))
+            below = share**others
+        often = [one for one in met if one.weight >= TUNING.least_share]
+        total = sum(one.weight for one in often)
+        found += [one._replace(weight=one.weight / total) for one in often]
     return found
 
 
