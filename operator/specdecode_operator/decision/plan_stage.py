@@ -83,7 +83,7 @@ def _choose(
         now=now,
         held_back=held_back_loads(observed, learned.plan),
         kv_tokens=kv_tokens(observed),
-        prompt=workload.prompt_of(learned, step_tokens),
+        objective=workload.objective_of(speculation.objective, learned, observed.last_reports, step_tokens),
     )
 
 

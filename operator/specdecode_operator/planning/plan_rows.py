@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from specdecode_operator.api.pins import Pin
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
@@ -17,7 +16,7 @@ from specdecode_operator.planning.shape_search import ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import bounds_of, has_own, names, plans
 from specdecode_operator.planning.tuning import TUNING
-from specdecode_operator.planning.workload import Objective, Prompt, idle, mix_requests, tasks_at
+from specdecode_operator.planning.workload import Objective, idle, mix_requests, tasks_at
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import (
     OTHER_TASK,
@@ -51,7 +50,7 @@ def choose(
     now: float,
     held_back: Collection[tuple[int, int]] = (),
     kv_tokens: float | None = None,
-    prompt: Prompt | None = None,
+    objective: Objective | None = None,
 ) -> Chosen:
     """Decide the rows of the loads that are due.
 
@@ -64,7 +63,7 @@ def choose(
     after.update((_key(change.row), change.row) for change in changes)
     due, swept_at = _due(rows, learned, found, now)
     times = StepTimeModel.fit(learned.costs, learned.wander) if due else None
-    model, objective = AcceptanceModel(learned, speculation), Objective(speculation.objective, prompt or Prompt())
+    model, objective = AcceptanceModel(learned, speculation), objective or Objective(speculation.objective)
     for at in due:
         if times is None or at in bounded:
             continue
@@ -132,28 +131,21 @@ def next_plan(
 
     Workers may run a higher version than the stored one if the state was lost; they would refuse a lower one.
     """
-    common: dict[str, Any] = {
-        "uid": uid,
-        "draft": draft,
-        "buckets": found,
-        "tasks": tuple(TaskMatch(name=task.name, match=task.match, draft=task.draft) for task in speculation.tasks),
-        "assignment": assignment,
-        "capture": capture,
-    }
-    if speculation.method == "none" or speculation.mode == "Off":
-        plan = Plan(**common, explore=0)
-    else:
-        planned = rows if plans(speculation) and draft != "" else ()
-        plan = Plan(
-            **common,
-            rows=tuple(
-                PlanRow(concurrency=r.concurrency, context=r.context, task=r.task, shape=r.shape) for r in planned
-            ),
-            initial=TreeShape.chain(speculation.depth.initial),
-            max_depth=max(bounds_of(speculation, name).most for name in names(speculation)),
-            top_k=speculation.tree.top_k,
-            explore=min(0.5, speculation.explore_percent / 100),
-        )
+    is_off = speculation.method == "none" or speculation.mode == "Off"
+    planned = rows if plans(speculation) and draft != "" else ()
+    plan = Plan(
+        uid=uid,
+        draft=draft,
+        buckets=found,
+        rows=tuple(PlanRow(concurrency=r.concurrency, context=r.context, task=r.task, shape=r.shape) for r in planned),
+        initial=TreeShape.chain(0 if is_off else speculation.depth.initial),
+        max_depth=max(bounds_of(speculation, name).most for name in names(speculation)),
+        top_k=1 if is_off else speculation.tree.top_k,
+        explore=0 if is_off else min(0.5, speculation.explore_percent / 100),
+        tasks=tuple(TaskMatch(name=task.name, match=task.match, draft=task.draft) for task in speculation.tasks),
+        assignment=assignment,
+        capture=capture,
+    )
     plan = pin.over(plan) if pin else plan
     version = before.version if before and before.uid == uid else 0
     seen = max((state.version for state in running if state.uid == uid), default=0)
@@ -183,7 +175,7 @@ def _load_of(row: RowState) -> tuple[int, int]:
 
 
 def _key(row: RowState) -> tuple[str, int, int]:
-    return row.task, row.concurrency, row.context
+    return row.task, *_load_of(row)
 
 
 def _size(shape: TreeShape) -> tuple[int, int]:
