@@ -43,6 +43,7 @@ from specdecode_simulator.policies.registry import SCALERS
 from specdecode_simulator.records.recordings import library, nearest, tuned
 from specdecode_simulator.scoring.run import as_json, of_json, run_trace
 from specdecode_simulator.traces.catalogue import TRACES, named
+from specdecode_worker.contract import draft_passes
 
 SIX_TRACES = ("steady-cpu-quiet", "acceptance-step", "task-mix", "load-swings", "steady-gpu-tasks", "mislabelled")
 BASE = "as it is"
@@ -74,10 +75,15 @@ def _first_reports_unread(learned: Any, reports: Any, found: Any, *, now: float)
     return learned
 
 
-def _mean_batches(shapes: Any, shares: Any, sequences: float) -> list[Any]:
+def _no_suspended_loads() -> None:
+    setattr(LoadDecision, "is_suspended", property(lambda _: False, lambda *_: None))  # noqa: B010 - typed read-only
+
+
+def _mean_batches(shapes: Any, methods: Any, shares: Any, sequences: float) -> list[Any]:
     """Return one batch, with the deepest shape and the mean nodes."""
     verified = 1 + sum(shares[name] * shape.nodes for name, shape in shapes)
-    batch = step_time_model.Batch(max(shape.depth for _, shape in shapes), round(verified, 1))
+    passes = max(draft_passes(methods[name], shape.depth) for name, shape in shapes)
+    batch = step_time_model.Batch(passes, round(verified, 1))
     return [shape_search.Met(name, batch, 1.0) for name, _ in shapes]
 
 
@@ -91,13 +97,12 @@ def _all_changes(self: Any, row: Any) -> tuple[float, ...]:
 
 RULES: dict[str, Callable[[], None]] = {
     "stop": _set_rule("_stopped", []),
-    "fewer passes": _set_rule("_smaller", []),
+    "fewer passes": _no_suspended_loads,
     "gain": _set_rule("_is_worth_it", False),
     "trial": _set_rule("_trial_value", -1.0),
     "outdated": _set_rule("_is_outdated", False),
     "growth": lambda: set_tuning(growth=1.0),
     "order of loads": lambda: set_everywhere(plan_rows, "_size", lambda shape: (0, 0)),
-    "stay": lambda: set_everywhere(plan_rows, "_staying", lambda busy, moved: iter(())),
     "design effect": lambda: set_everywhere(acceptance_model, "design_effect", lambda learned, task: 1.0),
     "request variance": lambda: set_tuning(request_spread=0.0),
     "doubt of deeper rates": lambda: set_everywhere(learning, "_doubted", lambda cell: cell),

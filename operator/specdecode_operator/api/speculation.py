@@ -104,22 +104,36 @@ class TreeSpec(Api):
     top_k: int = Field(default=1, ge=1, le=8, description="Maximum alternatives after one token. 1 allows chains only.")
 
 
+_PERCENTILE_RULE = "!has(self.percentile) || has(self.ttftMilliseconds) || has(self.itlMilliseconds)"
+_PERCENTILE_MESSAGE = "percentile needs ttftMilliseconds or itlMilliseconds"
+
+
 class ObjectiveSpec(Api):
     """Latency and speed-up that shapes and replicas are chosen for. Without any, the most tokens per second."""
+
+    model_config = ConfigDict(json_schema_extra=rules(rule(_PERCENTILE_RULE, _PERCENTILE_MESSAGE)))
 
     ttft_milliseconds: float | None = Field(
         default=None,
         ge=1,
         le=600000,
-        description="Largest mean time to the first token (TTFT), in milliseconds. Absent: no objective.",
+        description="Largest time to the first token (TTFT), in milliseconds: the mean, or percentile. Absent: no "
+        "objective.",
         examples=[500],
     )
     itl_milliseconds: float | None = Field(
         default=None,
         ge=0.1,
         le=600000,
-        description="Largest mean inter-token latency (ITL) of every task, in milliseconds. Absent: no objective.",
+        description="Largest inter-token latency (ITL) of every task, in milliseconds: the mean, or percentile. "
+        "Absent: no objective.",
         examples=[30],
+    )
+    percentile: Literal[50, 90, 95, 99] | None = Field(
+        default=None,
+        description="Percentile of TTFT and ITL that the objectives bound. Its ratio to the mean comes from the "
+        "workers' latency histograms. Absent: the mean.",
+        examples=[99],
     )
     min_speedup: float | None = Field(
         default=None,
@@ -128,6 +142,12 @@ class ObjectiveSpec(Api):
         description="Least speed-up over plain decoding. Speculation below it is stopped. Absent: 1.",
         examples=[1.1],
     )
+
+    @model_validator(mode="after")
+    def _bounds_a_latency(self) -> Self:
+        if self.percentile is not None and self.ttft_milliseconds is None and self.itl_milliseconds is None:
+            raise ValueError(_PERCENTILE_MESSAGE)
+        return self
 
 
 class HysteresisSpec(Api):

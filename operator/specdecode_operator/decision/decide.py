@@ -78,7 +78,6 @@ def decide(
     session = replace(
         session,
         learned=learned,
-        standing=planned.standing,
         published_at=now if figures else session.published_at,
     )
     stages = _Stages(learnt, planned, healed, sized.decision, recorded, materialised)

@@ -18,7 +18,6 @@ from specdecode_operator.planning.loads import bucket_text
 from specdecode_operator.planning.plan_rows import Chosen
 from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.state.learned import LearnedState, RowState
-from specdecode_operator.state.session import Standing
 from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, Observation
 from specdecode_worker.contract import Buckets, Plan, TreeShape
@@ -36,8 +35,6 @@ class Planned:
     """Changes of rows made now."""
     recommended: str | None
     """Shape that mode Auto would run at the present load. None unless mode or pin keeps it from running."""
-    standing: Standing | None
-    """Period in which the rows need not be chosen again."""
     pin: PinState
 
 
@@ -46,7 +43,7 @@ def plan(
 ) -> Planned:
     """Choose the rows and make the plan. A paused deployment keeps its plan; mode Advisory changes nothing either."""
     pinned = overrides.read_pin_state(deployment, learned.pin)
-    chosen, standing = _choose(deployment, observed, learned, buckets, now)
+    chosen = _choose(deployment, observed, learned, buckets, now)
     speculation, pin = deployment.spec.speculation, pinned.pin
     follows = task_bounds.follows(speculation) and not deployment.paused
     advised = speculation.mode == "Advisory" or (speculation.mode == "Auto" and pin is not None)
@@ -58,7 +55,6 @@ def plan(
             swept_at=learned.swept_at,
             changes=(),
             recommended=recommended,
-            standing=standing,
             pin=pinned,
         )
     rows = overrides.without_pinned(chosen.rows, learned.rows, pin) if follows else learned.rows
@@ -69,36 +65,26 @@ def plan(
         swept_at=chosen.swept_at,
         changes=_records(moved, learned, buckets, now) if follows else (),
         recommended=recommended,
-        standing=standing,
         pin=pinned,
     )
 
 
 def _choose(
     deployment: Deployment, observed: Observation, learned: LearnedState, buckets: Buckets, now: float
-) -> tuple[Chosen, Standing | None]:
-    """Choose the rows, or repeat the last choice while nothing that it depends on has changed."""
-    speculation = deployment.spec.speculation
+) -> Chosen:
+    speculation, step_tokens = deployment.spec.speculation, deployment.spec.workers.step_tokens
     if not task_bounds.plans(speculation):
-        return Chosen(rows=learned.rows, swept_at=learned.swept_at), None
-    max_num_seqs, cache = deployment.spec.workers.max_num_seqs, kv_tokens(observed)
-    held_back = held_back_loads(observed, learned.plan)
-    step_tokens = deployment.spec.workers.step_tokens
-    basis = plan_rows.basis_of(speculation, learned, buckets, max_num_seqs, cache, sorted(held_back), step_tokens)
-    known = observed.session.standing
-    if plan_rows.stands(known, basis, now):
-        return plan_rows.still(learned, now), known
-    chosen = plan_rows.choose(
+        return Chosen(rows=learned.rows, swept_at=learned.swept_at)
+    return plan_rows.choose(
         speculation,
         learned,
         buckets,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=deployment.spec.workers.max_num_seqs,
         now=now,
-        held_back=held_back,
-        kv_tokens=cache,
-        prompt=workload.prompt_of(learned, step_tokens),
+        held_back=held_back_loads(observed, learned.plan),
+        kv_tokens=kv_tokens(observed),
+        objective=workload.objective_of(speculation.objective, learned, observed.last_reports, step_tokens),
     )
-    return chosen, plan_rows.standing(speculation, learned, chosen, basis, now)
 
 
 def _next_plan(

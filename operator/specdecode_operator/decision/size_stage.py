@@ -180,23 +180,25 @@ def _capacity_inputs(deployment: Deployment, observed: Observation, learned: Lea
     speculation = deployment.spec.speculation
     cache = kv_tokens(observed)
     buckets = loads.buckets(deployment.spec.workers.max_num_seqs)
-    prompt = workload.prompt_of(learned, deployment.spec.workers.step_tokens)
-    step_model = step_pace.pace(speculation, learned, buckets, request, prompt, kv_tokens=cache)
+    objective = workload.objective_of(
+        speculation.objective, learned, observed.last_reports, deployment.spec.workers.step_tokens
+    )
+    step_model = step_pace.pace(speculation, learned, buckets, request, objective, kv_tokens=cache)
     if step_model is None:
         return None
     mix = scaling.Mix(
         prompt_tokens=request.prompt,
         output_tokens=request.output,
         context_tokens=request.context,
-        prompt_steps=prompt.steps,
-        prompt_seconds=prompt.seconds,
+        prompt_steps=objective.prompt.steps,
+        prompt_seconds=objective.prompt.seconds,
     )
-    objective = speculation.objective
+    itl, ttft = objective.asked.itl_milliseconds, objective.asked.ttft_milliseconds
     limits = scaling.Limits(
         max_sequences=max_num_seqs(deployment, observed),
         cache_tokens=cache,
-        itl_seconds=None if objective.itl_milliseconds is None else objective.itl_milliseconds / 1000,
-        ttft_seconds=None if objective.ttft_milliseconds is None else objective.ttft_milliseconds / 1000,
+        itl_seconds=None if itl is None else itl / 1000 / objective.itl_ratio,
+        ttft_seconds=None if ttft is None else ttft / 1000 / objective.ttft_ratio,
     )
     return CapacityInputs(mix=mix, step_model=step_model, limits=limits)
 

@@ -14,14 +14,8 @@ from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
 from specdecode_operator.planning.acceptance_model import lacking
-from specdecode_operator.planning.row_states import (
-    dwell_seconds,
-    is_timed_now,
-    next_row,
-    outdated_seconds,
-    recent_changes,
-)
-from specdecode_operator.planning.shape_search import NORMAL, Choice, Found, ShapeSearch
+from specdecode_operator.planning.row_states import dwell_seconds, next_row, outdated_seconds, recent_changes
+from specdecode_operator.planning.shape_search import NORMAL, RANK, Choice, Found, ShapeSearch
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import TreeShape
@@ -65,9 +59,9 @@ class LoadDecision:
         """Return the rows that change. They stay where nothing was timed near the load, and while measuring."""
         if not self.rows or not self.search.times.near(self.search.load) or self._is_measuring():
             return []
-        if any(is_timed_now(row) for row in self.rows):
+        if any(row.trial for row in self.rows):
             return self._after_trial()
-        return self._stopped() or (self._smaller() if self.is_suspended else self._improved())
+        return self._stopped() or self._improved()
 
     def _is_measuring(self) -> bool:
         """Return whether rows that draft wait for reliable estimates with their first change.
@@ -86,39 +80,32 @@ class LoadDecision:
         if self._bound(now, plain, TUNING.z) <= TUNING.measured_error - math.log(self.search.objective.min_speedup):
             return []
         better = [choice for choice in choices if self._bound(now, choice, TUNING.z) > 0]
-        return self._to(group, now, min(better, key=_rank, default=plain), "loses", LOSES)
-
-    def _smaller(self) -> list[Change]:
-        """Return a shallower shape where the guards suspend speculation: the change itself costs nothing.
-
-        A smaller shape must be believed to be better than the present one: otherwise the estimates err, and as much for
-        the smaller shape.
-        """
-        group = [row for row in self.rows if row.depth and self._has_changes_left(row) and self._is_active(row)]
-        now, plain, choices = self._best(group)
-        smaller = [
-            choice
-            for choice in choices
-            if choice.depth < now.depth
-            and (choice.is_plain or (choice.rank < now.rank and self.search.gain(plain, choice) > self._least_gain))
-        ]
-        best = min(smaller, key=_rank, default=now)
-        if not group or best is now or (best.is_plain and self.search.gain(now, best) < 2 * TUNING.measured_error):
-            return []
-        return self._to(group, now, best, "loses", SUSPENDED)
+        return self._to(group, now, min(better, key=RANK, default=plain), "loses", LOSES)
 
     def _improved(self) -> list[Change]:
-        """Return the best of the choices that are surely worth a change, or else of those that are worth a trial."""
-        group = [row for row in self.rows if self._is_rested(row)]
+        """Return the best of the choices that are surely worth a change, or else of those that are worth a trial.
+
+        Where the guards suspend speculation, only a shallower shape is, and it waits for no dwell.
+        """
+        group = [row for row in self.rows if self._is_free(row)]
         if not group:
             return []
-        now, _, choices = self._best(group)
+        now, plain, choices = self._best(group)
         timed = max((choice.passes for choice in (now, *choices) if choice.is_timed), default=0)
         others = [choice for choice in choices if choice is not now]
         outdated = all(self._is_outdated(row) for row in group)
         gains = [other for other in others if other.passes <= timed and self._is_worth_it(now, other, outdated)]
+        if self.is_suspended:
+            # Otherwise the estimates err, and as much for the shallower shape.
+            gains = [
+                other
+                for other in others
+                if other.depth < now.depth and self.search.gain(now, other) > 2 * TUNING.measured_error * other.is_plain
+                if other.is_plain or self.search.gain(plain, other) > self._least_gain
+            ]
+            return self._to(group, now, min(gains, key=RANK, default=now), "loses", SUSPENDED)
         if gains:
-            return self._to(group, now, min(gains, key=_rank), "gain", OUTDATED if outdated else "")
+            return self._to(group, now, min(gains, key=RANK), "gain", OUTDATED if outdated else "")
         trials = [other for other in others if self._trial_value(now, other) > 0]
         best = max(trials, key=lambda choice: self._bound(now, choice, TUNING.z), default=now)
         why = f"a trial, worth {100 * self._trial_value(now, best):.1f} % beyond the cost of its changes; "
@@ -126,15 +113,13 @@ class LoadDecision:
 
     def _after_trial(self) -> list[Change]:
         """Return the better of the timed shapes, once the shapes on trial were timed or their time is over."""
-        since = max(row.since for row in self.rows if is_timed_now(row))
+        since = max(row.since for row in self.rows if row.trial)
         now, _, choices = self._best(self.rows)
         is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
         if not is_timed and self.now - since < TUNING.window_seconds:
             return []
-        best = min(
-            (each for each in choices if each.is_timed and self.search.gain(now, each) > 0), key=_rank, default=now
-        )
-        return self._to(self.rows, now, best, "trial", "after a trial; ")
+        better = (each for each in choices if each.is_timed and self.search.gain(now, each) > 0)
+        return self._to(self.rows, now, min(better, key=RANK, default=now), "trial", "after a trial; ")
 
     # --- what a change is worth ---------------------------------------------------------------------------------------
 
@@ -194,12 +179,14 @@ class LoadDecision:
     def _best(self, group: Sequence[RowState]) -> Found:
         return self.search.best(tuple((row.task, row.shape) for row in self.rows), [row.task for row in group])
 
-    def _has_changes_left(self, row: RowState) -> bool:
-        return len(recent_changes(row, self.now)) < self.speculation.hysteresis.max_changes_per_hour
-
-    def _is_rested(self, row: RowState) -> bool:
-        dwell = dwell_seconds(len(self._counted_changes(row)), self.speculation.hysteresis)
-        return self._has_changes_left(row) and self.now - row.since >= dwell
+    def _is_free(self, row: RowState) -> bool:
+        """Return whether the row may change for a gain: by the changes of the hour, and its dwell or suspension."""
+        hysteresis = self.speculation.hysteresis
+        if len(recent_changes(row, self.now)) >= hysteresis.max_changes_per_hour:
+            return False
+        if self.is_suspended:
+            return self._is_active(row)
+        return self.now - row.since >= dwell_seconds(len(self._counted_changes(row)), hysteresis)
 
     def _counted_changes(self, row: RowState) -> tuple[float, ...]:
         """Return the changes of the last hour; those before the last change point do not count."""
@@ -226,7 +213,7 @@ class LoadDecision:
     ) -> list[Change]:
         """Return the rows of ``group`` whose shape changes or whose trial ends; its end is no change of its own."""
         after, gain = dict(best.shapes), math.expm1(self.search.gain(now, best))
-        ends = any(is_timed_now(row) for row in group)
+        ends = any(row.trial for row in group)
         return [
             Change(
                 row=next_row(row, after[row.task], self.now, is_trial=is_trial, counts=not ends),
@@ -248,10 +235,6 @@ class LoadDecision:
             f"{_text(now, name)} -> {_text(best, name)} a step; acceptance by depth {rates};"
             f" {gain:+.0f} % tokens in the same time, {sure:.0f} % sure{missed}"
         )
-
-
-def _rank(choice: Choice) -> tuple[float, float]:
-    return choice.rank
 
 
 def _text(choice: Choice, task: str) -> str:

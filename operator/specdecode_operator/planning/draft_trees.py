@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from specdecode_operator.planning.estimates import Estimate
 from specdecode_worker.contract import TreeShape
 
-T = TypeVar("T")
 Path = tuple[int, ...]
 """Ranks from the root down to a node."""
 Position = tuple[int, bool, int]
@@ -35,7 +34,7 @@ class Node(NamedTuple):
         return -self.survival, len(self.path), self.path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TaskAcceptance:
     """Acceptance rates of one task by depth (first index) and rank (second). They never rise with the rank."""
 
@@ -43,7 +42,6 @@ class TaskAcceptance:
     """After a parent on the main path."""
     sibling: tuple[tuple[Estimate, ...], ...]
     """After another parent."""
-    cache: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def rate(self, position: Position) -> Estimate:
         """Return the acceptance rate at a position, given that the parent was accepted."""
@@ -54,25 +52,14 @@ class TaskAcceptance:
         """Return the probability that the node at the end of ``path`` is accepted."""
         return math.prod(self.rate(position).mean for position in positions(path))
 
+    @lru_cache(maxsize=1000)  # noqa: B019 - bounded, of estimates that live as long as a poll
     def tokens(self, shape: TreeShape) -> float:
         """Return the expected tokens of one step."""
-        return self._cached(("tokens", shape), lambda: 1 + sum(map(self.survival, paths_of(shape))))
+        return 1 + sum(map(self.survival, paths_of(shape)))
 
+    @lru_cache(maxsize=1000)  # noqa: B019 - bounded, of estimates that live as long as a poll
     def slopes(self, shape: TreeShape) -> Mapping[Position, float]:
         """Return the derivative of log(tokens) by every acceptance rate that the shape depends on."""
-        return self._cached(("slopes", shape), lambda: self._slopes(shape))
-
-    def best_nodes(self, depth: int, top_k: int, most: int) -> tuple[Node, ...]:
-        """Return the ``most`` likeliest nodes down to ``depth``, likeliest first. Every prefix is a tree."""
-        return self._cached(("nodes", depth, top_k, most), lambda: self._best_nodes(depth, top_k, most))
-
-    def _cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self.cache:
-            self.cache[key] = make()
-        found: T = self.cache[key]
-        return found
-
-    def _slopes(self, shape: TreeShape) -> dict[Position, float]:
         found: defaultdict[Position, float] = defaultdict(float)
         for path in paths_of(shape):
             share = self.survival(path) / self.tokens(shape)
@@ -80,8 +67,12 @@ class TaskAcceptance:
                 found[position] += share / self.rate(position).mean
         return found
 
-    def _best_nodes(self, depth: int, top_k: int, most: int) -> tuple[Node, ...]:
-        """Grow the tree level by level. A node below none of the best of its level is not among the best of all."""
+    @lru_cache(maxsize=1000)  # noqa: B019 - bounded, of estimates that live as long as a poll
+    def best_nodes(self, depth: int, top_k: int, most: int) -> tuple[Node, ...]:
+        """Return the ``most`` likeliest nodes down to ``depth``, likeliest first. Every prefix is a tree.
+
+        The tree grows level by level. A node below none of the best of its level is not among the best of all.
+        """
         level, found = [Node((), 1.0)], list[Node]()
         for _ in range(depth):
             paths = ((*parent.path, rank) for parent in level for rank in range(top_k))
@@ -110,13 +101,9 @@ def paths_of(shape: TreeShape) -> tuple[Path, ...]:
     return tuple(found[1:])
 
 
-def shape_of(paths: Iterable[Path]) -> TreeShape:
+@lru_cache(maxsize=1000)
+def shape_of(paths: frozenset[Path]) -> TreeShape:
     """Return the tree of these nodes, breadth first, siblings by rank."""
-    return _tree(frozenset(paths))
-
-
-@lru_cache
-def _tree(paths: frozenset[Path]) -> TreeShape:
     order: list[Path] = sorted(paths, key=lambda path: (len(path), path))
     index = {(): 0, **{path: number for number, path in enumerate(order, start=1)}}
     return TreeShape(tuple(index[path[:-1]] for path in order))

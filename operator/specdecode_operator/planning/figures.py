@@ -64,28 +64,20 @@ def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> 
 
     None if few tokens were decoded, or if plain steps are known for less than half of them.
     """
-    plain_seconds = seconds = tokens = compared = 0.0
-    for key, moments, plain in _compared(steps, costs):
-        tokens += moments.emitted
-        if plain is not None:
-            taken = moments.seconds * moments.mean_of(_SEQUENCES)
-            compared, seconds = compared + moments.emitted, seconds + taken
-            plain_seconds += plain * moments.emitted if key.draft_passes else taken
-    is_known = tokens >= TUNING.fleet_samples and compared >= tokens / 2
-    return _ratio(plain_seconds, seconds) if is_known else None
+    compared = list(_compared(steps, costs))
+    known = [(moments.mean_of(_SEQUENCES), moments, plain) for moments, plain in compared if plain is not None]
+    tokens = sum(moments.emitted for moments, _ in compared)
+    if tokens < TUNING.fleet_samples or 2 * sum(moments.emitted for _, moments, _ in known) < tokens:
+        return None
+    return _ratio(sum(each * plain for each, _, plain in known), sum(each * taken.seconds for each, taken, _ in known))
 
 
 def saved_seconds(delta: Delta, costs: Iterable[StepTimeCell]) -> float:
     """Return the seconds of worker time that speculation saved in ``delta``; losses count negative.
 
-    The tokens of every kind of step with draft passes would have taken plain time per token x tokens / sequences
-    seconds of one worker. A worker with several devices saves the result on each.
+    A worker with several devices saves the result on each.
     """
-    return sum(
-        plain * moments.emitted / moments.mean_of(_SEQUENCES) - moments.seconds
-        for key, moments, plain in _compared(delta.steps, costs)
-        if key.draft_passes and plain is not None
-    )
+    return sum(plain - moments.seconds for moments, plain in _compared(delta.steps, costs) if plain is not None)
 
 
 def interpolated(points: Sequence[tuple[float, float]], sequences: float) -> float | None:
@@ -102,22 +94,24 @@ def interpolated(points: Sequence[tuple[float, float]], sequences: float) -> flo
 
 def _compared(
     steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]
-) -> Iterator[tuple[CellKey, Moments, float | None]]:
-    """Yield every kind of decoding step that emitted tokens, with the plain time per token of a sequence at its load.
+) -> Iterator[tuple[Moments, float | None]]:
+    """Yield every kind of decoding step that emitted tokens, with the seconds of plain steps that emit as many.
 
-    That is None where no plain steps are known.
+    None where no plain steps are known at this load. Plain steps are compared with themselves.
     """
     known = {CellKey.of(cell): Moments(cell.values) for cell in costs}
     known |= {key: fresh for key, fresh in steps.items() if key not in known or fresh.count >= TUNING.min_samples}
-    plain: dict[int, list[tuple[float, float]]] = {}
+    points: dict[int, list[tuple[float, float]]] = {}
     for key, moments in known.items():
         if not key.prefill and not key.draft_passes and min(moments.count, moments.emitted) >= 1:
             sequences = moments.mean_of(_SEQUENCES)
-            point = sequences, moments.seconds * sequences / moments.emitted
-            plain.setdefault(key.context_bucket, []).append(point)
+            points.setdefault(key.context_bucket, []).append((sequences, moments.seconds * sequences / moments.emitted))
     for key, moments in steps.items():
         if not key.prefill and min(moments.count, moments.emitted) >= 1:
-            yield key, moments, interpolated(plain.get(key.context_bucket, ()), moments.mean_of(_SEQUENCES))
+            sequences = moments.mean_of(_SEQUENCES)
+            plain = interpolated(points.get(key.context_bucket, ()), sequences)
+            plain_seconds = None if plain is None else plain * moments.emitted / sequences
+            yield moments, plain_seconds if plain is None or key.draft_passes else moments.seconds
 
 
 def _task(total: Delta, task: str, depths: Mapping[str, int], overall: float | None) -> TaskFigures:

@@ -94,14 +94,16 @@ def _evaluated(agreement: tuple[float, ...], now: float) -> Iterable[AcceptanceC
 
 
 def _of_draft(learned: LearnedState, delta: Delta, now: float) -> dict[str, object]:
+    # Evidence is new for at least two polls, however long they are.
+    recent = now - max(TUNING.recent_seconds, 2 * delta.seconds)
     return {
-        "acceptance": tuple(_acceptance(learned, delta, now)),
+        "acceptance": tuple(_acceptance(learned, delta, now, recent)),
         "requests": tuple(_requests(learned.requests, delta)),
-        "costs": tuple(_step_times(learned, delta, now)),
+        "costs": tuple(_step_times(learned, delta, now, recent)),
     }
 
 
-def _acceptance(learned: LearnedState, delta: Delta, now: float) -> Iterable[AcceptanceCell]:
+def _acceptance(learned: LearnedState, delta: Delta, now: float, recent: float) -> Iterable[AcceptanceCell]:
     """Yield the acceptance counts. A change at one depth makes the task's deeper counts doubtful."""
     cells: dict[Key, AcceptanceCell] = {(cell.task, cell.depth, cell.parent): cell for cell in learned.acceptance}
     fresh: dict[Key, Hits] = {(*at, "main"): hits for at, hits in delta.acceptance.items() if hits.total > 0}
@@ -114,7 +116,7 @@ def _acceptance(learned: LearnedState, delta: Delta, now: float) -> Iterable[Acc
         if depth > changed.get(task, depth):
             cell = _doubted(cell)
         if key in fresh:
-            cell = _updated(cell, fresh[key], effects[task], now, now - _recent_seconds(delta))
+            cell = _updated(cell, fresh[key], effects[task], now, recent)
             if parent == "main" and cell.changed_at == now:
                 changed.setdefault(task, depth)
         yield cell
@@ -171,13 +173,13 @@ def _traffic(known: Iterable[TrafficCell], delta: Delta) -> Iterable[TrafficCell
         yield TrafficCell(task=task, sums=TrafficSums(*(rounded(max(0.0, value)) for value in sums)))
 
 
-def _step_times(learned: LearnedState, delta: Delta, now: float) -> Iterable[StepTimeCell]:
+def _step_times(learned: LearnedState, delta: Delta, now: float, recent: float) -> Iterable[StepTimeCell]:
     """Return the step times. Steps with prefill say nothing about decoding."""
     cells = {CellKey.of(cell): cell for cell in learned.costs}
     for key, fresh in delta.steps.items():
         if not key.prefill and fresh.count > 0 and fresh.seconds > TUNING.least_seconds * fresh.count:
             known = cells.get(key) or StepTimeCell(**key._asdict(), values=fresh.times(0).values, at=now, polls=0)
-            cells[key] = _step_time(known, fresh, now, learned.wander, now - _recent_seconds(delta))
+            cells[key] = _step_time(known, fresh, now, learned.wander, recent)
     return (cells[key] for key in sorted(cells))
 
 
@@ -199,11 +201,6 @@ def _step_time(known: StepTimeCell, fresh: Moments, now: float, wander: float, r
             "made_up": rounded(left * known.made_up),
         }
     )
-
-
-def _recent_seconds(delta: Delta) -> float:
-    """Return how long evidence is new: at least two polls, however long they are."""
-    return max(TUNING.recent_seconds, 2 * delta.seconds)
 
 
 def _wander(learned: LearnedState, delta: Delta) -> float:

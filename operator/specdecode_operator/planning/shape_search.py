@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import NormalDist
 from typing import NamedTuple
 
-from specdecode_operator.planning.draft_trees import Node, Path, Position, paths_of, shape_of
+from specdecode_operator.planning.draft_trees import Node, Path, Position, chain_of, paths_of, shape_of
 from specdecode_operator.planning.estimates import Estimate
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
+from specdecode_operator.planning.task_bounds import Bounds
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.planning.workload import Objective, TaskLoad
-from specdecode_worker.contract import Method, TreeShape, draft_passes
+from specdecode_worker.contract import TreeShape
 
 Shapes = tuple[tuple[str, TreeShape], ...]
 """The shape of every task, in the order of the search's tasks."""
@@ -77,6 +79,7 @@ class Choice:
         return self.seconds.weight > 0
 
 
+RANK = attrgetter("rank")
 Found = tuple[Choice, Choice, list[Choice]]
 """The present choice, plain decoding, and candidates."""
 
@@ -95,44 +98,34 @@ class ShapeSearch:
     def best(self, now: Shapes, free: Collection[str]) -> Found:
         """Return the present choice, plain decoding, and the candidates that are fast enough for the objective.
 
-        Only ``free`` tasks change. Candidates are the best shapes for each depth, of all free tasks and of one alone.
+        Candidates are the best shapes for each depth, of all ``free`` tasks or of one alone. Others keep their shape.
         """
         key = now, tuple(free)
         if key not in self.known:
-            before, least = dict(now), self.objective.min_speedup
-            tasks = (task if task.name in free else replace(task, held=before[task.name]) for task in self.tasks)
-            around = replace(self, tasks=tuple(tasks))
-            plain_shapes = tuple((task.name, task.least) for task in around.tasks)
-            joint = list(around.best_by_depth())
-            alone = (
-                tuple((name, shape if name == task else before[name]) for name, shape in shapes)
-                for shapes in joint
-                for task in free
-                if len(free) > 1
-            )
-            found = around.evaluate([now, plain_shapes, *joint, *alone])
-            plain = found[plain_shapes]
+            plain_shapes = _changed(now, ((task.name, chain_of(task.bounds.least)) for task in self.tasks), free)
+            groups = (free, *((task,) for task in free))
+            joint = [_changed(now, shapes, group) for shapes in self.best_by_depth() for group in groups]
+            found = self.evaluate([now, plain_shapes, *joint])
+            plain, least = found[plain_shapes], self.objective.min_speedup
             fast = [
-                choice
-                for choice in found.values()
-                if least <= 1 or choice.is_plain or choice.per_token * least <= plain.per_token
+                one for one in found.values() if least <= 1 or one.is_plain or one.per_token * least <= plain.per_token
             ]
             self.known[key] = found[now], plain, fast
         return self.known[key]
 
     def best_by_depth(self) -> Iterator[Shapes]:
         """Yield the best shapes of each depth, the least depth first."""
-        least = max(task.least.depth for task in self.tasks)
-        for depth in range(least, max([least, *(task.most_depth for task in self.tasks)]) + 1):
+        least = max(task.bounds.least for task in self.tasks)
+        for depth in range(least, max([least, *(task.bounds.most for task in self.tasks)]) + 1):
             shapes = self._best_of(depth)
             if shapes is not None:
                 yield shapes
 
     def evaluate(self, candidates: Iterable[Shapes]) -> dict[Shapes, Choice]:
         """Return every candidate with its step time and tokens."""
-        methods = {task.name: task.bounds.method for task in self.tasks}
+        bounds = {task.name: task.bounds for task in self.tasks}
         mixes = {shapes: self._mix(shapes) for shapes in candidates}
-        met = {shapes: batches(shapes, methods, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
+        met = {shapes: batches(shapes, bounds, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
         times = self.times.predict(self.load, (one.batch for each in met.values() for one in each))
         return {shapes: self._choice(shapes, mix, met[shapes], times) for shapes, mix in mixes.items()}
 
@@ -216,63 +209,66 @@ class ShapeSearch:
 
     def _best_of(self, depth: int) -> Shapes | None:
         """Return the best prefix of all nodes by survival among those that are ``depth`` deep."""
-        tokens = {task.name: task.acceptance.tokens(task.least) for task in self.tasks}
-        verified = 1 + sum(task.share * task.least.nodes for task in self.tasks)
-        deepest = max(task.least.depth for task in self.tasks)
-        passes = max(task.bounds.passes(task.least.depth) for task in self.tasks)
-        steps, best, least = self._by_survival(depth), None, (math.inf, math.inf)
+        tokens = {task.name: task.acceptance.tokens(chain_of(task.bounds.least)) for task in self.tasks}
+        verified = 1 + sum(task.share * task.bounds.least for task in self.tasks)
+        deepest = max(task.bounds.least for task in self.tasks)
+        passes = max(task.bounds.passes(min(depth, task.bounds.most)) for task in self.tasks)
+        steps, best, lowest = self._by_survival(depth), None, (math.inf, math.inf)
         for count in range(len(steps) + 1):
             if count:
                 task, node = steps[count - 1]
                 verified, tokens[task.name] = verified + task.share, tokens[task.name] + node.survival
-                deepest, passes = max(deepest, len(node.path)), max(passes, task.bounds.passes(len(node.path)))
+                deepest = max(deepest, len(node.path))
             if deepest == depth:
                 seconds = self.times.mean(self.load, Batch(passes, verified))
                 mean = sum(task.share * tokens[task.name] for task in self.tasks)
                 rank = self.objective.violation(seconds, tokens.values()), seconds / mean
-                best, least = (count, rank) if rank < least else (best, least)
+                best, lowest = (count, rank) if rank < lowest else (best, lowest)
         if best is None:
             return None
-        paths = {task.name: list(paths_of(task.least)) for task in self.tasks}
+        paths = {task.name: list(paths_of(chain_of(task.bounds.least))) for task in self.tasks}
         for task, node in steps[:best]:
             paths[task.name].append(node.path)
-        return tuple((name, shape_of(found)) for name, found in paths.items())
+        return tuple((name, shape_of(frozenset(found))) for name, found in paths.items())
 
     def _by_survival(self, depth: int) -> list[tuple[TaskLoad, Node]]:
         """Return the nodes beyond the least shapes that the bounds allow, of all tasks, likeliest first."""
         found: list[tuple[TaskLoad, Node]] = []
         for task in self.tasks:
-            bounds, least = task.bounds, set[Path](paths_of(task.least))
-            if task.held is None:
-                nodes = task.acceptance.best_nodes(min(depth, bounds.most), bounds.top_k, bounds.max_nodes)
-                more = [node for node in nodes if node.path not in least]
-                found += [(task, node) for node in more[: bounds.max_nodes - bounds.least]]
+            bounds, least = task.bounds, set[Path](paths_of(chain_of(task.bounds.least)))
+            nodes = task.acceptance.best_nodes(min(depth, bounds.most), bounds.top_k, bounds.max_nodes)
+            more = [node for node in nodes if node.path not in least]
+            found += [(task, node) for node in more[: bounds.max_nodes - bounds.least]]
         return sorted(found, key=lambda step: (step[1].order, step[0].name))
 
 
-def batches(shapes: Shapes, methods: Mapping[str, Method], shares: Mapping[str, float], sequences: float) -> list[Met]:
+def batches(shapes: Shapes, bounds: Mapping[str, Bounds], shares: Mapping[str, float], sequences: float) -> list[Met]:
     """Return the batches that a sequence of each task is in; the weights of a task sum to 1.
 
     The shape with most draft passes in a batch decides how many a step makes. The other sequences are drawn by
     ``shares``.
     """
-    passes = {name: draft_passes(methods[name], shape.depth) for name, shape in shapes}
+    passes = {name: bounds[name].passes(shape.depth) for name, shape in shapes}
     others, found = max(0.0, sequences - 1), list[Met]()
     for name, own in shapes:
         met, below = list[Met](), 0.0
-        for most in sorted(set(passes.values())):
+        for most in sorted({count for count in passes.values() if count >= passes[name]}):
             inside = [(shares[task], shape.nodes) for task, shape in shapes if passes[task] <= most]
             share = min(1.0, sum(weight for weight, _ in inside))
-            chance = share**others
-            if most >= passes[name]:
-                nodes = sum(weight * count for weight, count in inside) / share if share > 0 else 0.0
-                verified = 1 + (own.nodes + others * nodes) / (1 + others)
-                met.append(Met(name, Batch(most, round(verified, 1)), chance - below))
-                below = chance
-        often = [one for one in met if one.weight >= TUNING.least_share] or met
+            nodes = sum(weight * count for weight, count in inside) / share if share > 0 else 0.0
+            verified = 1 + (own.nodes + others * nodes) / (1 + others)
+            met.append(Met(name, Batch(most, round(verified, 1)), share**others - below))
+            below = share**others
+        often = [one for one in met if one.weight >= TUNING.least_share]
         total = sum(one.weight for one in often)
         found += [one._replace(weight=one.weight / total) for one in often]
     return found
+
+
+def _changed(now: Shapes, shapes: Iterable[tuple[str, TreeShape]], tasks: Collection[str]) -> Shapes:
+    """Return ``now`` with the ``shapes`` of ``tasks``."""
+    found = dict(shapes)
+    return tuple((name, found[name] if name in tasks else shape) for name, shape in now)
 
 
 def _mean(parts: list[tuple[float, Estimate]]) -> Estimate:

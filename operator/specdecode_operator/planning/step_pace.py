@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
 from specdecode_operator.planning.loads import Load, bucket_of
 from specdecode_operator.planning.plan_rows import rows_of
-from specdecode_operator.planning.shape_search import ShapeSearch
+from specdecode_operator.planning.shape_search import RANK, ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import bounds_of, follows
-from specdecode_operator.planning.workload import (
-    Objective,
-    Prompt,
-    Request,
-    mix_requests,
-    prompt_token_seconds,
-    tasks_at,
-)
+from specdecode_operator.planning.workload import Objective, Request, mix_requests, prompt_token_seconds, tasks_at
 from specdecode_operator.state.learned import LearnedState
 from specdecode_worker.contract import Buckets
 
@@ -35,11 +29,8 @@ class Paced(NamedTuple):
     """Standard error of log(seconds / tokens)."""
 
 
-class Pace(Protocol):
-    """Steps of one worker at any number of sequences, which reads prompts in the same steps."""
-
-    def __call__(self, sequences: float, prompt_tokens: float) -> Paced:
-        """Return the step of ``sequences`` that also reads ``prompt_tokens``."""
+Pace = Callable[[float, float], Paced]
+"""Step of so many sequences, which also reads so many prompt tokens."""
 
 
 def pace(
@@ -47,7 +38,7 @@ def pace(
     learned: LearnedState,
     found: Buckets,
     request: Request,
-    prompt: Prompt,
+    objective: Objective,
     *,
     kv_tokens: float | None,
 ) -> Pace | None:
@@ -56,7 +47,7 @@ def pace(
     if times is None:
         return None
     per_prompt_token = prompt_token_seconds(learned, times)
-    context, objective = bucket_of(found.context, request.context), Objective(speculation.objective, prompt)
+    context = bucket_of(found.context, request.context)
     rows = [
         row.running(bounds_of(speculation, row.task).nearest(row.shape))
         for row in rows_of(speculation, learned, found)
@@ -70,8 +61,7 @@ def pace(
         tasks = tasks_at(model, here, load, kv_tokens)
         search = ShapeSearch(times, load, tasks, objective, mix_requests(learned))
         free = [row.task for row in here] if follows(speculation) else []
-        choices = search.best(tuple((row.task, row.shape) for row in here), free)[2]
-        best = min(choices, key=lambda choice: choice.rank)
+        best = min(search.best(tuple((row.task, row.shape) for row in here), free)[2], key=RANK)
         error = math.sqrt(best.seconds.relative_variance + search.tokens_variance(best))
         return Paced(best.seconds.mean, best.tokens, min(best.by_task.values()), error)
 

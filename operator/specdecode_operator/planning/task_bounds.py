@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec, TaskDepthSpec, TaskSpec
-from specdecode_worker.contract import OTHER_TASK, Method, TreeShape, draft_passes
+from specdecode_worker.contract import DRAFT_FREE, OTHER_TASK, Method, TreeShape, draft_passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,12 @@ class Bounds:
     initial: int
     max_nodes: int
     top_k: int
-    method: Method = "eagle3"
-    """Method of the task's draft."""
+    methods: tuple[Method, ...] = ("eagle3",)
+    """Methods of the task's draft and of the drafts with passes that are merged with it."""
 
     def passes(self, depth: int) -> int:
-        """Return the draft passes of a shape of this depth."""
-        return draft_passes(self.method, depth)
+        """Return the draft passes of a tree of this depth."""
+        return sum(draft_passes(method, depth) for method in self.methods)
 
     def nearest(self, shape: TreeShape) -> TreeShape:
         """Return ``shape`` if it is within the bounds, else the chain of the nearest depth."""
@@ -50,12 +50,13 @@ def bounds_of(speculation: SpeculationSpec, name: str) -> Bounds:
     mode = task.mode or ("Static" if speculation.mode == "Static" else "Auto")
     least, most, initial = _depths(speculation, task.depth or TaskDepthSpec())
     tree, methods = speculation.tree, {draft.name: draft.method for draft in speculation.drafts}
-    method = methods.get(task.draft or "", speculation.method)
+    merged = (methods[one.draft] for one in task.merge)
+    used = methods.get(task.draft or "", speculation.method), *(one for one in merged if one not in DRAFT_FREE)
     if "Off" in (mode, speculation.mode) or speculation.method == "none":
-        return Bounds(0, 0, 0, tree.max_nodes, 1, method)
+        return Bounds(0, 0, 0, tree.max_nodes, 1, used)
     if mode == "Static":
-        return Bounds(initial, initial, initial, tree.max_nodes, 1, method)
-    return Bounds(least, most, initial, tree.max_nodes, tree.top_k, method)
+        return Bounds(initial, initial, initial, tree.max_nodes, 1, used)
+    return Bounds(least, most, initial, tree.max_nodes, tree.top_k, used)
 
 
 def has_own(speculation: SpeculationSpec, name: str) -> bool:

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import NamedTuple
 
+import numpy as np
+
 from specdecode_operator.api.v1alpha1 import ObjectiveSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
-from specdecode_operator.planning.draft_trees import TaskAcceptance, chain_of
+from specdecode_operator.planning.draft_trees import TaskAcceptance
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import Bounds, bounds_of
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.telemetry.counters import NO_TRAFFIC, Moments, RequestSums, TrafficSums
-from specdecode_worker.contract import FEATURES, OTHER_TASK, EngineConfig, TreeShape
+from specdecode_worker.contract import FEATURES, OTHER_TASK, EngineConfig, LatencyHistogram, Report
 
 _PREFILL_TOKENS = FEATURES.index("prefill_tokens")
 
@@ -45,6 +47,9 @@ class Objective:
 
     asked: ObjectiveSpec = field(default_factory=ObjectiveSpec)
     prompt: Prompt = field(default_factory=Prompt)
+    ttft_ratio: float = 1
+    """The percentile that the objective bounds over the mean; 1 where it bounds the mean."""
+    itl_ratio: float = 1
 
     @property
     def min_speedup(self) -> float:
@@ -57,10 +62,11 @@ class Objective:
         """
         worst = 1.0
         if self.asked.itl_milliseconds is not None:
-            worst = max(worst, 1000 * step_seconds / min(tokens, default=1.0) / self.asked.itl_milliseconds)
+            itl = self.itl_ratio * step_seconds / min(tokens, default=1.0)
+            worst = max(worst, 1000 * itl / self.asked.itl_milliseconds)
         if self.asked.ttft_milliseconds is not None:
             first = 0.5 * step_seconds + self.prompt.steps * (step_seconds + self.prompt.seconds)
-            worst = max(worst, 1000 * first / self.asked.ttft_milliseconds)
+            worst = max(worst, 1000 * self.ttft_ratio * first / self.asked.ttft_milliseconds)
         return worst - 1
 
 
@@ -77,17 +83,6 @@ class TaskLoad:
     """Of the tokens that are asked for, whatever runs; sums to 1 over the tasks."""
     requests: float = math.inf
     """Number of requests that the acceptance was measured on."""
-    held: TreeShape | None = None
-    """The only shape that may run, while others are chosen around it."""
-
-    @property
-    def least(self) -> TreeShape:
-        """The shape with the fewest drafts that may run."""
-        return chain_of(self.bounds.least) if self.held is None else self.held
-
-    @property
-    def most_depth(self) -> int:
-        return self.bounds.most if self.held is None else self.held.depth
 
 
 def tasks_at(
@@ -130,6 +125,32 @@ def request_of(learned: LearnedState) -> Request | None:
     output = max(1.0, total.output_tokens / (total.finished + under_way / 2))
     read = max(0.0, total.prompt_tokens - total.cached_tokens) / total.arrivals
     return Request(read, output, total.prompt_tokens / total.arrivals + output / 2)
+
+
+def objective_of(
+    asked: ObjectiveSpec, learned: LearnedState, reports: Iterable[Report], step_tokens: int | None = None
+) -> Objective:
+    """Return the objective of a deployment. The reports have the latencies of its workers since they started."""
+    prompt = prompt_of(learned, step_tokens)
+    if asked.percentile is None:
+        return Objective(asked, prompt)
+    cells = [cell for report in reports for cell in report.latency]
+    ttft, itl = ([cell for cell in cells if cell.name == name] for name in ("ttft", "ttit"))
+    return Objective(asked, prompt, percentile_ratio(ttft, asked.percentile), percentile_ratio(itl, asked.percentile))
+
+
+def percentile_ratio(cells: Sequence[LatencyHistogram], percentile: int) -> float:
+    """Return a percentile of a latency over its mean, at most the last edge of the histograms over the mean.
+
+    Before ``fleet_samples``, latencies are taken to be exponential, as the time in an M/M/1 queue is.
+    """
+    alike = [cell for cell in cells if cell.edges == cells[0].edges]
+    counts, seconds = np.sum([cell.counts for cell in alike], axis=0), sum(cell.sum for cell in alike)
+    total = float(np.sum(counts))
+    if total < TUNING.fleet_samples or seconds <= 0:
+        return -math.log(1 - percentile / 100)
+    below, edges = np.append(0, np.cumsum(counts[:-1])), (0.0, *alike[0].edges)
+    return float(np.interp(percentile / 100 * total, below, edges)) * total / seconds
 
 
 def prompt_of(learned: LearnedState, step_tokens: int | None = None) -> Prompt:

@@ -44,7 +44,7 @@ class StepEstimate(Protocol):
 class StepModel(Protocol):
     """Step times and tokens per step of one worker."""
 
-    def __call__(self, sequences: float, prompt_tokens: float) -> StepEstimate:
+    def __call__(self, sequences: float, prompt_tokens: float, /) -> StepEstimate:
         """Return the step of ``sequences`` that also reads ``prompt_tokens`` on average."""
         ...
 

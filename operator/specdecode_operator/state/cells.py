@@ -81,12 +81,9 @@ class RowState(Stored):
     task: str
     depth: int
     since: float = 0
-    stays: bool = False
-    """True if the joint choice left this row unchanged when the row of ``other`` changed; it then follows no row."""
-    probing: bool = False
-    """True while speculation runs to be measured again after plain decoding."""
+    """Time of the last change, or of the joint choice that left the row as it was; 0 if it follows other rows."""
     trial: bool = False
-    """True while a shape of unknown step time runs to be measured."""
+    """True while a shape runs to be timed: one that never was, or speculation again after plain decoding."""
     parents: tuple[int, ...] = ()
     """Parents of a tree's nodes; empty for the chain of ``depth``."""
     moves: tuple[float, ...] = ()

@@ -94,18 +94,6 @@ class Silence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Validity of the latest choice of plan rows, which is repeated until ``until`` while ``basis`` is the same."""
-
-    basis: bytes
-    """Digest of all inputs of the choice."""
-    since: float
-    """Time of the choice, in seconds of the operator's clock."""
-    until: float
-    """End of the next dwell or back-off, in seconds of the operator's clock."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """Learned state of one deployment, and its recent measurements."""
 
@@ -120,7 +108,6 @@ class Session:
     """Ready workers without a report, by uid of the pod."""
     published_at: float = 0
     """Time when figures were last published to status, in seconds of the operator's clock."""
-    standing: Standing | None = None
     drafts: DraftRecord = UNUSED
     """Rollout of drafts, which survives a restart as ``learned`` does."""
     stored: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,20 +11,22 @@ from hypothesis import strategies as st
 
 from specdecode_operator.planning.shape_search import batches
 from specdecode_operator.planning.step_time_model import Batch
+from specdecode_operator.planning.task_bounds import Bounds
 from specdecode_operator.planning.tuning import TUNING
-from specdecode_worker.contract import Method, TreeShape
+from specdecode_worker.contract import TreeShape
 
 DEEP_AND_PLAIN = (("code", TreeShape.chain(3)), ("prose", TreeShape.chain(0)))
 EVEN = {"code": 0.5, "prose": 0.5}
-EAGLE: dict[str, Method] = {"code": "eagle3", "prose": "eagle3"}
+EAGLE = Bounds(0, 7, 3, 16, 1)
+BOTH = {"code": EAGLE, "prose": EAGLE}
 
 
 def met(sequences: float) -> dict[tuple[str, int], float]:
-    return {(one.task, one.batch.passes): one.weight for one in batches(DEEP_AND_PLAIN, EAGLE, EVEN, sequences)}
+    return {(one.task, one.batch.passes): one.weight for one in batches(DEEP_AND_PLAIN, BOTH, EVEN, sequences)}
 
 
 def test_one_sequence_runs_its_own_shape() -> None:
-    assert {one.batch for one in batches(DEEP_AND_PLAIN, EAGLE, EVEN, 1)} == {Batch(3, 4.0), Batch(0, 1.0)}
+    assert {one.batch for one in batches(DEEP_AND_PLAIN, BOTH, EVEN, 1)} == {Batch(3, 4.0), Batch(0, 1.0)}
 
 
 def test_a_second_sequence_is_of_the_other_task_half_of_the_time() -> None:
@@ -31,10 +34,15 @@ def test_a_second_sequence_is_of_the_other_task_half_of_the_time() -> None:
 
 
 def test_a_parallel_draft_makes_one_pass_and_verifies_all_of_its_nodes() -> None:
-    methods: dict[str, Method] = {"code": "peagle", "prose": "eagle3"}
-    assert {one.batch for one in batches(DEEP_AND_PLAIN, methods, EVEN, 1)} == {Batch(1, 4.0), Batch(0, 1.0)}
+    bounds = {"code": replace(EAGLE, methods=("peagle",)), "prose": EAGLE}
+    assert {one.batch for one in batches(DEEP_AND_PLAIN, bounds, EVEN, 1)} == {Batch(1, 4.0), Batch(0, 1.0)}
     deep = (("code", TreeShape.chain(5)), ("prose", TreeShape.chain(2)))
-    assert {(one.task, one.batch.passes) for one in batches(deep, methods, EVEN, 1)} == {("code", 1), ("prose", 2)}
+    assert {(one.task, one.batch.passes) for one in batches(deep, bounds, EVEN, 1)} == {("code", 1), ("prose", 2)}
+
+
+def test_passes_of_merged_drafts_add_up() -> None:
+    bounds = {"code": replace(EAGLE, methods=("eagle3", "peagle")), "prose": EAGLE}
+    assert {one.batch for one in batches(DEEP_AND_PLAIN, bounds, EVEN, 1)} == {Batch(4, 4.0), Batch(0, 1.0)}
 
 
 def test_a_full_batch_holds_all_tasks() -> None:
@@ -52,7 +60,7 @@ def test_every_task_meets_something_and_nothing_shallower_than_itself(
     shapes = tuple((str(index), TreeShape.chain(depth)) for index, (depth, _) in enumerate(tasks))
     shares = {str(index): share / total for index, (_, share) in enumerate(tasks)}
     weights: Counter[str] = Counter()
-    for one in batches(shapes, dict.fromkeys(shares, "eagle3"), shares, sequences):
+    for one in batches(shapes, dict.fromkeys(shares, EAGLE), shares, sequences):
         weights[one.task] += one.weight  # type: ignore[assignment]
         assert one.batch.passes >= dict(shapes)[one.task].depth
         assert TUNING.least_share <= one.weight <= 1 + 1e-9

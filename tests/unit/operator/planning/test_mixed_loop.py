@@ -41,7 +41,7 @@ def oracle(tasks: dict[str, TaskTruth], top_k: int, nodes: int = 16) -> float:
         found = {TreeShape(())}
         for depth in range(6):
             best = rates(task.ranks).best_nodes(depth, top_k, nodes)
-            found |= {shape_of(node.path for node in best[:count]) for count in range(len(best) + 1)}
+            found |= {shape_of(frozenset(node.path for node in best[:count])) for count in range(len(best) + 1)}
         choices.append(found)
     return min(time_per_token(tasks, dict(zip(tasks, pair, strict=True))) for pair in product(*choices))
 

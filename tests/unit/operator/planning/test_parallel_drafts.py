@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from fleet import Truth, loop_over
 
+from specdecode_operator.planning.task_bounds import bounds_of
 from specdecode_worker.contract import Method, draft_passes
 
 CHANCES = [0.75] * 7
@@ -34,3 +35,14 @@ def test_a_parallel_draft_runs_deeper_than_one_with_a_pass_for_each_depth(method
     best = min(range(8), key=lambda depth: per_token(truth, depth))
     assert best == (2 if method == "eagle3" else 7)
     assert per_token(truth, loop.depths[-1]) <= 1.03 * per_token(truth, best), loop.depths
+
+
+def test_merged_drafts_are_in_the_plan_and_their_passes_count() -> None:
+    """The lookup has none."""
+    drafts = [{"name": "lookup", "method": "ngram"}, {"name": "sql", "method": "peagle", "uri": "hf://org/head"}]
+    merge = [{"draft": "lookup", "depth": 8}, {"draft": "sql"}]
+    loop = loop_over(speculation={"drafts": drafts, "tasks": [{"name": "edits", "merge": merge}]})
+    (task,) = loop.poll().plan.tasks
+    assert [(one.draft, one.depth) for one in task.merge] == [("lookup", 8), ("sql", 0)]
+    bounds = bounds_of(loop.deployment.spec.speculation, "edits")
+    assert (bounds.methods, bounds.passes(3)) == (("eagle3", "peagle"), 4)

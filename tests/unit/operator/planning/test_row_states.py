@@ -1,65 +1,45 @@
-"""States of a row: every transition, and the times at which a row may change by itself."""
+"""States of a row, every transition between them, and how they are stored."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from estimates import cost, spec
+from estimates import cost
 
-from specdecode_operator.planning.row_states import State, next_row, recent_changes, state_of, wakes_at
+from specdecode_operator.planning.row_states import next_row, recent_changes
 from specdecode_operator.state.learned import LearnedState, RowState, parse_state, render_state
 from specdecode_worker.contract import TreeShape
 
 DRAFTS, PLAIN = TreeShape.chain(2), TreeShape.chain(0)
-ROWS = {
-    State.STEADY: RowState(concurrency=0, context=0, task="other", depth=3, since=100, moves=(100.0,)),
-    State.OFF: RowState(concurrency=0, context=0, task="other", depth=0, since=100, moves=(100.0,)),
-    State.TRIAL: RowState(concurrency=0, context=0, task="other", depth=3, since=100, moves=(100.0,), trial=True),
-    State.PROBE: RowState(concurrency=0, context=0, task="other", depth=3, since=100, moves=(100.0,), probing=True),
-}
+DRAFTING = RowState(concurrency=0, context=0, task="other", depth=3, since=100, moves=(100.0,))
+TRIAL, OFF = DRAFTING.model_copy(update={"trial": True}), DRAFTING.model_copy(update={"depth": 0})
 
 
-@pytest.mark.parametrize("state", State)
-def test_every_transition(state: State) -> None:
-    row = ROWS[state]
-    assert state_of(row) is state
+@pytest.mark.parametrize("row", [DRAFTING, TRIAL, OFF], ids=["drafting", "trial", "off"])
+def test_every_transition(row: RowState) -> None:
     for shape in (DRAFTS, PLAIN, row.shape):
         moved = next_row(row, shape, 200.0)
-        assert state_of(moved) is (State.STEADY if shape.nodes else State.OFF)
-        assert (moved.shape, moved.moves) == (shape, (100.0, 200.0))
+        assert (moved.shape, moved.moves, moved.trial) == (shape, (100.0, 200.0), False)
         assert moved.since == (100 if shape == row.shape else 200)
-
-
-@pytest.mark.parametrize(("state", "after"), [(State.STEADY, State.TRIAL), (State.OFF, State.PROBE)])
-def test_a_trial_after_plain_decoding_is_a_probe(state: State, after: State) -> None:
-    assert state_of(next_row(ROWS[state], DRAFTS, 200.0, is_trial=True)) is after
+    assert next_row(row, DRAFTS, 200.0, is_trial=True).trial
 
 
 def test_the_end_of_a_trial_is_no_change() -> None:
-    trial = ROWS[State.TRIAL]
-    stays = next_row(trial, trial.shape, 200.0, counts=False)
+    stays = next_row(TRIAL, TRIAL.shape, 200.0, counts=False)
     assert (stays.since, stays.moves, stays.trial) == (100, (100.0,), False)
 
 
 def test_changes_are_forgotten_after_an_hour() -> None:
-    assert recent_changes(ROWS[State.STEADY], 3699.0) == (100.0,)
-    assert recent_changes(ROWS[State.STEADY], 3700.0) == ()
-    assert recent_changes(ROWS[State.STEADY], 3699.0, after=100.0) == ()
-
-
-@pytest.mark.parametrize("state", State)
-def test_a_row_wakes_at_every_time_at_which_it_may_change_by_itself(state: State) -> None:
-    hysteresis = spec(hysteresis={"minDwellSeconds": 7, "maxChangesPerHour": 12}).hysteresis
-    times = set(wakes_at(ROWS[state], hysteresis))
-    assert {160.0, 107.0, 128.0, 3700.0, 400.0} <= times, "a trial's end, dwell, its growth, the hour, and outdating"
+    assert recent_changes(DRAFTING, 3699.0) == (100.0,)
+    assert recent_changes(DRAFTING, 3700.0) == ()
+    assert recent_changes(DRAFTING, 3699.0, after=100.0) == ()
 
 
 def test_rows_of_an_earlier_operator_are_read() -> None:
     """It stored its back-off and its patience in fields that are gone."""
     old = {"concurrency": 0, "context": 0, "task": "other", "depth": 0, "since": 5.0, "off_until": 65.0}
     row = RowState.model_validate({**old, "patience": 60.0, "no_trial_until": 9.0, "trial_patience": 900.0})
-    assert state_of(row) is State.OFF
     learned = LearnedState(uid="u", draft="d", rows=(row,))
     assert parse_state(render_state(learned), "u") == learned
 

@@ -206,10 +206,10 @@ def test_speculation_that_comes_back_untimed_is_a_probe() -> None:
         acceptance=chances(0.9), costs=(cost(1, 0, truth(1, 0)), *elsewhere), rows=(OFF,), load=LoadState(at=2000)
     )
     back = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2000).rows[0]
-    assert (back.depth > 0, back.probing, back.trial) == (True, True, False)
+    assert (back.depth > 0, back.trial) == (True, True)
     timed = learned.model_copy(update={"costs": FULL})
     back = choose(spec(), timed, buckets(16), max_num_seqs=16, now=2000).rows[0]
-    assert (back.depth, back.probing) == (5, False)
+    assert (back.depth, back.trial) == (5, False)
 
 
 def test_every_further_move_of_an_hour_waits_longer_until_acceptance_changes() -> None:
@@ -283,6 +283,20 @@ def test_loads_without_traffic_are_looked_at_seldom() -> None:
     assert moved(1000) > {0}, "a clock that was set back hides nothing"
 
 
+def test_an_idle_deployment_keeps_its_rows_within_the_bounds() -> None:
+    """Nothing is measured, so nothing is decided until requests come again."""
+    idle = LearnedState(acceptance=chances(0.95), costs=FULL, load=LoadState(sequences=1, at=1000), swept_at=1070)
+
+    def depth(learned: LearnedState, most: int = 5, now: float = 9000) -> int:
+        return depths_of(spec(depth={"max": most, "initial": min(3, most)}), learned, now)[0]
+
+    assert depth(idle) == 3
+    assert depth(idle, most=2) == 2, "bounds hold at once"
+    assert depth(idle.model_copy(update={"load": LoadState(sequences=1, at=8999)})) == 5
+    assert depth(idle.model_copy(update={"swept_at": 1050})) == 5, "the last measurements were never decided on"
+    assert depth(idle, now=500) == 5, "a clock that was set back hides nothing"
+
+
 def test_a_trial_in_vain_is_repeated_later_each_time_within_an_hour() -> None:
     """Without bursts a deeper chain can be known by running it alone; here it always disappoints."""
     quiet = spec(explorePercent=0)
@@ -333,20 +347,20 @@ DEAR = [cost(1, depth, 0.02 + (0.02 + 0.002 * depth if depth else 0)) for depth 
 def test_a_probe_runs_until_it_was_measured() -> None:
     learned = off(2500)
     probing = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2500).rows
-    assert (probing[0].probing, probing[0].moves) == (True, (2500.0,))
+    assert (probing[0].trial, probing[0].moves) == (True, (2500.0,))
     learned = learned.model_copy(update={"rows": probing})
     assert depths_of(spec(), learned, now=2510)[0] == probing[0].depth > 0
     fresh = cost(1, probing[0].depth, truth(1, probing[0].depth), at=2521)
     learned = learned.model_copy(update={"costs": (cost(1, 0, 0.0204), fresh)})
     after = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2522).rows[0]
-    assert (after.depth, after.probing, after.moves) == (0, False, (2500.0,)), "the end is no change of its own"
+    assert (after.depth, after.trial, after.moves) == (0, False, (2500.0,)), "the end is no change of its own"
 
 
 def test_a_probe_that_nothing_measures_ends_after_a_minute() -> None:
     learned = off(2500)
     probing = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2500).rows
     after = choose(spec(), learned.model_copy(update={"rows": probing}), buckets(16), max_num_seqs=16, now=2561).rows[0]
-    assert (after.depth, after.probing) == (0, False)
+    assert (after.depth, after.trial) == (0, False)
 
 
 def test_a_task_gets_rows_once_it_was_seen() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.planning import loads, step_pace, workload
 from specdecode_operator.planning.step_time_model import StepTimeModel
-from specdecode_operator.planning.workload import Prompt, Request, prompt_token_seconds
+from specdecode_operator.planning.workload import Objective, Request, prompt_token_seconds
 from specdecode_operator.scaling import (
     Demand,
     Limits,
@@ -137,7 +137,7 @@ def test_any_worker_has_a_capacity(
 def planned(**fields: Any) -> StepModel:
     learned = LearnedState(acceptance=chances(0.7), costs=FULL, wander=0.0)
     result = step_pace.pace(
-        spec(**fields), learned, loads.buckets(16), Request(100, 200, 500), Prompt(), kv_tokens=None
+        spec(**fields), learned, loads.buckets(16), Request(100, 200, 500), Objective(), kv_tokens=None
     )
     assert result is not None
     return result
