@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from harness.askers import Askers
 from harness.draft_files import GOOD_URI
@@ -23,28 +22,30 @@ RUN_SECONDS = 300
 
 
 @contextmanager
-def trained(namespace: Namespace, name: str, claim: str, **job: Any) -> Iterator[Endpoint]:
-    """Deploy one worker whose runs take seconds, with fields of ``distillation.job``."""
+def trained(
+    namespace: Namespace, name: str, claim: str, draft: str = GOOD_URI, workers: Manifest | None = None
+) -> Iterator[Endpoint]:
+    """Deploy one worker whose runs take seconds."""
     distillation = {
         "capture": {"enabled": True, "share": 1, "consent": "OptIn", "maxAge": "2h"},
         "trigger": {"minConversations": sum(SPLITS.values()), "cooldown": "1s"},
-        "job": {"steps": 4, "timeLimit": "10m", "resources": resources("6Gi"), **job},
+        "job": {"steps": 4, "timeLimit": "10m", "resources": resources("6Gi")},
         "storage": {"claim": claim},
     }
-    speculation = {"mode": "Static", "draft": {"uri": GOOD_URI}}
-    with deployed(namespace, name, speculation, {}, replicas=1, distillation=distillation) as endpoint:
+    speculation = {"mode": "Static", "draft": {"uri": draft}}
+    with deployed(namespace, name, speculation, workers or {}, replicas=1, distillation=distillation) as endpoint:
         yield endpoint
 
 
 @contextmanager
-def served_meanwhile(endpoint: Endpoint, *, replaced: bool = False) -> Iterator[str]:
-    """Check that requests are answered as before while a block runs. Yield the URL.
+def served_meanwhile(endpoint: Endpoint, *, clients: int = 1, replaced: bool = False) -> Iterator[str]:
+    """Check that requests of some clients are answered as before while a block runs. Yield the URL.
 
     ``replaced`` says that workers may be added or replaced.
     """
     with endpoint.namespace.reach("service", endpoint.name, 80) as url:
         expected, before = unbroken_answers(url, MODEL), endpoint.identities()
-        with StreamTraffic(url, MODEL, 1) as traffic:
+        with StreamTraffic(url, MODEL, clients) as traffic:
             yield url
         assert failures(traffic.answers, expected) == []
         assert replaced or endpoint.identities() == before, "no worker was replaced"
