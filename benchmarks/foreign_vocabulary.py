@@ -56,7 +56,7 @@ class Vocabulary:
     foreign: int = 0
 
     def lacks(self) -> Callable[[int, str], bool]:
-        """Return the function of an id and its token that tells which tokens the draft lacks."""
+        """Return a function that takes an id and its token, and returns whether the draft lacks it."""
         return lambda index, token: bool(self.nth_lacks) and index > KEPT and index % self.nth_lacks == 0
 
 

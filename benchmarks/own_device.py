@@ -1,4 +1,4 @@
-"""A draft in a process of its own against the same draft beside the target, on the CPUs of this machine.
+"""Compare the speed of a draft in a process of its own with that of the same draft in the target's process, on a CPU.
 
     python benchmarks/own_device.py --out out/own_device.json
 

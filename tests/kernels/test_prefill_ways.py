@@ -146,7 +146,7 @@ def test_ways_that_may_be_chosen_are_run_at_startup() -> None:
 
 
 def test_texts_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of prompts run beside decoding rows, after cached prefixes and after earlier chunks.
+    """Prompt chunks share steps with decoding rows, and follow cached prefixes and earlier chunks.
 
     Only attention takes its GPU path, because interpreting everything takes minutes.
     """

@@ -120,6 +120,6 @@ class TaskSpec(Api):
         return self
 
     def for_worker(self) -> TaskMatch:
-        """Return the task as it stands in the plan."""
+        """Return the task in the form of the plan."""
         merge = tuple(MergedDraft(draft=one.draft, depth=one.depth) for one in self.merge)
         return TaskMatch(name=self.name, match=self.match, draft=self.draft, merge=merge)

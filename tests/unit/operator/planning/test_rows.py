@@ -284,7 +284,7 @@ def test_loads_without_traffic_are_looked_at_seldom() -> None:
 
 
 def test_an_idle_deployment_keeps_its_rows_within_the_bounds() -> None:
-    """Nothing is measured, so nothing is decided until requests come again."""
+    """Without requests there are no measurements, and the planner decides nothing."""
     idle = LearnedState(acceptance=chances(0.95), costs=FULL, load=LoadState(sequences=1, at=1000), swept_at=1070)
 
     def depth(learned: LearnedState, most: int = 5, now: float = 9000) -> int:

@@ -73,6 +73,8 @@ class DraftRegistry:
         """Take over loaded drafts. ``merges`` is False for a sampler that cannot merge drafts."""
         self._drafts = {name: one for name, one in drafts.items() if isinstance(one, LoadedDraft)}
         self._unusable = {name: one.state for name, one in drafts.items() if isinstance(one, UnusableDraft)}
+        self._restarted: dict[str, RestartedDrafter] = {}
+        """Drafters of processes of their own, by name."""
         self._state, self._size = state, hidden_size
         self._tasks = TaskDrafts(DEFAULT_DRAFT, self._drafts.__contains__, self._is_mergeable, merges=merges)
         self._proposals = StepProposals(self._drafts, self._tasks, state)
@@ -125,7 +127,7 @@ class DraftRegistry:
     def reported(self, name: str = DEFAULT_DRAFT, swaps: Mapping[str, SwapStatus] = NO_SWAPS) -> DraftState:
         """Return the state of the draft of this name with its swap, if there is one."""
         state = self.state(name)
-        if name in self._drafts and isinstance(drafter := self._drafts[name].drafter, RestartedDrafter):
+        if (drafter := self._restarted.get(name)) is not None:
             state = state.model_copy(update={"problem": drafter.problem or None})
         if (swap := swaps.get(name)) is None:
             return state
@@ -231,17 +233,15 @@ class DraftRegistry:
 
         Their progress in all requests restarts, and their keys in cached prefixes must be invalidated.
         """
-        restarted = [
-            loaded.state.hash
-            for loaded in self._drafts.values()
-            if isinstance(loaded.drafter, RestartedDrafter) and loaded.drafter.take_restarted()
-        ]
+        restarted = [self._drafts[name].state.hash for name, one in self._restarted.items() if one.take_restarted()]
         for request in requests if restarted else ():
             if request.draft.draft in restarted:
                 request.draft.draft = ""
         return restarted
 
     def _align(self) -> None:
+        drafters = {name: loaded.drafter for name, loaded in self._drafts.items()}
+        self._restarted = {name: one for name, one in drafters.items() if isinstance(one, RestartedDrafter)}
         self.reads = union_reads(loaded.drafter.reads for loaded in self._drafts.values())
         for loaded in self._drafts.values():
             loaded.drafter.columns = columns_of(loaded.drafter.reads, self.reads, self._size)
@@ -253,7 +253,7 @@ class DraftRegistry:
 
     def _is_mergeable(self, name: str) -> bool:
         """Return whether a draft proposes node by node. One on a device of its own drafts whole trees."""
-        return not isinstance(self._drafts[name].drafter, RestartedDrafter)
+        return name not in self._restarted
 
     def _name(self, request: Request) -> str:
         return self._tasks.name(request.submit.task)

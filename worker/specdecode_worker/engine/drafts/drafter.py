@@ -12,6 +12,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
+from specdecode_worker.engine.drafts.draft_passes import level_pass
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
@@ -92,13 +93,13 @@ def _any_request(request: Request) -> bool:
 
 
 class PagedDrafter(ABC):
-    """Drafter with a paged KV cache of its own. Its passes can be captured in a graph unless it is ``parallel``."""
+    """Drafter with a paged KV cache of its own."""
 
     needs_passes: ClassVar[bool] = True
     parallel: ClassVar[bool] = False
     """True if one pass proposes all depths of a tree, so that a deeper tree needs no further passes."""
     captured: ClassVar[bool] = True
-    """True if its passes can be captured in a graph, unless it is ``parallel``."""
+    """True if its passes can be captured in a graph."""
     first_slot: int
     """First slot of its cache that holds keys: 0, or 1 for EAGLE heads."""
     last_position: int
@@ -127,6 +128,30 @@ class PagedDrafter(ABC):
         """Return the first slot of the request whose keys the draft attends to."""
         start = self.progress(request).start
         return start if start > 1 else self.first_slot
+
+    def pass_by_level(
+        self, roots_RE: Tensor, rows: Sequence[Row], forest: Forest, state: DeviceState, sampler: Proposer
+    ) -> Expand:
+        """Return the function that proposes tokens, with one pass for each level below the roots.
+
+        Args:
+            roots_RE: The draft's hidden states at the roots of the trees, [R, E].
+            rows: Rows of the step.
+            forest: Their trees.
+            state: Device state of the running requests.
+            sampler: Sampler of the step.
+        """
+        hidden_RE = roots_RE
+
+        def expand(depth: int, level: Level) -> Tensor:
+            nonlocal hidden_RE
+            hidden_RE = hidden_RE[level.source_R]
+            if depth:
+                packed = level_pass(state, rows, level, depth, forest, self.last_position, first_key=self.first_key)
+                hidden_RE = self.node_states(hidden_RE, packed)
+            return self.rank(hidden_RE, level.nodes, depth, sampler)
+
+        return expand
 
     @abstractmethod
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
-from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, level_pass, roots_of
+from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, roots_of
 from specdecode_worker.engine.drafts.drafter import Expand, PagedDrafter, Ranking
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.request import Request
@@ -29,7 +29,7 @@ from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.speculation.sampling.row_selection import Nodes
 from specdecode_worker.speculation.sampling.sampler import Proposer, Sampler
-from specdecode_worker.speculation.trees import Forest, Level, Tree
+from specdecode_worker.speculation.trees import Forest, Tree
 
 
 class Head(Protocol):
@@ -182,19 +182,7 @@ class EagleDrafter(StateDrafter):
         drafting = self.drafting(rows, forest.trees)
         if not drafting:
             return None
-        hidden_RE = self._run_catch_up(rows, drafting)
-
-        def expand(depth: int, level: Level) -> Tensor:
-            nonlocal hidden_RE
-            hidden_RE = hidden_RE[level.source_R]
-            if depth:
-                packed = level_pass(
-                    self._state, rows, level, depth, forest, self.last_position, first_key=self.first_key
-                )
-                hidden_RE = self.node_states(hidden_RE, packed)
-            return self.rank(hidden_RE, level.nodes, depth, sampler)
-
-        return expand
+        return self.pass_by_level(self._run_catch_up(rows, drafting), rows, forest, self._state, sampler)
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""

@@ -21,7 +21,7 @@ an H200; other GPUs lie between 110 and 300."""
 def is_replay_faster(
     graph_seconds: float, verify_seconds: float, chunk_tokens: int, *, layers: int, passes: int
 ) -> bool:
-    """Return whether decoding rows should replay their graph beside a pass of prompt chunks.
+    """Return whether a graph and a pass of the prompt chunks take less time than one eager pass of all rows.
 
     Args:
         graph_seconds: Time of the graph, measured at its capture.

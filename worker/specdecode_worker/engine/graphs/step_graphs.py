@@ -136,7 +136,7 @@ class StepGraphs:
         Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
         MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
         """
-        drafters = {name: one for name, one in self._drafts.paged().items() if one.captured and not one.parallel}
+        drafters = {name: one for name, one in self._drafts.paged().items() if one.captured}
         trees = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in drafters)}
         candidates = {
             key_of(rows, [tree], tree.verified, cuts=cuts, draft=name)
@@ -217,7 +217,7 @@ class StepGraphs:
         return ReadyStep(plan, graph, decoding)
 
     def _is_replay_faster(self, graph: Graph, chunk_tokens: int) -> bool:
-        """Return whether a replay beside a pass of prompt chunks is faster than one eager pass."""
+        """Return whether a graph and a pass of the prompt chunks take less time than one eager pass of all rows."""
         seconds, passes, layers = graph.captured.seconds, graph.step.key.passes, self._target.layers
         verify_seconds = seconds - self._draft_seconds(graph)
         return is_replay_faster(seconds, verify_seconds, chunk_tokens, layers=layers, passes=passes)

@@ -177,7 +177,7 @@ class StepPlanner:
         if not drafted:
             return OutsideReason.CATCH_UP if running else None
         (draft,) = running
-        return OutsideReason.METHOD if draft.drafter.parallel or not draft.drafter.captured else None
+        return None if draft.drafter.captured else OutsideReason.METHOD
 
     def _running(self, rows: Sequence[Row]) -> list[_Running]:
         """Return the drafts with a cache that run in a step, to draft or to catch up."""

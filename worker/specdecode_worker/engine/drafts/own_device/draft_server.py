@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.drafts.draft_model import ModelDrafter
-from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, level_pass, roots_of
+from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, roots_of
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.drafts.drafter import draft_trees
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
@@ -27,7 +27,7 @@ from specdecode_worker.engine.step.device_state import STATE_RING_POSITIONS, Dev
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.sampling.token_counts import BatchTokens
-from specdecode_worker.speculation.trees import Level, Tree, forest_of
+from specdecode_worker.speculation.trees import Tree, forest_of
 
 _SAMPLING = Sampling(max_tokens=1, seed=0, temperature=0.0)
 _SUBMIT = Submit(request_id="", prompt=(0,), sampling=_SAMPLING)
@@ -95,17 +95,7 @@ class DraftServer:
         slots_B = to_device([request.slot for request in requests], self._device)
         texts = BatchTokens(state.tokens_SP, slots_B, state.length_S[slots_B], 1 + max(r.cached for r in requests))
         sampler = Coupling([one.params for one in message.trees], texts, forest, self.vocab_size)
-
-        def expand(depth: int, level: Level) -> Tensor:
-            nonlocal hidden_RE
-            hidden_RE = hidden_RE[level.source_R]
-            if depth:
-                packed = level_pass(
-                    state, rows, level, depth, forest, drafter.last_position, first_key=drafter.first_key
-                )
-                hidden_RE = drafter.node_states(hidden_RE, packed)
-            return drafter.rank(hidden_RE, level.nodes, depth, sampler)
-
+        expand = drafter.pass_by_level(hidden_RE, rows, forest, state, sampler)
         ranked_BNK = draft_trees(rows, forest, state, expand)
         return [] if ranked_BNK is None else [ranked_BNK]
 

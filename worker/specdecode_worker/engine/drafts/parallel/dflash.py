@@ -41,6 +41,7 @@ class DFlashDrafter(StateDrafter):
     """Drafter of the method dflash."""
 
     parallel = True
+    captured = False
 
     def __init__(
         self, head: DFlashHead, cache: PagedCache, state: DeviceState, positions: int, sharpness: Sequence[float] = ()

@@ -77,6 +77,7 @@ class PEagleDrafter(EagleDrafter):
     """Drafter of the method peagle."""
 
     parallel = True
+    captured = False
 
     def __init__(
         self,
