@@ -14,7 +14,8 @@ from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.transforms.fusion import FusedAttention, fuse
+from specdecode_worker.models.transforms.fused_layers import FusedAttention
+from specdecode_worker.models.transforms.fusion import fuse
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))

@@ -16,8 +16,9 @@ from specdecode_worker.models.networks import compiled_cpu
 from specdecode_worker.models.networks.compiled_cpu import NativeBlock, NativeLinear, NativeMidlayer
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.transforms import fusion
-from specdecode_worker.models.transforms.fusion import FusedAttention, FusedMLP, PackedLinear, fuse
+from specdecode_worker.models.transforms import fused_layers, fusion
+from specdecode_worker.models.transforms.fused_layers import FusedAttention, FusedMLP
+from specdecode_worker.models.transforms.fusion import PackedLinear, fuse
 
 TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))
 PACKS = fusion._should_pack(nn.Linear(16, 16).bfloat16())
@@ -137,13 +138,13 @@ def test_wrong_order_of_joined_parts_is_detected(
     order: tuple[str, ...], target: Llama, dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Self-check of the comparison: it detects queries, keys and values joined in a wrong order."""
-    right = fusion._joined
+    right = fused_layers._joined
     names = ("q_proj", "k_proj", "v_proj")
 
     def joined(*parts: nn.Linear) -> nn.Linear:
         return right(*(parts[names.index(name)] for name in order)) if len(parts) == 3 else right(*parts)
 
     wanted = logits(target, dense)
-    monkeypatch.setattr(fusion, "_joined", joined)
+    monkeypatch.setattr(fused_layers, "_joined", joined)
     fuse(target)
     assert (logits(target, dense) - wanted).abs().max() > 1e-2

@@ -70,9 +70,9 @@ def partial(tmp_path: Path) -> Path:
 def test_only_used_files_are_fetched(pull: Pull, tmp_path: Path) -> None:
     repository = Repository(FILES)
     folder = pull(repository)
-    assert {path.name for path in folder.iterdir()} == WANTED | {model_store.MANIFEST}
+    assert {path.name for path in folder.iterdir()} == WANTED | {download_folder.MANIFEST}
     assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
-    manifest = json.loads((folder / model_store.MANIFEST).read_text())
+    manifest = json.loads((folder / download_folder.MANIFEST).read_text())
     assert (manifest["commit"], len(manifest["files"])) == (COMMIT, len(WANTED))
     assert model_store.resolve("hf://org/model", tmp_path) == folder
 
@@ -225,7 +225,7 @@ def test_second_pull_waits_for_the_first(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_UN)
         second.join(10)
     assert "waiting" in notes[0]
-    assert (folder / model_store.MANIFEST).is_file()
+    assert (folder / download_folder.MANIFEST).is_file()
 
 
 class Ended(NamedTuple):

@@ -14,7 +14,7 @@ from obstore.store import S3Store
 from storage_servers.s3_server import S3Server, s3_server
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.models.checkpoints import model_store, object_store
+from specdecode_worker.models.checkpoints import download_folder, model_store, object_store
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.errors import AccessDenied, BadUri, DiskFull, HashMismatch, HubUnreachable, NotOnHub
 from specdecode_worker.training.distillation.publication import check_place, publish
@@ -61,11 +61,11 @@ def test_draft_is_fetched_with_its_calibration(head: Path, bucket: S3Store, tmp_
     folder = model_store.resolve(URI, tmp_path / "cache")
     assert model_hash(folder) == model_hash(head)
     assert {path.name for path in folder.iterdir()} == {
-        "config.json", "model.safetensors", "calibration.json", model_store.MANIFEST
+        "config.json", "model.safetensors", "calibration.json", download_folder.MANIFEST
     }  # fmt: skip
-    fetched = (folder / model_store.MANIFEST).stat().st_mtime_ns
+    fetched = (folder / download_folder.MANIFEST).stat().st_mtime_ns
     assert model_store.resolve(URI, tmp_path / "cache") == folder
-    assert (folder / model_store.MANIFEST).stat().st_mtime_ns == fetched, "what is there is not fetched again"
+    assert (folder / download_folder.MANIFEST).stat().st_mtime_ns == fetched, "what is there is not fetched again"
 
 
 @pytest.mark.usefixtures("bucket")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from specdecode_worker.models.errors import DiskFull
 
+MANIFEST = "specdecode-manifest.json"
+"""File that a download writes last. It exists only if every file is present and passed its hash check."""
 _SPARE_BYTES = 64 << 20
 """Disk space to leave free, so that a full cache does not break the node."""
 

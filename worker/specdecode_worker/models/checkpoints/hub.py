@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
-from specdecode_worker.models.checkpoints.download_folder import check_room, disk_full_errors, locked
-from specdecode_worker.models.checkpoints.model_store import MANIFEST, HubModel
+from specdecode_worker.models.checkpoints.download_folder import MANIFEST, check_room, disk_full_errors, locked
+from specdecode_worker.models.checkpoints.model_store import HubModel
 from specdecode_worker.models.errors import AccessDenied, HashMismatch, HubUnreachable, NotOnHub
 
 DEFAULT_ENDPOINT = "https://huggingface.co"

@@ -22,10 +22,9 @@ from pydantic import ValidationError
 from specdecode_worker import embedded
 from specdecode_worker.contract import Env, Revisions
 from specdecode_worker.embedded.errors import EmbeddedModelError
+from specdecode_worker.models.checkpoints.download_folder import MANIFEST
 from specdecode_worker.models.errors import BadUri, NotPresent
 
-MANIFEST = "specdecode-manifest.json"
-"""File that `pull` writes last. It exists only if every file is present and passed its hash check."""
 CLAIMS = Path("/mnt/pvc")
 FORMS = "hf://org/name[@revision], s3://bucket/path, pvc://claim/path, file:///path or embedded://name"
 

@@ -29,8 +29,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import S3Store
 
-from specdecode_worker.models.checkpoints.download_folder import check_room, disk_full_errors, locked
-from specdecode_worker.models.checkpoints.model_store import MANIFEST
+from specdecode_worker.models.checkpoints.download_folder import MANIFEST, check_room, disk_full_errors, locked
 from specdecode_worker.models.errors import (
     AccessDenied,
     BadUri,

@@ -6,7 +6,7 @@ after attention is then part of the next norm, and the one after the MLP part of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TypeGuard, cast
 
 from torch import Tensor, nn
 
@@ -16,9 +16,7 @@ from specdecode_kernels.small_linear.op import fits, small_linear
 from specdecode_worker.models.networks.eagle3 import Midlayer
 from specdecode_worker.models.networks.layers import Attend, Block, RMSNorm, normed_linear
 from specdecode_worker.models.networks.rope import PassRotations
-
-if TYPE_CHECKING:
-    from specdecode_worker.models.transforms.fusion import FusedAttention, FusedMLP
+from specdecode_worker.models.transforms.fused_layers import FusedAttention, FusedMLP
 
 
 class GpuBlock(nn.Module):
@@ -28,9 +26,9 @@ class GpuBlock(nn.Module):
         super().__init__()
         norm = origin.input_layernorm
         self.input_layernorm = norm if isinstance(norm, RMSNorm) else None
-        self.self_attn = cast("FusedAttention", origin.self_attn)
+        self.self_attn = cast(FusedAttention, origin.self_attn)
         self.post_attention_layernorm = origin.post_attention_layernorm
-        self.mlp = cast("FusedMLP", origin.mlp)
+        self.mlp = cast(FusedMLP, origin.mlp)
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         projected = normed_linear(self.input_layernorm, self.self_attn.qkv_proj, x_TE)
@@ -46,9 +44,9 @@ class GpuMidlayer(nn.Module):
         # A tuple keeps the origin from being registered as a submodule, which would list its parameters twice.
         self._origin = (origin,)
         self.input_layernorm, self.hidden_norm = origin.input_layernorm, origin.hidden_norm
-        self.self_attn = cast("FusedAttention", origin.self_attn)
+        self.self_attn = cast(FusedAttention, origin.self_attn)
         self.post_attention_layernorm = origin.post_attention_layernorm
-        self.mlp = cast("FusedMLP", origin.mlp)
+        self.mlp = cast(FusedMLP, origin.mlp)
 
     def forward(
         self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: PassRotations, attend: Attend
