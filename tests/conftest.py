@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "hack" / "cluster"))  # makes
 # packages (transformers) do too. tests/gpu compiles its kernels and runs separately with 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kube import Cluster, connect
-from prometheus import PrometheusMissing, Promtool
+if TYPE_CHECKING:  # tests/gpu runs on machines that have no client of a cluster
+    from kube import Cluster
+    from prometheus import Promtool
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +27,8 @@ def cluster() -> Cluster:
 
     Without a cluster, tests that are started by hand are skipped with a message; `make test` always provides one.
     """
+    from kube import connect
+
     connected = connect()
     if connected is None:
         message = "no cluster answers: run hack/cluster/up and hack/cluster/images first"
@@ -37,6 +41,8 @@ def cluster() -> Cluster:
 @pytest.fixture(scope="session")
 def promtool() -> Promtool:
     """Return promtool with the prometheus binary from the same folder. `make test` fails without them."""
+    from prometheus import PrometheusMissing, Promtool
+
     try:
         return Promtool()
     except PrometheusMissing as missing:
