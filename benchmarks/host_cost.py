@@ -59,7 +59,10 @@ def engine_of(rows: int) -> Any:
 
     from specdecode_worker.contract import DraftState
     from specdecode_worker.engine.drafts.draft_loader import paged_cache
-    from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadedDraft
+    from specdecode_worker.engine.drafts.draft_registry import (  # type: ignore[attr-defined]  # as older versions have it
+        DraftRegistry,
+        LoadedDraft,
+    )
     from specdecode_worker.engine.drafts.eagle import EagleDrafter
     from specdecode_worker.engine.engine import Engine, EngineParts
     from specdecode_worker.engine.graphs.step_graphs import StepGraphs

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -111,3 +113,39 @@ def test_layers() -> None:
     program = Path(sys.executable).parent / "lint-imports"
     done = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
+
+
+PACKAGES = (
+    "specdecode_kernels",
+    "specdecode_operator",
+    "specdecode_router",
+    "specdecode_simulator",
+    "specdecode_worker",
+)
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle, the first one again at the end; empty if there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def imports_of(package: str) -> dict[str, set[str]]:
+    """Return the imports between a package's modules, those for types and inside functions included."""
+    graph = grimp.build_graph(package, cache_dir=None)
+    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_imports_itself_through_others(package: str) -> None:
+    imports = imports_of(package)
+    assert len(imports) > 20
+    assert circle(imports) == []
+
+
+def test_circles_are_detected() -> None:
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+    assert circle({"a": {"b"}, "b": {"c"}}) == []

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.draft_loader import paged_cache
 from specdecode_worker.engine.drafts.draft_model import ModelDrafter
-from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadedDraft
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
+from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
+from specdecode_worker.engine.drafts.lookup.ngram import NgramDrafter
+from specdecode_worker.engine.drafts.lookup.suffix import SuffixDrafter
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
-from specdecode_worker.engine.drafts.ngram import NgramDrafter
 from specdecode_worker.engine.drafts.parallel.dflash import DFlashDrafter
 from specdecode_worker.engine.drafts.parallel.peagle import PEagleDrafter
-from specdecode_worker.engine.drafts.suffix import SuffixDrafter
 from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs

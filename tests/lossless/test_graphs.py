@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specdecode_worker.contract import DraftState, Report, SyntheticKnobs, TaskMatch, TreeShape
-from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.graphs import step_graphs
 from specdecode_worker.engine.graphs.step_plan import OutsideReason, StepPlanner

@@ -17,7 +17,7 @@ from guided_decoding import GuidedDecoding
 from msgspec import structs
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
-from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.graphs import feature_tables
 from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.step import step_launcher

@@ -14,7 +14,7 @@ from draft_names import DRAFTS
 from plain_decoding import dense
 
 from specdecode_worker.contract import FEATURES, DraftState, TaskMatch, TreeShape, draft_passes
-from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.models.configs.target_states import TargetStates
 

@@ -10,7 +10,7 @@ from char_tokenizer import END, tokenizer_json
 from msgspec import structs
 
 from specdecode_worker.contract import DraftState, MergedDraft, TaskMatch, TreeShape
-from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.graphs.step_plan import OutsideReason
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.grammars import choice_grammar, regex_grammar

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from specdecode_worker.contract import DraftState, TreeShape
-from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.graphs.step_plan import OutsideReason
 from specdecode_worker.engine.ipc.messages import Submit
 

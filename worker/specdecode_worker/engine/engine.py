@@ -18,14 +18,9 @@ import torch
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
 from specdecode_worker.engine.drafts.draft_problem import describe_failure
-from specdecode_worker.engine.drafts.draft_registry import (
-    DEFAULT_DRAFT,
-    NO_SWAPS,
-    DraftRegistry,
-    LoadDraft,
-    LoadedDraft,
-)
+from specdecode_worker.engine.drafts.draft_registry import NO_SWAPS, DraftRegistry
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
+from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadDraft, LoadedDraft
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.guided_trees import with_forced_tokens
 from specdecode_worker.engine.ipc.messages import Submit, Tokens

@@ -13,13 +13,8 @@ from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Wo
 from specdecode_worker.engine.assignment.assigned_draft import worker_name
 from specdecode_worker.engine.drafts.draft_loader import DraftLoader, Resolve, paged_cache
 from specdecode_worker.engine.drafts.draft_problem import describe_failure
-from specdecode_worker.engine.drafts.draft_registry import (
-    DEFAULT_DRAFT,
-    DraftRegistry,
-    LoadDraft,
-    LoadedDraft,
-    UnusableDraft,
-)
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
+from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadDraft, LoadedDraft, UnusableDraft
 from specdecode_worker.engine.drafts.own_device.placed_loader import OwnDevice, PlacedDraftLoader
 from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.graphs.capture_backends import CudaGraphBackend

@@ -14,7 +14,7 @@ from small_engine import drain, plan_of, small_engine, submit, texts
 
 from specdecode_worker.contract import DraftState, Plan, Report, StepCell, SyntheticKnobs, TreeShape
 from specdecode_worker.engine import engine as engine_module
-from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.ipc.messages import Submit, Tokens
 from specdecode_worker.engine.step.device_state import DeviceState

@@ -13,7 +13,7 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.speculation.trial_costs import BlockCosts
 
 if TYPE_CHECKING:  # imported in the server process, which must not import torch
-    from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+    from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 
 _NAME = ""
 

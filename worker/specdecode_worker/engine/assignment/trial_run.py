@@ -11,7 +11,7 @@ from specdecode_worker.speculation.draft_trial import TrialSchedule
 from specdecode_worker.speculation.trial_costs import BlockCosts
 
 if TYPE_CHECKING:  # imported in the server process, which must not import torch
-    from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+    from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 
 
 @dataclass(slots=True)

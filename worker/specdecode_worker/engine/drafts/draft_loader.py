@@ -13,14 +13,14 @@ from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState
 from specdecode_worker.engine.drafts.calibration_file import read_calibration
 from specdecode_worker.engine.drafts.draft_hash import draft_hash
 from specdecode_worker.engine.drafts.draft_model import ModelDrafter
-from specdecode_worker.engine.drafts.draft_registry import DEFAULT_DRAFT, LoadedDraft
 from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
+from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadedDraft
+from specdecode_worker.engine.drafts.lookup.ngram import NgramDrafter
+from specdecode_worker.engine.drafts.lookup.suffix import SuffixDrafter
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
-from specdecode_worker.engine.drafts.ngram import NgramDrafter
 from specdecode_worker.engine.drafts.parallel.dflash import DFlashDrafter
 from specdecode_worker.engine.drafts.parallel.peagle import PEagleDrafter
-from specdecode_worker.engine.drafts.suffix import SuffixDrafter
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.models.checkpoints.draft_weights import Draft, load_draft

@@ -7,19 +7,18 @@ together. If a new draft reads other states, that store is rebuilt empty, and dr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specdecode_worker.contract import DraftConfig, DraftState, TaskMatch
+from specdecode_worker.contract import DraftState, TaskMatch
 from specdecode_worker.engine.drafts.aux_hidden_states import columns_of, union_reads
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
-from specdecode_worker.engine.drafts.drafter import AnswerReader, Drafter, PagedDrafter, RestartedDrafter
+from specdecode_worker.engine.drafts.drafter import AnswerReader, PagedDrafter, RestartedDrafter
+from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadedDraft, UnusableDraft
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.merged.step_proposals import Proposed, StepProposals
 from specdecode_worker.engine.drafts.merged.task_drafts import TaskDrafts
@@ -31,32 +30,7 @@ from specdecode_worker.speculation.merge_order import Credit
 from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest
 
-DEFAULT_DRAFT = ""
-"""Name of the default draft, used by tasks that have no draft of their own."""
 NO_SWAPS: Mapping[str, SwapStatus] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """Draft that can run, and its state for the worker report."""
-
-    drafter: Drafter
-    state: DraftState
-
-
-@dataclass(frozen=True, slots=True)
-class UnusableDraft:
-    """Configured draft that cannot run; its state holds the reason."""
-
-    state: DraftState
-
-
-class LoadDraft(Protocol):
-    """Callable that loads a draft while others run; see DraftLoader."""
-
-    def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
-        """Load the draft of ``config`` under ``name``. Raise ModelError on failure."""
-        ...
 
 
 class DraftRegistry:

@@ -21,7 +21,7 @@ from specdecode_worker.engine.ipc.messages import SetDraft
 from specdecode_worker.models.errors import ModelError
 
 if TYPE_CHECKING:  # imported in the server process, which must not import torch
-    from specdecode_worker.engine.drafts.draft_registry import LoadDraft, LoadedDraft
+    from specdecode_worker.engine.drafts.loaded_draft import LoadDraft, LoadedDraft
 
 POLL_SECONDS = 0.05
 """Interval at which an idle engine loop checks for a loaded draft, in seconds."""

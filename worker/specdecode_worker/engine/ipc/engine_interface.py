@@ -15,7 +15,7 @@ from specdecode_worker.engine.ipc.messages import Loaded, Tokens
 from specdecode_worker.engine.stats.step_time_calibration import CalibrationTarget
 
 if TYPE_CHECKING:
-    from specdecode_worker.engine.drafts.draft_registry import LoadDraft, LoadedDraft
+    from specdecode_worker.engine.drafts.loaded_draft import LoadDraft, LoadedDraft
 
 
 class Engine(CalibrationTarget, FollowedEngine, Protocol):

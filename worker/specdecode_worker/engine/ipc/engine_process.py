@@ -49,7 +49,7 @@ from specdecode_worker.models.errors import CannotServe, ModelError
 from specdecode_worker.termination import write_termination_message
 
 if TYPE_CHECKING:  # the server process imports this module and must not import torch
-    from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+    from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 
 
 CALIBRATION_SECONDS = 5.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdecode_worker.contract import DraftConfig
-from specdecode_worker.engine.drafts.draft_registry import DEFAULT_DRAFT, LoadedDraft
+from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadedDraft
 from specdecode_worker.engine.drafts.own_device.placed_loader import PlacedDraftLoader
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.memory.memory_budget import DRAFT_PROCESS_BYTES

@@ -29,9 +29,9 @@ from specdecode_worker.engine.assignment.convergence import FIRST_RETRY_SECONDS
 from specdecode_worker.engine.assignment.default_draft import DefaultDraft
 from specdecode_worker.engine.assignment.draft_follower import DraftFollower
 from specdecode_worker.engine.drafts.draft_loader import paged_cache
-from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.drafts.draft_swap import DraftSwapQueue
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
+from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.ipc.messages import SetDraft
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.speculation.draft_trial import MAX_PAIRS, MAX_PAIRS_BYTES

@@ -10,8 +10,9 @@ import torch
 
 from specdecode_worker.contract import DraftState, PendingDraft
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
-from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadedDraft
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
+from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.models.configs.target_states import TargetStates
 

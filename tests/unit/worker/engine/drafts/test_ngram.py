@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.engine.drafts.ngram import lookup
+from specdecode_worker.engine.drafts.lookup.ngram import lookup
 
 VOCABULARY = 5
 

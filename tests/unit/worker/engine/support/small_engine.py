@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.draft_loader import paged_cache
-from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadedDraft
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
+from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.kv_cache.block_pool import BlockPool

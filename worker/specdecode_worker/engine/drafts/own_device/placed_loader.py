@@ -11,7 +11,7 @@ import torch
 from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState
 from specdecode_worker.engine.drafts.draft_loader import DraftLoader
 from specdecode_worker.engine.drafts.draft_model import LONGEST_CATCH_UP
-from specdecode_worker.engine.drafts.draft_registry import DEFAULT_DRAFT, LoadDraft, LoadedDraft
+from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadDraft, LoadedDraft
 from specdecode_worker.engine.drafts.own_device.draft_child import BuildDraft
 from specdecode_worker.engine.drafts.own_device.draft_messages import Ready
 from specdecode_worker.engine.drafts.own_device.draft_process import DraftProcess, Regions
