@@ -55,6 +55,11 @@ def history(endpoint: Endpoint, task: str) -> list[Manifest]:
     return [entry for entry in entries if entry["load"].startswith(load) and f"task {task}" in entry["load"]]
 
 
+def stops(endpoint: Endpoint, task: str) -> list[Manifest]:
+    """Return the changes of the task's row at this load to plain decoding, newest first."""
+    return [entry for entry in history(endpoint, task) if entry["after"] == "none"]
+
+
 def test_harder_prose_changes_only_its_own_row(endpoint: Endpoint) -> None:
     with endpoint.namespace.reach("service", endpoint.name, 80) as url:
         with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=CODE) as traffic:
@@ -64,8 +69,8 @@ def test_harder_prose_changes_only_its_own_row(endpoint: Endpoint) -> None:
             code = planned_depth(endpoint, CONCURRENCY, "code")
             endpoint.set_knobs(PROSE_IS_HARD)
             wait_for_row(endpoint, "prose runs plainly", CONCURRENCY, (0,), "other")
-            wait_for("status tells", lambda: history(endpoint, "other")[0]["after"] == "none", timeout_s=30)
-            stop = next(entry for entry in history(endpoint, "other") if entry["after"] == "none")
+            wait_for("status tells", lambda: stops(endpoint, "other"), timeout_s=30)
+            stop = stops(endpoint, "other")[0]
             assert planned_depth(endpoint, CONCURRENCY, "code") >= code, "what prose lost is not code's loss"
             assert [entry for entry in history(endpoint, "code") if entry["time"] >= stop["time"]] == []
         with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=CODE) as again:
