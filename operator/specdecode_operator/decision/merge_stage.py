@@ -114,7 +114,8 @@ def _decide(stage: _Stage, learned: LearnedState, task: TaskSpec) -> tuple[Learn
         return _stored(learned, step.choice), None, texts.task_text(step.choice, running)
     before = known.drafts if known else declared
     is_news = step.because != "bounds" or set(before) != set(step.choice.drafts)
-    record = _record(stage, learned, before, step) if is_news else None
+    was_trial = known is not None and known.before is not None
+    record = _record(stage, learned, texts.merge_text(before, is_trial=was_trial), step) if is_news else None
     if step.option is not None:
         learned = running.with_counts(learned, step.choice.drafts)
     learned = _stored(credit.carried(learned, task.name, stage.now), step.choice)
@@ -272,7 +273,7 @@ def _with_reason(step: Step, running: Names, options: list[Option] | None) -> St
     return replace(step, choice=step.choice.model_copy(update={"reason": reason}))
 
 
-def _record(stage: _Stage, learned: LearnedState, before: Names, step: Step) -> DecisionRecord:
+def _record(stage: _Stage, learned: LearnedState, before: str, step: Step) -> DecisionRecord:
     reasons = {
         "bounds": "the drafts of the task changed, and all of them take part until their credit is measured",
         "gain": step.choice.reason,
@@ -285,8 +286,8 @@ def _record(stage: _Stage, learned: LearnedState, before: Names, step: Step) -> 
         time=iso(stage.now),
         measured=history.measured(learned, step.choice.task),
         load=f"every load, task {step.choice.task}",
-        before=texts.merge_text(before),
-        after=texts.merge_text(step.choice.drafts),
+        before=before,
+        after=texts.merge_text(step.choice.drafts, is_trial=step.choice.before is not None),
         expected_gain_percent=round(100 * step.choice.loss, 1) if step.option and step.choice.loss else None,
         cause=step.because,
         reason=reason,

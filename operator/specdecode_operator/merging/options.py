@@ -43,9 +43,9 @@ class Option:
     error: float
     """Standard error of the gain."""
     tokens: float
-    """Tokens a step of the task's sequences, over those now."""
+    """Tokens a step of the task's sequences, over those now, at the best shape of the drafts that run now."""
     seconds: float
-    """Seconds of a step, over those now."""
+    """Seconds of a step, over those now, at the same shape."""
 
     @property
     def confidence(self) -> float:
@@ -100,7 +100,8 @@ def options_of(learned: LearnedState, present: Present, credit: Credit, bounds: 
             found.append(Option(names, 0.0, 0.0, 1.0, 1.0))
         else:
             paired = credit.error(names, rates)
-            compared = (_compared(names, now, one, rates, paired) for one in outcomes)
+            same = next(one for one in outcomes if one.shape == now.shape)
+            compared = (_compared(names, now, one, same, (rates, paired)) for one in outcomes)
             found.append(max(compared, key=lambda option: option.bound))
     return found
 
@@ -134,9 +135,18 @@ def _outcome(
 
 
 def _compared(
-    names: Names, now: _Outcome, other: _Outcome, rates: TaskAcceptance, paired: dict[Position, float]
+    names: Names,
+    now: _Outcome,
+    other: _Outcome,
+    same: _Outcome,
+    evidence: tuple[TaskAcceptance, dict[Position, float]],
 ) -> Option:
-    """Return the option of running ``other``. Times of equal passes err together, as in the search for shapes."""
+    """Return the option of running ``other``. Times of equal passes err together, as in the search for shapes.
+
+    ``same`` has the drafts of ``other`` and the shape of ``now``. ``evidence`` has their rates, and the variances of
+    the differences.
+    """
+    rates, paired = evidence
     time = now.seconds.relative_variance + other.seconds.relative_variance
     ratio = other.seconds.mean / now.seconds.mean
     if now.passes == other.passes:
@@ -144,7 +154,8 @@ def _compared(
     before = {at: slope for at, slope in now.slopes.items() if at in other.slopes or _has(rates, at)}
     variance = time + log_variance(before, other.slopes, rates, paired)
     gain = math.log(now.per_token / other.per_token)
-    return Option(names, gain, math.sqrt(variance), other.own_tokens / now.own_tokens, ratio)
+    tokens, seconds = same.own_tokens / now.own_tokens, same.seconds.mean / now.seconds.mean
+    return Option(names, gain, math.sqrt(variance), tokens, seconds)
 
 
 def _has(rates: TaskAcceptance, at: Position) -> bool:

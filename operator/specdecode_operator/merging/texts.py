@@ -13,9 +13,9 @@ def listed(names: Names) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def merge_text(names: Names) -> str:
+def merge_text(names: Names, *, is_trial: bool) -> str:
     """Return the drafts as the history shows them before and after a change."""
-    return f"merge {', '.join(names) or 'nothing'}"
+    return f"merge {', '.join(names) or 'nothing'}{' on trial' if is_trial else ''}"
 
 
 def gain_text(names: Names, verb: str, without: Option, confidence: float) -> str:
