@@ -8,6 +8,7 @@ from typing import Any
 
 from fleet import Loop, SimulatedWorker, Truth, deployment_with
 
+from specdecode_operator.planning.loads import buckets
 from specdecode_worker.contract import (
     MAX_RANKS,
     AcceptanceCell,
@@ -110,12 +111,24 @@ class MergingWorker(SimulatedWorker):
         return self.luck.random() < (draft.agreement if is_own else draft.rescue)
 
 
-def merging_loop(merged: dict[str, MergedTruth], *, seed: int = 0, depth: int = 3, **speculation: Any) -> Loop:
-    """Return a loop over one worker of four sequences, whose task declares all drafts of ``merged``."""
+def merging_loop(
+    merged: dict[str, MergedTruth], *, seed: int = 0, pass_seconds: float = 0.004, **speculation: Any
+) -> Loop:
+    """Return a loop over one worker of four sequences, whose task declares all drafts of ``merged``.
+
+    The worker has timed steps of its own draft alone, as workers do before they serve.
+    """
     drafts = [{**(LOOKUP if one.method == "ngram" else HEAD), "name": name} for name, one in merged.items()]
     task = {"name": TASK, "merge": [{"draft": name} for name in merged]}
     fields: dict[str, Any] = {"drafts": drafts, "tasks": [task], "hysteresis": QUICK, **speculation}
     worker = MergingWorker(
-        Truth(sequences=4), plan=Plan(initial=TreeShape.chain(depth)), explore=0.05, seed=seed, merged=merged
+        Truth(sequences=4),
+        plan=Plan(initial=TreeShape.chain(3), buckets=buckets(16)),
+        explore=0.05,
+        seed=seed,
+        merged=merged,
+        pass_seconds=pass_seconds,
     )
+    for depth in (0, 1, 5) * 20:
+        worker._step(depth)
     return Loop(deployment_with(speculation=fields), worker)
