@@ -119,13 +119,14 @@ def _after_trial(known: MergeChoice, before: Names, options: Sequence[Option] | 
 
 
 def _changed(known: MergeChoice, best: Option, now: float, moves: tuple[float, ...]) -> Step:
+    # A loss above e - 1 is bounded: trials are an hour and more apart then in any case.
     is_trial, is_whole = known.before is not None, best.names == known.declared
     update = {
         "drafts": best.names,
         "before": None,
         "since": now,
         "moves": moves,
-        "loss": 0.0 if is_whole else max(0.0, math.expm1(best.gain)),
+        "loss": 0.0 if is_whole else math.expm1(max(0.0, min(1.0, best.gain))),
         "reason": "" if is_whole else known.reason,
     }
     return Step(known.model_copy(update=update), "trial" if is_trial else "gain", best)
