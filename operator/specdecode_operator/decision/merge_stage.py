@@ -269,7 +269,7 @@ def _with_reason(step: Step, running: Names, options: list[Option] | None) -> St
     if not dropped and options and len(options) > 1:
         other = max(options[1:], key=lambda option: option.gain)
         back = tuple(name for name in running if name not in other.names)
-        return replace(step, kept=texts.gain_text(back, "kept", other, 1 - other.confidence))
+        return replace(step, reason=texts.gain_text(back, "kept", other, 1 - other.confidence))
     return replace(step, choice=step.choice.model_copy(update={"reason": reason}))
 
 
@@ -281,7 +281,7 @@ def _record(stage: _Stage, learned: LearnedState, before: str, step: Step) -> De
         if step.choice.before is not None
         else "the trial was not measured",
     }
-    reason = step.kept or (step.choice.reason if step.option else reasons[step.because or "bounds"])
+    reason = step.reason or (step.choice.reason if step.option else reasons[step.because or "bounds"])
     return DecisionRecord(
         time=iso(stage.now),
         measured=history.measured(learned, step.choice.task),

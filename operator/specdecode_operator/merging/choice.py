@@ -52,7 +52,7 @@ class Step:
     choice: MergeChoice
     because: Because | None = None
     option: Option | None = None
-    kept: str = ""
+    reason: str = ""
     """Reason why all drafts take part again after a trial."""
 
 

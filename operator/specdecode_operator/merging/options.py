@@ -88,22 +88,22 @@ def options_of(learned: LearnedState, present: Present, credit: Credit, bounds: 
     """
     task = credit.drafts.task
     shape = dict(present.shapes)[task]
-    found: list[Option] = []
+    options: list[Option] = []
     for names in subsets_of(credit.running):
         limits = bounds[names]
         depth, top_k = max(limits.most, shape.depth), max(limits.top_k, max(shape.ranks, default=0) + 1)
         rates = credit.acceptance(learned, names, depth, top_k)
         shapes = dict.fromkeys((shape, *map(chain_of, range(limits.least, limits.most + 1))))
         outcomes = [_outcome(present, credit, names, limits, rates, each) for each in shapes]
-        if not found:
+        if not options:
             now = min(outcomes, key=lambda one: one.per_token)
-            found.append(Option(names, 0.0, 0.0, 1.0, 1.0))
+            options.append(Option(names, 0.0, 0.0, 1.0, 1.0))
         else:
             paired = credit.error(names, rates)
             same = next(one for one in outcomes if one.shape == now.shape)
             compared = (_compared(names, now, one, same, (rates, paired)) for one in outcomes)
-            found.append(max(compared, key=lambda option: option.bound))
-    return found
+            options.append(max(compared, key=lambda option: option.bound))
+    return options
 
 
 def _outcome(

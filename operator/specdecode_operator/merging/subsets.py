@@ -100,7 +100,7 @@ class Credit:
         Both rates are measured at the same nodes, so only nodes at which one of them alone was right differ. Without
         the dropped drafts, a node can be lost only where one of these was right.
         """
-        found: dict[Position, float] = {}
+        variances: dict[Position, float] = {}
         for depth, ranks in enumerate(acceptance.main, start=1):
             hits = self.common.get((depth, "main"), NO_HITS)
             count = hits.total / self.effect
@@ -114,8 +114,8 @@ class Credit:
                 lost = min(credit / (hits.total + 1), before, 1 - after)
                 apart = before * (1 - after) + after * (1 - before)
                 differing = max(abs(loss), min(apart, 2 * max(0.0, lost) - loss))
-                found[depth, True, 0] = max(0.0, differing - loss**2) / count
-        return found
+                variances[depth, True, 0] = max(0.0, differing - loss**2) / count
+        return variances
 
     def _counts(self, place: Place, names: Names) -> Hits | None:
         """Return the counts at one place with the drafts ``names``; None where none of them proposes."""

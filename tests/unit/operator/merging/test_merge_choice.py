@@ -73,8 +73,8 @@ def test_dropped_drafts_are_tried_for_a_bounded_time() -> None:
 
 def test_a_measured_trial_keeps_the_better_drafts() -> None:
     trial = next_step(DROPPED, None, LIMITS, NOW).choice
-    kept = next_step(trial, [WHOLE, fewer(-0.05)], LIMITS, NOW + 30).choice
-    assert (kept.drafts, kept.before, kept.reason, kept.loss) == (DECLARED, None, "", 0.0)
+    whole = next_step(trial, [WHOLE, fewer(-0.05)], LIMITS, NOW + 30).choice
+    assert (whole.drafts, whole.before, whole.reason, whole.loss) == (DECLARED, None, "", 0.0)
     again = next_step(trial, [WHOLE, fewer(0.02)], LIMITS, NOW + 30)
     assert (again.because, again.choice.drafts) == ("trial", ("lookup",))
     assert again.choice.moves == trial.moves, "the end of a trial is no change of its own"
@@ -126,11 +126,11 @@ limits_of = st.builds(
 
 @given(choices, st.none() | options, limits_of, times)
 def test_any_input_gives_drafts_of_the_spec_and_the_same_ones_again(
-    choice: MergeChoice, found: list[Option] | None, limits: Limits, now: float
+    choice: MergeChoice, options: list[Option] | None, limits: Limits, now: float
 ) -> None:
-    step = next_step(choice, found, limits, now)
+    step = next_step(choice, options, limits, now)
     assert set(step.choice.drafts) <= set(DECLARED)
-    assert step == next_step(choice, found, limits, now)
+    assert step == next_step(choice, options, limits, now)
     if step.because is None:
         assert step.choice == choice
     else:

@@ -62,7 +62,7 @@ def test_credit_is_the_difference_of_reports_by_draft() -> None:
     assert delta.without_acceptance().credit == {}
 
 
-def test_credit_is_learnt_beside_the_common_order() -> None:
+def test_credit_and_the_common_order_are_learnt_together() -> None:
     learned = learnt(polled(own=40, head=20, common=55), polled(own=40, head=20, common=55))
     rates = {d: counts_of(learned, TASK, d)[1, "main"] for d in (COMMON, OWN, HEAD)}
     assert [round(hits.hits / hits.total, 2) for hits in rates.values()] == [0.55, 0.4, 0.2]
@@ -143,8 +143,8 @@ RUNNING = ("lookup", "head")
 
 
 def rates(names: tuple[str, ...]) -> list[float]:
-    found = Credit.of(STATE, DRAFTS, RUNNING).with_counts(STATE, names).acceptance
-    return [round(cell.hits / cell.total, 2) for cell in found]
+    merged = Credit.of(STATE, DRAFTS, RUNNING).with_counts(STATE, names).acceptance
+    return [round(cell.hits / cell.total, 2) for cell in merged]
 
 
 def test_the_rates_of_fewer_drafts_follow_from_the_credit() -> None:
@@ -188,8 +188,8 @@ cells = st.lists(
 
 
 @given(cells, st.integers(1, 3))
-def test_any_counts_give_rates_of_every_subset(found: list[CreditCell], top_k: int) -> None:
-    learned = LearnedState(credit=tuple(found))
+def test_any_counts_give_rates_of_every_subset(drawn: list[CreditCell], top_k: int) -> None:
+    learned = LearnedState(credit=tuple(drawn))
     credit = Credit.of(learned, DRAFTS, RUNNING)
     for names in subsets_of(RUNNING):
         model = credit.acceptance(learned, names, 4, top_k)

@@ -18,11 +18,11 @@ def worker_of(loop: Loop) -> MergingWorker:
 
 def changes(loop: Loop, polls: int) -> list[tuple[str, str, str | None]]:
     """Run the loop, and return the changes of merged drafts."""
-    found = []
+    moved = []
     for _ in range(polls):
         records = loop.poll().changes
-        found += [(one.before, one.after, one.cause) for one in records if one.before.startswith("merge")]
-    return found
+        moved += [(one.before, one.after, one.cause) for one in records if one.before.startswith("merge")]
+    return moved
 
 
 def test_a_draft_that_never_hits_is_dropped_and_taken_back_when_the_traffic_turns() -> None:
