@@ -103,7 +103,10 @@ def _decide(stage: _Stage, learned: LearnedState, task: TaskSpec) -> tuple[Learn
     mode, known = _mode(stage.speculation, task), _known(learned, task.name)
     if mode in ("Off", "Static", "Advisory"):
         return _as_declared(stage, learned, drafts, choice.all_declared(task.name, declared, hashes), mode)
-    step = choice.renewed(known, task.name, declared, hashes)
+    if stage.deployment.paused and known is not None:
+        step = Step(known)
+    else:
+        step = choice.renewed(known, task.name, declared, hashes)
     running = Credit.of(learned, drafts, step.choice.drafts)
     options = None
     if step.because is None and not _is_held(stage, learned, task.name):
@@ -164,8 +167,11 @@ def _present(stage: _Stage, deployment: Deployment, learned: LearnedState) -> Pr
     if times is None:
         return None
     at = loads.present_row(learned.load, stage.buckets)
+    # Rows that were chosen under an earlier spec may lie outside of the bounds of the present one.
     rows = [
-        row for row in plan_rows.rows_of(speculation, learned, stage.buckets) if (row.concurrency, row.context) == at
+        row.running(task_bounds.bounds_of(speculation, row.task).nearest(row.shape))
+        for row in plan_rows.rows_of(speculation, learned, stage.buckets)
+        if (row.concurrency, row.context) == at
     ]
     quiet = workload.idle(learned, [row.task for row in rows])
     busy = [row for row in rows if row.task not in quiet]

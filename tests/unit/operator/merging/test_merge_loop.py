@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fleet import Loop
 from merging import OWN, TASK, MergedTruth, MergingWorker, merging_loop
 
-from specdecode_operator.api.v1alpha1 import Status
+from specdecode_operator.api.v1alpha1 import SpeculationStatus, Status
 from specdecode_operator.controller.status.sections import task_sections
 from specdecode_operator.planning.task_bounds import bounds_of
+from specdecode_operator.plugin.explain import explain
+from specdecode_worker.contract import TreeShape
 
 
 def worker_of(loop: Loop) -> MergingWorker:
@@ -93,6 +97,15 @@ def test_other_modes_merge_as_declared(mode: str) -> None:
     assert ("mode Auto would merge nothing: head dropped" in text) == (mode == "Advisory")
 
 
+def test_rows_outside_of_the_bounds_of_a_new_spec_are_no_obstacle() -> None:
+    loop = merging_loop({"head": MergedTruth(rescue=0.8)}, hysteresis={"maxChangesPerHour": 1})
+    loop.polls(8)
+    learned, wide = loop.memory.learned, TreeShape.parse("tree:3,2,1")
+    rows = tuple(row.running(wide, since=loop.now - 100) for row in learned.rows)
+    loop.memory = replace(loop.memory, learned=learned.model_copy(update={"rows": rows}))
+    assert all(row.shape.is_chain for row in loop.poll().plan.rows)
+
+
 def test_a_pin_keeps_the_drafts() -> None:
     loop = merging_loop({"head": MergedTruth(rescue=0.0)})
     object.__setattr__(loop.deployment, "pin", "chain:3")
@@ -111,7 +124,14 @@ def test_the_step_times_and_the_status_are_of_the_drafts_that_run() -> None:
     decision = next(one for one in reversed([loop.poll() for _ in range(7)]) if one.merges)
     (task,) = (one for one in task_sections(loop.deployment, decision) if one.name == TASK)
     assert task.merge == f"merges nothing; {loop.memory.learned.merges[0].reason}"
-    assert Status.model_validate(Status(tasks=(task,)).model_dump(by_alias=True)).tasks[0].merge == task.merge
+    status = Status(tasks=(task,), speculation=SpeculationStatus(depth=2)).model_dump(by_alias=True, mode="json")
+    resource = {
+        "metadata": {"namespace": "ns", "name": "demo"},
+        "spec": loop.deployment.spec.model_dump(by_alias=True, mode="json", exclude_none=True),
+        "status": status,
+    }
+    text = " ".join(" ".join(explain(resource, None, loop.now)).split())
+    assert f"Task {TASK} {task.merge}." in text
 
 
 def test_another_own_draft_begins_with_all_drafts() -> None:
