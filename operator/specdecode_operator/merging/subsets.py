@@ -103,9 +103,8 @@ class Credit:
         variances: dict[Position, float] = {}
         for depth, ranks in enumerate(acceptance.main, start=1):
             hits = self.common.get((depth, "main"), NO_HITS)
-            count = hits.total / self.effect
-            if count > 0:
-                before, after = hits.hits / hits.total, ranks[0].mean
+            if hits.total >= 1:
+                before, after = min(1.0, hits.hits / hits.total), ranks[0].mean
                 loss = before - after
                 dropped = [
                     self.merged[name].get((depth, "main"), NO_HITS) for name in self.running if name not in names
@@ -114,7 +113,7 @@ class Credit:
                 lost = min(credit / (hits.total + 1), before, 1 - after)
                 apart = before * (1 - after) + after * (1 - before)
                 differing = max(abs(loss), min(apart, 2 * max(0.0, lost) - loss))
-                variances[depth, True, 0] = max(0.0, differing - loss**2) / count
+                variances[depth, True, 0] = max(0.0, differing - loss**2) * self.effect / hits.total
         return variances
 
     def _counts(self, place: Place, names: Names) -> Hits | None:

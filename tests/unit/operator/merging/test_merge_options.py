@@ -98,7 +98,7 @@ cells = st.lists(
 
 
 @given(cells, st.sampled_from(SHAPES))
-@settings(max_examples=40)
+@settings(max_examples=60)
 def test_any_counts_give_finite_options_and_the_same_ones_again(drawn: list[CreditCell], shape: TreeShape) -> None:
     result = options(drawn, shape)
     assert [option.names for option in result] == subsets_of(RUNNING)
