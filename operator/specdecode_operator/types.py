@@ -216,6 +216,8 @@ class Decision:
     """Draft depth at the present load. None while no worker reports that it runs the plan."""
     task_depths: Mapping[str, int] = field(default_factory=dict)
     """Draft depth of each task of the spec at the present load."""
+    merges: Mapping[str, str] | None = None
+    """Sentence about the merged drafts of each task that declares some. None if they are not due for publication."""
     figures: Figures | None = None
     """Measurements for status; None if they are not due for publication."""
     first_acceptance: float | None = None

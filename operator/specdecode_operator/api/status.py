@@ -150,6 +150,9 @@ class TaskStatus(Api):
     name: Text = Field(description="Name of the task.")
     mode: Text | None = Field(default=None, description="Mode in force for the task, or Pinned.")
     depth: int | None = Field(default=None, description="Draft depth of the task's row.")
+    merge: _Message | None = Field(
+        default=None, description="Merged drafts that take part, their credit, and why others are left out."
+    )
     acceptance_rate: float | None = Field(default=None, description="Accepted tokens over the depth of the row.")
     accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted tokens / drafts.")
     ttft_milliseconds: float | None = Field(

@@ -1,6 +1,6 @@
 """The decision about one deployment, in stages. Pure.
 
-Roll out drafts -> learn -> watch drift -> plan -> heal -> size -> record -> materialise.
+Roll out drafts -> learn -> watch drift -> merge drafts -> plan -> heal -> size -> record -> materialise.
 
 Each stage is a function of its own module with a typed result. Every field of the learned state is written by one
 stage; `decide` puts them together once.
@@ -16,11 +16,13 @@ from specdecode_operator.decision import in_use
 from specdecode_operator.decision.drift_stage import watch_drift
 from specdecode_operator.decision.learn_stage import Learnt, learn
 from specdecode_operator.decision.materialise_stage import Materialised, materialise
+from specdecode_operator.decision.merge_stage import choose_merges
 from specdecode_operator.decision.plan_stage import Planned, plan
 from specdecode_operator.decision.record_stage import Recorded, is_urgent, record
 from specdecode_operator.decision.revisions import settle_revisions
 from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
 from specdecode_operator.health.remediation import Remediation, heal_from
+from specdecode_operator.merging.credit import own_acceptance
 from specdecode_operator.planning import acceptance_model, loads, task_bounds
 from specdecode_operator.planning import figures as measurements
 from specdecode_operator.rollout.rollout_step import step_rollout
@@ -53,9 +55,11 @@ def decide(
     rollout = step_rollout(deployment, observed, now=now)
     observed = replace(observed, session=replace(observed.session, drafts=rollout.record))
     learnt = learn(deployment, observed, buckets, now=now)
-    drift = watch_drift(deployment, rollout.record, learnt.learned, learnt.delta, now=now)
-    learnt = replace(learnt, learned=drift.learned)
-    planned = plan(deployment, observed, learnt.learned, buckets, now=now)
+    own = own_acceptance(learnt.delta, learnt.learned.draft) if learnt.delta else None
+    drift = watch_drift(deployment, rollout.record, learnt.learned, own, now=now)
+    merged = choose_merges(deployment, observed, drift.learned, learnt.delta, buckets, now=now)
+    learnt = replace(learnt, learned=merged.learned)
+    planned = plan(merged.deployment, observed, learnt.learned, buckets, now=now)
     with_plan = _with_plan(learnt.learned, planned)
     healed = heal_from(deployment, observed, with_plan, planned.plan, is_complete=is_complete(observed), now=now)
     session = replace(
@@ -65,10 +69,10 @@ def decide(
         silent=learnt.silent,
         round=observed.round,
     )
-    sized = size_from(deployment, observed, with_plan, session, learnt.delta, now)
+    sized = size_from(merged.deployment, observed, with_plan, session, learnt.delta, now)
     with_size = _with_size(with_plan, healed, sized)
     revisions = settle_revisions(deployment, learnt.learned.revisions, observed.workers)
-    changes = (*rollout.changes, *drift.changes, *planned.changes)
+    changes = (*rollout.changes, *drift.changes, *merged.changes, *planned.changes)
     recorded = record(deployment, learnt.learned, with_size, changes, sized.decision, now=now)
     materialised = materialise(
         deployment, observed, planned.plan, sized.decision.replicas, defaults, revisions=revisions, now=now
@@ -81,7 +85,9 @@ def decide(
         published_at=now if figures else session.published_at,
     )
     stages = _Stages(learnt, planned, healed, sized.decision, recorded, materialised)
-    return _decision(deployment, observed, session, buckets, stages, figures, now), session
+    decision = _decision(deployment, observed, session, buckets, stages, figures, now)
+    is_due = figures is not None or bool(merged.changes)
+    return replace(decision, merges=merged.texts if is_due or not merged.texts else None), session
 
 
 class _Stages(NamedTuple):

@@ -76,6 +76,7 @@ def _depth(
         else "There are no measurements yet. They need 500 drafts within a minute."
     )
     yield from _saved(resource)
+    yield from (f"Task {task.name} {task.merge}." for task in status.tasks if task.merge)
     last = next((decision for decision in speculation.history if decision.kind == "Plan"), None)
     if last:
         yield from _last_change(last, now)

@@ -40,6 +40,35 @@ class AcceptanceCell(Stored):
     """Counts of target tokens that had rank 1, 2, ... in the draft; trailing zeros are left out."""
 
 
+class CreditCell(AcceptanceCell):
+    """Acceptance of one draft, in its own order, in the trees of a task that merges drafts."""
+
+    draft: str = ""
+    """Hash of the draft; empty for the common order of all drafts, at the same nodes."""
+
+
+class MergeChoice(Stored):
+    """Drafts that are merged with the draft of one task. Without a choice all declared ones are."""
+
+    task: str
+    drafts: tuple[str, ...]
+    """Names of the drafts that take part, in the order of the spec."""
+    declared: tuple[str, ...]
+    """Names of all drafts in ``merge`` of the task."""
+    hashes: tuple[str, ...] = ()
+    """Hashes of the task's own draft and of the declared ones; empty where no worker reported it."""
+    since: float = 0
+    """Time of the last change; 0 before the first."""
+    before: tuple[str, ...] | None = None
+    """Drafts that took part before the trial that runs now. None without a trial."""
+    moves: tuple[float, ...] = ()
+    """Times of the changes within the last hour; the end of a trial does not count."""
+    loss: float = 0
+    """Relative time per token that the dropped drafts cost, as far as it was measured."""
+    reason: str = ""
+    """Reason why drafts are left out; empty if all take part."""
+
+
 class TrafficCell(Stored):
     """Decayed sums of one task's traffic, in the order of TrafficSums."""
 

@@ -16,10 +16,12 @@ from specdecode_operator.api.v1alpha1 import Decision
 from specdecode_operator.state import trimming
 from specdecode_operator.state.cells import (
     AcceptanceCell,
+    CreditCell,
     DraftEstimates,
     ForecastState,
     GainMeasurement,
     LoadState,
+    MergeChoice,
     PodState,
     PodTaskState,
     RequestCell,
@@ -32,7 +34,7 @@ from specdecode_operator.state.cells import (
 )
 from specdecode_operator.state.compact import encode
 from specdecode_operator.state.drift_state import DriftState
-from specdecode_operator.state.section_texts import decode_sections, draft_text, parked_text, restored, size_of
+from specdecode_operator.state.section_texts import Json, decode_sections, draft_text, parked_text, restored, size_of
 from specdecode_operator.state.sections import (
     ESTIMATES,
     MAX_PARKED_DRAFTS,
@@ -47,6 +49,7 @@ from specdecode_operator.state.sections import (
     version_of,
 )
 from specdecode_operator.state.step_moments import shorten_cell
+from specdecode_operator.telemetry.counters import CellKey
 from specdecode_worker.contract import Plan
 
 __all__ = [
@@ -74,8 +77,6 @@ __all__ = [
     "write_state",
 ]
 
-Json = dict[str, Any]
-
 
 class LearnedState(Stored):
     """Everything that survives a restart of the operator."""
@@ -90,6 +91,8 @@ class LearnedState(Stored):
     swept_at: float = 0
     """Time when the rows of all loads were last chosen."""
     acceptance: tuple[AcceptanceCell, ...] = ()
+    credit: tuple[CreditCell, ...] = ()
+    merges: tuple[MergeChoice, ...] = ()
     requests: tuple[RequestCell, ...] = ()
     traffic: tuple[TrafficCell, ...] = ()
     prefill: tuple[float, ...] = ()
@@ -224,7 +227,7 @@ def _sections(learned: LearnedState, dropped: Mapping[str, int]) -> dict[str, st
     }
     data = {META: encode(version_of(META), meta)}
     for section in SECTIONS:
-        if section.fields:
+        if section.fields and not (section.is_optional and not any(content[name] for name in section.fields)):
             data[section.name] = encode(section.version, {name: content[name] for name in section.fields})
     if learned.template:
         data[TEMPLATE] = encode(version_of(TEMPLATE), {"template": learned.template.model_dump(mode="json")})
@@ -277,13 +280,9 @@ def _with_drafts(learned: LearnedState, drafts: Iterable[DraftEstimates], order:
         update={
             "acceptance": current.acceptance,
             "requests": current.requests,
-            "costs": tuple(sorted(costs, key=_kind_of_step)),
+            "costs": tuple(sorted(costs, key=CellKey.of)),
         }
     )
-
-
-def _kind_of_step(cell: StepTimeCell) -> tuple[int, int, bool, int]:
-    return cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket
 
 
 def _read_legacy(data: Mapping[str, str], uid: str) -> StoredState:

@@ -6,6 +6,7 @@
 | `plan` | 1 | planning | plan, rows, swept_at, pin, steering | 24 |
 | `estimates` | 1 | planning | estimates that do not depend on the draft | 24 |
 | `estimates.<draft hash>` | 1 | planning | acceptance, requests, drafted step times; rows if parked | 32 each |
+| `merging` | 1 | merging | merged drafts by task, credit of each draft; absent where no task merges | 24 |
 | `scaling` | 1 | scaling | scaling, forecast, startup_seconds | 2 |
 | `pods` | 1 | health | pods, recycled_at, recycling | 32 |
 | `history` | 1 | decision | history, following, saved_device_seconds | 24 |
@@ -59,6 +60,8 @@ class Section:
     fields: tuple[str, ...] = ()
     """Fields of LearnedState. Empty where another module makes the content."""
     is_per_draft: bool = False
+    is_optional: bool = False
+    """Whether the section is left out while all of its fields are empty."""
 
 
 SECTIONS = (
@@ -86,6 +89,15 @@ SECTIONS = (
         content="estimates of one draft",
         bound=32 * KIB,
         is_per_draft=True,
+    ),
+    Section(
+        name="merging",
+        version=1,
+        owner="merging",
+        content="merged drafts by task, and their credit",
+        bound=24 * KIB,
+        fields=("merges", "credit"),
+        is_optional=True,
     ),
     Section(
         name="scaling",

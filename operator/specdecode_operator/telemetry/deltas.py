@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from specdecode_operator.telemetry.counters import (
     CellKey,
@@ -22,7 +22,10 @@ from specdecode_operator.telemetry.counters import (
     merged,
     summed,
 )
-from specdecode_worker.contract import Buckets, Report, StepCell
+from specdecode_worker.contract import AcceptanceCell, Buckets, Report, StepCell
+
+CreditKey = tuple[str, str, int, Literal["main", "sibling"]]
+"""Task, hash of the draft, depth, and parent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,8 @@ class Delta:
     """By (task, depth), at positions whose path to the root passes a sibling."""
     traffic: Mapping[str, TrafficSums] = field(default_factory=dict)
     requests: Mapping[str, RequestSums] = field(default_factory=dict)
+    credit: Mapping[CreditKey, Hits] = field(default_factory=dict)
+    """Acceptance of each draft on its own, of tasks that merge drafts."""
     tasks: Mapping[str, TaskSums] = field(default_factory=dict)
     """Decoding steps and latencies by task."""
     steps: Mapping[CellKey, Moments] = field(default_factory=dict)
@@ -65,7 +70,7 @@ class Delta:
 
     def without_acceptance(self) -> Delta:
         """Return the delta with load and step times only."""
-        return replace(self, acceptance={}, siblings={}, requests={})
+        return replace(self, acceptance={}, siblings={}, credit={}, requests={})
 
     def load_only(self) -> Delta:
         """Return the delta of a worker that runs two drafts in turns: its steps are those of no single draft."""
@@ -102,6 +107,7 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
         seconds=seconds,
         acceptance=_acceptance(before, after, "main"),
         siblings=_acceptance(before, after, "sibling"),
+        credit=_difference(_credit(before, _loaded(after)), _credit(after, _loaded(after))),
         traffic=_difference(_traffic(before), _traffic(after)),
         requests=_requests(before, after),
         tasks=_difference(_tasks(before), _tasks(after)),
@@ -185,6 +191,7 @@ def _added(deltas: Sequence[Delta]) -> Delta:
         output_tokens=sum(delta.output_tokens for delta in deltas),
         acceptance=merged(delta.acceptance for delta in deltas),
         siblings=merged(delta.siblings for delta in deltas),
+        credit=merged(delta.credit for delta in deltas),
         traffic=merged(delta.traffic for delta in deltas),
         requests=merged(delta.requests for delta in deltas),
         tasks=merged(delta.tasks for delta in deltas),
@@ -212,10 +219,22 @@ def _loaded(report: Report) -> set[str]:
 
 def _hits(report: Report, drafts: set[str], parent: str) -> dict[tuple[str, int], Hits]:
     return summed(
-        ((cell.task, cell.depth), Hits(cell.ranks[0], cell.total, tuple(map(float, cell.ranks[1:-1]))))
+        ((cell.task, cell.depth), _hits_of(cell))
         for cell in report.acceptance
         if cell.draft in drafts and cell.parent == parent
     )
+
+
+def _credit(report: Report, drafts: set[str]) -> dict[CreditKey, Hits]:
+    return summed(
+        ((cell.task, cell.draft, cell.depth, cell.parent), _hits_of(cell))
+        for cell in report.credit
+        if cell.draft in drafts
+    )
+
+
+def _hits_of(cell: AcceptanceCell) -> Hits:
+    return Hits(cell.ranks[0], cell.total, tuple(map(float, cell.ranks[1:-1])))
 
 
 def _traffic(report: Report) -> dict[str, TrafficSums]:

@@ -149,6 +149,31 @@ def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, lossless: An
     assert {cell.draft for cell in engine.report().credit} >= {"d", "1", "s", "new", "n"}
 
 
+@pytest.mark.parametrize("drafts", [["eagle3", "ngram"], ["eagle3", "copy"]], ids=["lookup", "two-heads"])
+def test_plans_drop_drafts_and_take_them_back_while_requests_run(
+    make_engine: Any, lossless: Any, drafts: list[str]
+) -> None:
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=2) for i in range(6)]
+    engine = make_engine(drafts)
+    engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(drafts, 2)))
+    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    steps, counts = 0, []
+    while not engine.idle:
+        new, steps = engine.step(), steps + 1
+        if steps in (8, 16):
+            counts.append(sum(sum(cell.ranks) for cell in engine.report().credit))
+            running = drafts if steps == 16 else drafts[:1]
+            engine.set_plan(plan_of(MIX[:2], version=steps, tasks=tasks_of(running, 2)))
+        for tokens in new:
+            tokens_by_request[tokens.request_id] += tokens.tokens
+    assert tokens_by_request == texts(make_engine(None), requests)
+    counts.append(sum(sum(cell.ranks) for cell in engine.report().credit))
+    assert 0 < counts[0] == counts[1] < counts[2], "a draft that was dropped gets no credit"
+
+
 @pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
 def test_answers_that_follow_a_grammar(make_engine: Any, lossless: Any, graphs: tuple[int, ...]) -> None:
     plan_of, submit, _ = lossless

@@ -106,7 +106,8 @@ class TaskSpec(Api):
         default=(),
         description="Further drafts whose proposals are merged into the trees of the task. They need engine.sampler "
         "coupled and, for a task without a draft of its own, speculation.draft.placement Shared. Every head among them "
-        "runs its own draft passes.",
+        "runs its own draft passes. In mode Auto the operator decides which of them take part, by their credit and "
+        "the step times. In mode Static all do.",
         examples=[[{"draft": "lookup", "depth": 8}]],
     )
 

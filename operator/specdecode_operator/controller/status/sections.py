@@ -167,4 +167,5 @@ def _task(before: TaskStatus, decision: Decision, mode: str) -> TaskStatus:
         }
     known = {name: value for name, value in values.items() if value is not None}
     depth = decision.task_depths.get(before.name, before.depth)
-    return before.model_copy(update={**known, "depth": depth, "mode": mode})
+    merge = before.merge if decision.merges is None else decision.merges.get(before.name)
+    return before.model_copy(update={**known, "depth": depth, "mode": mode, "merge": merge})

@@ -9,6 +9,7 @@ from crowd import Crowd, same
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from specdecode_operator.state.cells import CreditCell, MergeChoice
 from specdecode_operator.state.learned import (
     AcceptanceCell,
     DraftEstimates,
@@ -48,6 +49,19 @@ acceptance_records = st.builds(
     parent=st.sampled_from(["main", "sibling"]),
     ranks=st.lists(numbers, max_size=8).map(tuple),
 )
+credit_records = st.builds(
+    CreditCell, task=names, draft=drafts, depth=st.integers(1, 16), hits=numbers, total=numbers, at=numbers
+)
+merge_records = st.builds(
+    MergeChoice,
+    task=names,
+    drafts=st.lists(names, max_size=2).map(tuple),
+    declared=st.lists(names, max_size=2).map(tuple),
+    before=st.none() | st.lists(names, max_size=2).map(tuple),
+    since=numbers,
+    loss=numbers,
+    moves=st.lists(numbers, max_size=4).map(tuple),
+)
 row_records = st.builds(
     RowState,
     concurrency=st.integers(0, 10),
@@ -85,6 +99,8 @@ states = st.builds(
     rows=many(row_records),
     acceptance=many(acceptance_records),
     requests=many(request_records),
+    credit=many(credit_records),
+    merges=many(merge_records),
     costs=many(cell_records),
     traffic=many(st.builds(TrafficCell, task=names, sums=st.tuples(*[numbers] * 5))),
     prefill=st.just(()) | st.lists(numbers, min_size=37, max_size=37).map(tuple),

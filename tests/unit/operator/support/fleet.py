@@ -87,6 +87,9 @@ class SimulatedWorker:
         row = self.plan.row(concurrency, context) if self.plan.draft == self.truth.draft else None
         return (row.shape if row else self.plan.initial).depth
 
+    def passes(self, depth: int) -> int:
+        return draft_passes(self.truth.method, depth)
+
     def report(self) -> Report:
         count = {name: int(value) for name, value in self.counters.items() if not name.endswith("seconds")}
         return Report(
@@ -136,7 +139,7 @@ class SimulatedWorker:
         seconds = truth.step_time(truth.sequences, depth, truth.context) * (1 + self.random.gauss(0, truth.noise))
         accepted = sum(self._sequence(depth) for _ in range(truth.sequences))
         emitted = truth.sequences + accepted
-        packed, passes = truth.sequences * (depth + 1), draft_passes(truth.method, depth)
+        packed, passes = truth.sequences * (depth + 1), self.passes(depth)
         key = (1 << (packed - 1).bit_length(), passes, sum(truth.context > edge for edge in self.plan.buckets.context))
         x = (1.0, truth.sequences, packed, truth.sequences * truth.context, passes, 0.0)
         xx = [x[i] * x[j] for i in range(6) for j in range(i, 6)]
