@@ -99,7 +99,7 @@ def test_what_stays_the_same_is_not_copied_again(monkeypatch: pytest.MonkeyPatch
     assert counts == [4, 0, 0, 3, 0, 0]
 
 
-def test_masks_of_an_earlier_step_are_not_kept() -> None:
+def test_masks_of_an_earlier_step_are_cleared() -> None:
     inputs = StepInputs(GraphKey(1, 2, features=Features(masks=True)), PADDING_SLOT, CPU)
     for masks in (None, HostMasks([3, 4], np.zeros((2, 1), np.uint32)), None):
         inputs.write((PLAIN,), requests(0), CatchUp(), None, masks)
