@@ -23,7 +23,7 @@ from specdecode_worker.engine.drafts.draft_swap import SwapStatus
 from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadDraft, LoadedDraft
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.guided_trees import with_forced_tokens
-from specdecode_worker.engine.ipc.messages import Submit, Tokens
+from specdecode_worker.engine.ipc.messages import Logprobs, Submit, Tokens
 from specdecode_worker.engine.queueing.deadlines import Deadlines
 from specdecode_worker.engine.queueing.grammar_queue import GrammarQueue
 from specdecode_worker.engine.request import Request
@@ -317,10 +317,12 @@ class Engine:
         emissions = []
         emitted = 0
         for index, (row, epoch, read) in enumerate(zip(step.rows, step.epochs, reads, strict=True)):
-            if row.request.finish is not None or row.request.epoch != epoch:
+            request = row.request
+            if request.finish is not None or request.epoch != epoch:
                 continue  # The request ended, or was preempted and will emit these tokens again.
-            row.request.advance(row.max_committed, row.count if row.is_chunk or read is None else len(read.tokens))
-            row.request.prompt_logprobs += prompts.get(index, ())
+            request.advance(row.max_committed, row.count if row.is_chunk or read is None else len(read.tokens))
+            if index in prompts:
+                request.prompt_logprobs += prompts[index]
             if read is not None:
                 emitted += len(read.tokens)
                 emissions.append(self._emit(row, read, now))
@@ -373,8 +375,10 @@ class Engine:
             self._drafts.record_credit(request, read.credits)
         if request.finish is not None:
             self._end(request, now)
-        prompt_logprobs = tuple(request.prompt_logprobs)
-        request.prompt_logprobs.clear()
+        prompt_logprobs: tuple[Logprobs, ...] = ()
+        if request.prompt_logprobs:
+            prompt_logprobs = tuple(request.prompt_logprobs)
+            request.prompt_logprobs.clear()
         return Tokens(
             request_id=request.id,
             tokens=tuple(taken),

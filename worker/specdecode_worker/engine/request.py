@@ -229,8 +229,10 @@ class Request:
             drafts_follow: The drafts process these positions in the same step, as they do in prefill chunks.
         """
         self.in_flight.append(max_tokens)
-        for progress in (self.draft, *self.merged.values()):
-            progress.record_launch(0 if drafts_follow else max_tokens)
+        unprocessed = 0 if drafts_follow else max_tokens
+        self.draft.record_launch(unprocessed)
+        for name in self.merged:
+            self.merged[name].record_launch(unprocessed)
 
     def advance(self, max_tokens: int, committed: int) -> None:
         """Record that the oldest step in flight was collected.
@@ -242,8 +244,9 @@ class Request:
         oldest = self.in_flight.popleft()
         assert oldest == max_tokens, "steps are collected in the order of their launch"
         self.cached += committed
-        for progress in (self.draft, *self.merged.values()):
-            progress.record_collect(max_tokens, committed)
+        self.draft.record_collect(max_tokens, committed)
+        for name in self.merged:
+            self.merged[name].record_collect(max_tokens, committed)
 
     def forget_cache(self) -> None:
         """Reset the cache state for a return to the queue; all tokens known so far will be prefilled again."""

@@ -56,7 +56,7 @@ class Row:
     @property
     def max_committed(self) -> int:
         """Upper bound of the positions that the step commits to the cache for this row."""
-        return self.count if self.is_chunk else self.tree.depth + 1
+        return self.count if self.start >= 0 else self.tree.depth + 1
 
 
 def decoding_rows(rows: Sequence[Row]) -> int:
@@ -180,12 +180,13 @@ class Scheduler:
         """
         self._reuse.begin_step()
         budget = self._limits.max_num_batched_tokens
-        decoding_budget = budget - self._prompt_reserve()
+        prompts = [request for request in self.running if request.prefilled < request.prefill_end]
+        decoding_budget = budget - self._prompt_reserve(prompts)
         requests = self._select_decoding(decoding_budget)
         selection = dispatch(requests) if requests else Selection()
         rows = self._decoding(requests, selection.trees, decoding_budget)
         decoding = len(rows)
-        self._prefill(budget - sum([row.count for row in rows]), rows)
+        self._prefill(prompts, budget - sum([row.count for row in rows]), rows)
         if len(rows) > decoding:
             rows.sort(key=lambda row: (not row.emits, row.is_chunk))
         return Batch(rows, selection.choice)
@@ -234,13 +235,13 @@ class Scheduler:
         self._pool.check([block for request in self.running for block in request.blocks])
         assert len(self._slots) + len(self.running) == self._limits.max_num_seqs, "a slot is lost"
 
-    def _prompt_reserve(self) -> int:
+    def _prompt_reserve(self, prompts: Sequence[Request]) -> int:
         """Return the tokens of the budget that decoding leaves to prompts, so that decoding cannot starve them.
 
         Without chunked prefill the next prompt needs all of its tokens in one step. They are reserved, except in a step
         that follows one in which decoding requests had to take turns.
         """
-        in_progress = [request.prefill_end - request.prefilled for request in self.running if not request.decoding]
+        in_progress = [request.prefill_end - request.prefilled for request in prompts]
         if self._limits.chunked_prefill:
             wanted = sum(in_progress)
             return min(wanted if wanted >= self._prompt_share else wanted + self._first_waiting_tokens(),
@@ -284,7 +285,11 @@ class Scheduler:
         # The upper bound of a request's keys can exceed the cache while steps are in flight; such a request waits until
         # one is collected.
         total = self.kv_tokens_total
-        ready = [one for one in self.running if one.decoding and one.can_launch and one.cached_bound < total]
+        ready = [
+            one
+            for one in self.running
+            if one.prefilled == one.prefill_end and one.cached_bound < total and one.can_launch
+        ]
         self._decoding_took_turns = len(ready) > budget
         if not self._decoding_took_turns:
             return ready
@@ -294,9 +299,10 @@ class Scheduler:
             one.last_turn = self._turns
         return sorted(in_turn, key=lambda one: one.order)
 
-    def _prefill(self, budget: int, rows: list[Row]) -> None:
+    def _prefill(self, prompts: Sequence[Request], budget: int, rows: list[Row]) -> None:
         """Append the rows of prefill chunks and admit waiting requests while tokens remain."""
-        prompts = [request for request in self.running if not request.decoding]
+        if not prompts and not self.waiting:
+            return
         remaining = [request.prefill_end - request.prefilled for request in prompts]
         shares = remaining
         if self._limits.chunked_prefill:

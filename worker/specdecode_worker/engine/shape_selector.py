@@ -60,6 +60,11 @@ class Drafts(Protocol):
 
     def __bool__(self) -> bool: ...
 
+    @property
+    def merges(self) -> bool:
+        """True if several drafts may propose for one request."""
+        ...
+
     def ready(self, request: Request) -> bool:
         """Return whether a draft can propose for this request in the next step."""
         ...
@@ -154,10 +159,10 @@ class ShapeSelector:
             return Selection(trees, Choice(len(requests), concurrency, context, forced_shape))
         # Requests of one task share a shape, so the shape is looked up once per task and not once per request.
         tasks = [request.submit.task for request in requests]
-        shapes = {task: self._shape(Load(concurrency, context, task)) for task in set(tasks)}
-        first, planned = shapes[tasks[0]], self._dispatcher.shape(Load(concurrency, context, tasks[0]))
-        max_depth = self.plan.max_depth if self._explores else 0
-        burst = self._exploration.burst_for(concurrency, first, planned, max_depth, self.plan.explore)
+        planned = {task: self._dispatcher.shape(Load(concurrency, context, task)) for task in set(tasks)}
+        shapes = {task: self._allowed(concurrency, context, shape) for task, shape in planned.items()}
+        first, max_depth = tasks[0], self.plan.max_depth if self._explores else 0
+        burst = self._exploration.burst_for(concurrency, shapes[first], planned[first], max_depth, self.plan.explore)
         counted = True
         if burst is not None and max_depth:
             burst.done += 1
@@ -167,11 +172,12 @@ class ShapeSelector:
         tree_by_task = {task: tree_of(shape, shadow) for task, shape in shapes.items()}
         ready = [self._drafts.ready(request) for request in requests]
         trees = [tree_by_task[task] if can else PLAIN for task, can in zip(tasks, ready, strict=True)]
-        if not shadow:
+        if self._drafts.merges and not shadow:
             trees = [self._extended(tree, request) for tree, request in zip(trees, requests, strict=True)]
-        passes = max(tree.drafted_depth for tree in trees) - max(tree.depth for tree in trees)
+        different = {id(tree): tree for tree in trees}.values()
+        passes = max(tree.drafted_depth for tree in different) - max(tree.depth for tree in different)
         # The time of a step in which some requests had no draft ready is no evidence about the intended shape.
-        shape = shapes[tasks[0]]
+        shape = shapes[first]
         same_shape = len(set(shapes.values())) == 1 and (all(ready) or not shape.nodes)
         explores = burst is not None or self._probes(concurrency, context, shapes.values())
         common_shape = shape if same_shape else None
@@ -211,10 +217,9 @@ class ShapeSelector:
         edges = self.plan.buckets.concurrency
         return edges[min(bucket, len(edges) - 1)] if edges else 1
 
-    def _shape(self, load: Load) -> TreeShape:
-        """Return the planned shape for a load, or plain decoding if the guard stopped that shape."""
-        shape = self._dispatcher.shape(load)
-        stopped = self.plan.guard and not self._guard.allows(load.concurrency, load.context, shape)
+    def _allowed(self, concurrency: int, context: int, shape: TreeShape) -> TreeShape:
+        """Return the planned ``shape`` of a load, or plain decoding if the guard stopped that shape."""
+        stopped = self.plan.guard and not self._guard.allows(concurrency, context, shape)
         return _PLAIN_SHAPE if stopped else shape
 
     def _probes(self, concurrency: int, context: int, shapes: Iterable[TreeShape]) -> bool:

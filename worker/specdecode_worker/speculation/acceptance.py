@@ -30,6 +30,10 @@ class Outcome:
     path_BD: Tensor
     rank_BD: Tensor
 
+    def columns(self) -> Tensor:
+        """Return emitted tokens, path, ranks and count side by side, so that one copy brings them to the host."""
+        return torch.cat((self.emitted_BD, self.path_BD, self.rank_BD, self.count_B[:, None]), dim=1)
+
 
 def accept(
     forest: Forest,

@@ -24,6 +24,8 @@ PREFILL_SECONDS = 0.05
 class AlwaysReady:
     """Drafts that can propose for everyone."""
 
+    merges = False
+
     def ready(self, request: object) -> bool:
         return True
 

@@ -19,6 +19,8 @@ class Ready:
     def __bool__(self) -> bool:
         return True
 
+    merges = False
+
     def ready(self, request: Any) -> bool:
         return True
 

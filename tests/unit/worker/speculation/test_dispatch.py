@@ -42,6 +42,12 @@ def test_a_tasks_own_row_then_others_row_then_initial(load: Load, depth: int) ->
     assert dispatcher().shape(load) == CHAIN(depth)
 
 
+def test_rows_of_a_new_plan_replace_those_of_the_old_one() -> None:
+    worker = dispatcher()
+    worker.set_plan(Plan(uid="u", draft="d", version=4, rows=(row(0, 0, 1),), initial=CHAIN(2)))
+    assert [worker.shape(Load(concurrency, 0, "code")) for concurrency in (0, 1)] == [CHAIN(1), CHAIN(2)]
+
+
 def test_rows_for_another_draft_do_not_run() -> None:
     strange = dispatcher(draft="elsewhere")
     assert not strange.matches_draft

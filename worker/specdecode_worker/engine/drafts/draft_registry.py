@@ -17,7 +17,13 @@ from specdecode_worker.contract import DraftState, TaskMatch
 from specdecode_worker.engine.drafts.aux_hidden_states import columns_of, union_reads
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
-from specdecode_worker.engine.drafts.drafter import AnswerReader, PagedDrafter, RestartedDrafter
+from specdecode_worker.engine.drafts.drafter import (
+    AnswerReader,
+    PagedDrafter,
+    RestartedDrafter,
+    any_request,
+    own_progress,
+)
 from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadedDraft, UnusableDraft
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.merged.step_proposals import Proposed, StepProposals
@@ -49,6 +55,7 @@ class DraftRegistry:
         self._unusable = {name: one.state for name, one in drafts.items() if isinstance(one, UnusableDraft)}
         self._restarted: dict[str, RestartedDrafter] = {}
         """Drafters of processes of their own, by name."""
+        self._paged: dict[str, PagedDrafter] = {}
         self._state, self._size = state, hidden_size
         self._tasks = TaskDrafts(DEFAULT_DRAFT, self._drafts.__contains__, self._is_mergeable, merges=merges)
         self._proposals = StepProposals(self._drafts, self._tasks, state)
@@ -60,21 +67,22 @@ class DraftRegistry:
     def __bool__(self) -> bool:
         return bool(self._drafts)
 
-    def __len__(self) -> int:
-        return len(self._drafts)
-
     def paged(self) -> dict[str, PagedDrafter]:
         """Return the loaded drafts with a paged cache, by name."""
-        drafters = {name: loaded.drafter for name, loaded in self._drafts.items()}
-        return {name: drafter for name, drafter in drafters.items() if isinstance(drafter, PagedDrafter)}
+        return self._paged
 
-    def name_of(self, request: Request) -> str:
-        """Return the name of the request's draft, loaded or not."""
-        return self._name(request)
+    @property
+    def merges(self) -> bool:
+        """True if some task merges drafts."""
+        return self._tasks.merges
 
-    def serves(self, name: str, request: Request) -> bool:
-        """Return whether the draft of this name proposes for the request, alone or merged with others."""
-        return self._serves(name, request)
+    def name_of(self, task: str) -> str:
+        """Return the name of the draft of a task, loaded or not."""
+        return self._tasks.name(task)
+
+    def serves(self, name: str, task: str) -> bool:
+        """Return whether the draft of this name proposes for requests of a task, alone or merged with others."""
+        return self._tasks.serves(name, task)
 
     def passes(self, rows: Sequence[Row], depths: Sequence[int]) -> int:
         """Return the number of draft passes of a step in which the trees of ``rows`` are drafted to ``depths``."""
@@ -110,6 +118,7 @@ class DraftRegistry:
     def set_tasks(self, tasks: Iterable[TaskMatch]) -> None:
         """Set the drafts of each task, by name. Tasks without one use the default draft."""
         self._tasks.set_tasks(tasks)
+        self._assign_requests()
         self._proposals.order.retain(self._tasks.merging)
 
     def assign_draft(self, request: Request) -> None:
@@ -117,24 +126,24 @@ class DraftRegistry:
 
         A prefix found in the cache can then be matched with the draft whose keys it holds.
         """
-        loaded = self._of(request)
+        loaded = self._drafts.get(self._tasks.name(request.submit.task))
         if loaded is not None:
             self._restart_if_changed(request, loaded.state.hash)
 
     def uses_default(self, request: Request) -> bool:
         """Return whether the request uses the default draft and not one of its task."""
-        return self._name(request) == DEFAULT_DRAFT
+        return self._tasks.name(request.submit.task) == DEFAULT_DRAFT
 
     def ready(self, request: Request) -> bool:
         """Return whether a draft can propose for the request in the next step.
 
         If the draft of the request has changed, its progress restarts.
         """
-        loaded = self._of(request)
+        loaded = self._drafts.get(self._tasks.name(request.submit.task))
         if loaded is None:
             return False
         self._restart_if_changed(request, loaded.state.hash)
-        return self._proposals.ready(request)
+        return self._proposals.ready(request) if self._tasks.merges else loaded.drafter.ready(request)
 
     def extension(self, request: Request) -> int:
         """Return the depth to which drafts without passes extend the request's tree in the next step; 0 for none."""
@@ -151,7 +160,7 @@ class DraftRegistry:
         for name, loaded in self._drafts.items():
             mine = [b for b, row in enumerate(rows) if self._tasks.serves(name, row.request.submit.task)]
             for b in mine:
-                if self._name(rows[b].request) == name:
+                if self._tasks.name(rows[b].request.submit.task) == name:
                     self._restart_if_changed(rows[b].request, loaded.state.hash)
             if len(mine) == len(rows):
                 loaded.drafter.prefill(rows, states_TA)
@@ -219,22 +228,26 @@ class DraftRegistry:
         self.reads = union_reads(loaded.drafter.reads for loaded in self._drafts.values())
         for loaded in self._drafts.values():
             loaded.drafter.columns = columns_of(loaded.drafter.reads, self.reads, self._size)
-        for name, drafter in self.paged().items():
-            drafter.serves = partial(self._serves, name)
+        self._paged = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, PagedDrafter)}
+        self._assign_requests()
+
+    def _assign_requests(self) -> None:
+        """Tell each draft which requests it serves, and where its progress through their text is."""
         for name, loaded in self._drafts.items():
-            if isinstance(loaded.drafter, (PagedDrafter, MedusaDrafter)):
-                loaded.drafter.progress = partial(self._progress, name)
+            # Called for every row of a step: without drafts of tasks, the default draft serves all requests.
+            serves_all, drafter = name == DEFAULT_DRAFT and self._tasks.is_empty, loaded.drafter
+            if isinstance(drafter, PagedDrafter):
+                drafter.serves = any_request if serves_all else partial(self._serves, name)
+            if isinstance(drafter, (PagedDrafter, MedusaDrafter)):
+                drafter.progress = own_progress if serves_all else partial(self._progress, name)
 
     def _is_mergeable(self, name: str) -> bool:
         """Return whether a draft proposes node by node. One on a device of its own drafts whole trees."""
         return name not in self._restarted
 
-    def _name(self, request: Request) -> str:
-        return self._tasks.name(request.submit.task)
-
     def _progress(self, name: str, request: Request) -> DraftProgress:
         """Return the progress of a draft through the text of a request, as its own draft or as one that is merged."""
-        if self._name(request) == name:
+        if self._tasks.name(request.submit.task) == name:
             return request.draft
         identity, progress = self._drafts[name].state.hash, request.merged.get(name)
         if progress is None or progress.draft != identity:
@@ -244,14 +257,10 @@ class DraftRegistry:
     def _serves(self, name: str, request: Request) -> bool:
         return self._tasks.serves(name, request.submit.task)
 
-    def _of(self, request: Request) -> LoadedDraft | None:
-        return self._drafts.get(self._name(request))
-
     @staticmethod
     def _restart_if_changed(request: Request, identity: str) -> None:
-        if request.draft.draft == identity:
-            return
-        request.draft = _progress_behind(request, identity)
+        if request.draft.draft != identity:
+            request.draft = _progress_behind(request, identity)
 
 
 def _progress_behind(request: Request, identity: str) -> DraftProgress:

@@ -87,7 +87,7 @@ def own_progress(request: Request) -> DraftProgress:
     return request.draft
 
 
-def _any_request(request: Request) -> bool:
+def any_request(request: Request) -> bool:
     """Return True: a draft that no registry knows serves every request."""
     return True
 
@@ -104,7 +104,7 @@ class PagedDrafter(ABC):
     """First slot of its cache that holds keys: 0, or 1 for EAGLE heads."""
     last_position: int
     """Last position that its position embedding supports; later positions are clamped to it."""
-    serves: Callable[[Request], bool] = staticmethod(_any_request)
+    serves: Callable[[Request], bool] = staticmethod(any_request)
     """Function that returns whether this draft serves a request; set by the DraftRegistry.
 
     Rows of other drafts can be in the same step. Their lag is that of their own draft.

@@ -109,7 +109,11 @@ class StateDrafter(PagedDrafter):
 
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows that draft or must catch up in this step."""
-        return [b for b, row in enumerate(rows) if not row.is_chunk and self._runs_now(row, trees[b])]
+        return [
+            b
+            for b, row in enumerate(rows)
+            if (trees[b].drafted_depth or self._must_catch_up(row.request)) and not row.is_chunk
+        ]
 
     def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
@@ -119,7 +123,8 @@ class StateDrafter(PagedDrafter):
         """Record that the head runs the last ``counts`` slots up to the root of each request."""
         for request, count in zip(requests, counts, strict=True):
             progress = self.progress(request)
-            if request.draft_backlog(1, progress) > count:  # the ring lost older states: restart the draft
+            # The ring lost older states: restart the draft. The backlog is at most the lag, which is cheaper to read.
+            if progress.lag > count < request.draft_backlog(1, progress):
                 progress.start = max(request.cached_min + 1 - count, 1)
             progress.reached_root(len(request.in_flight))
 
@@ -136,10 +141,8 @@ class StateDrafter(PagedDrafter):
             max(request.cached_min - progress.features_from, 1),
         )
 
-    def _runs_now(self, row: Row, tree: Tree) -> bool:
-        if tree.drafted_depth > 0:
-            return True
-        request = row.request
+    def _must_catch_up(self, request: Request) -> bool:
+        """Return whether the head must run now for a request without a tree, before the ring loses its states."""
         if not self.serves(request):
             return False
         is_behind = self.progress(request).lag >= STATE_RING_POSITIONS - MAX_RANKS

@@ -96,14 +96,14 @@ def key_of(
 ) -> GraphKey | None:
     """Return the key of a step of ``trees``, drafted by ``draft``, in a bucket of ``rows``.
 
-    Return None if the longest catch-up of a draft exceeds the largest bucket of tokens per row.
+    Return None if the longest catch-up of a draft exceeds the largest bucket of tokens per row. A tree of several rows
+    is needed once.
     """
-    shapes = {id(tree): tree for tree in trees}.values()  # the rows of a task share a tree
-    tokens = at_least(max(longest_catch_up, *(tree.verified for tree in shapes)), TOKENS_PER_ROW)
-    passes = max(tree.drafted_depth for tree in shapes)
+    tokens = at_least(max(longest_catch_up, *(tree.verified for tree in trees)), TOKENS_PER_ROW)
+    passes = max(tree.drafted_depth for tree in trees)
     if tokens is None:
         return None
-    widest = max((len(level) for tree in shapes for level in tree.expanded[1:]), default=0)
+    widest = max((len(level) for tree in trees for level in tree.expanded[1:]), default=0)
     width = at_least(widest, ROWS_PER_LEVEL) if widest else 0
     assert width is not None, "no tree has more nodes"
     return GraphKey(rows, tokens, passes, width, cuts, draft if passes else "", features=features)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
@@ -30,7 +29,6 @@ from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.host_copy import to_host
 from specdecode_worker.engine.step.launched_step import QueuedRows
 from specdecode_worker.engine.step.target_pass import Target
-from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.trees import PLAIN, tree_of
 
 log = logging.getLogger(__name__)
@@ -190,8 +188,9 @@ class StepGraphs:
         plan, step, proposals = ready.plan, ready.graph.step, proposals or Proposals()
         catch_up, drafter, requests = plan.catch_up, plan.drafter, [row.request for row in rows]
         if drafter is not None:
-            drafting = [(r, n) for r, n in zip(requests, catch_up.counts, strict=True) if n]
-            drafter.record_catch_up([request for request, _ in drafting], [count for _, count in drafting])
+            counts = catch_up.counts
+            behind = requests if all(counts) else [one for one, n in zip(requests, counts, strict=True) if n]
+            drafter.record_catch_up(behind, [count for count in counts if count])
             catch_up = CatchUp(catch_up.counts, tuple(drafter.first_key(request) for request in requests))
         if proposals.masks is not None:
             self._masks().write(proposals.masks.table_NW)
@@ -225,8 +224,9 @@ class StepGraphs:
     def _graph(self, plan: StepPlan) -> Graph | EagerReason:
         """Return the graph of a plan, captured now if it is needed often enough, or the reason why there is none."""
         key = plan.key
-        if key in self._graphs:
-            return self._graphs[key]
+        graph = self._graphs.get(key)
+        if graph is not None:
+            return graph
         if len(self._graphs) >= MOST_GRAPHS:
             return EagerReason.LIMIT
         self._key_counts[key] += 1
@@ -258,16 +258,14 @@ class StepGraphs:
 
     def _replayed(self, graph: Graph, rows: tuple[Row, ...], *, ranked: bool) -> QueuedRows:
         """Queue the copies of the results to the host, before the next replay overwrites the static tensors."""
-        step, depth, count = graph.step, graph.step.key.depth, len(rows)
+        step, count = graph.step, len(rows)
         output_logprobs = step.logprobs.queue_read(rows) if step.logprobs is not None else None
         results = (step.out, step.ranked_BNK) if ranked and step.ranked_BNK is not None else (step.out,)
         (out, *more), host_copy = to_host(results, overwritten=True)
-        emitted, path, rank, accepted = torch.split(out[:count], [depth + 1, depth, depth + 1, 1], dim=1)
-        outcome = Outcome(emitted, accepted[:, 0], path, rank)
         ranked_BNK = more[0][:count] if more else None
         return QueuedRows(
             rows=rows,
-            outcome=outcome,
+            outcome_BC=out[:count],
             ranked_BNK=ranked_BNK,
             host_copy=host_copy,
             output_logprobs=output_logprobs,
@@ -280,9 +278,11 @@ class StepGraphs:
         This overestimates the draft time if no graph of the plain step exists.
         """
         key = graph.step.key
+        if not key.passes:
+            return 0.0
         plain = self._graphs.get(GraphKey(key.rows, 1, cuts=key.cuts))
         plain_seconds = plain.captured.seconds if plain is not None else 0.0
-        return max(graph.captured.seconds - plain_seconds, 0.0) if key.passes else 0.0
+        return max(graph.captured.seconds - plain_seconds, 0.0)
 
     def _count_eager(self, reason: EagerReason) -> None:
         if reason not in self.eager:

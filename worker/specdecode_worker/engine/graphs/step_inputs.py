@@ -1,7 +1,7 @@
 """Static inputs of one captured step, and what the host writes to them before a replay.
 
-Trees and parameters of the rows seldom change from step to step, so they are written only if they differ from the last
-ones. What changes in every step, the catch-up of the draft and grammar masks, is in a table of its own.
+Trees and parameters of the rows and the catch-up of the draft seldom change from step to step, so they are written only
+if they differ from the last ones. Grammar masks change in every step.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class StepInputs:
             self.at |= self._step_input.views()
         self._written_trees: tuple[Tree, ...] | None = None
         self._written_rows: RowParams | None = None
+        self._written_catch_up: CatchUp | None = None
 
     def write(
         self,
@@ -68,6 +69,7 @@ class StepInputs:
             self._row_input.write(self._rows.flat(values, torch.int64))
             self._float_input.write(self._floats.flat(row_tables.floats_of(requests, self._key), torch.float32))
             self._written_rows = params
-        if self._step_input is not None:
+        if self._step_input is not None and (masks is not None or catch_up != self._written_catch_up):
             row_tables.fill_step(self._step_input.begin(), self._key, catch_up, masks)
             self._step_input.queue()
+            self._written_catch_up = catch_up if masks is None else None

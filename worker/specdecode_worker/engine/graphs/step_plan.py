@@ -26,6 +26,7 @@ from specdecode_worker.engine.graphs.row_tables import CatchUp
 from specdecode_worker.engine.scheduler import Row, decoding_rows
 from specdecode_worker.engine.step.logprobs import LEAST_TOP
 from specdecode_worker.speculation.sampling.params import SamplingParams
+from specdecode_worker.speculation.trees import Tree
 
 HISTORIES = (1024, 4096, 16384, 65536)
 """Numbers of text positions that graphs with penalties count tokens in; the longest text is another one."""
@@ -149,9 +150,9 @@ class StepPlanner:
 
     def _plan(self, rows: Sequence[Row], bucket: int, features: Features, *, cuts: bool) -> StepPlan | None:
         """Return the graph in a bucket of rows, None if a draft must catch up with more tokens than any graph has."""
-        trees = [row.tree for row in rows]
+        trees = list({id(row.tree): row.tree for row in rows}.values())  # the rows of a task share a tree
         running = self._running(rows)
-        if (reason := self._outside(rows, running, features)) is not None:
+        if (reason := self._outside(rows, trees, running, features)) is not None:
             return StepPlan(key_outside(bucket, trees, cuts=cuts, features=features), outside=reason)
         counts = [0] * len(rows)
         if not running:
@@ -164,15 +165,18 @@ class StepPlanner:
         key = key_of(bucket, trees, max(counts), cuts=cuts, draft=draft.name, features=features)
         return None if key is None else StepPlan(key, CatchUp(tuple(counts)), draft.drafter)
 
-    def _outside(self, rows: Sequence[Row], running: Sequence[_Running], features: Features) -> OutsideReason | None:
+    def _outside(
+        self, rows: Sequence[Row], trees: Sequence[Tree], running: Sequence[_Running], features: Features
+    ) -> OutsideReason | None:
         """Return the reason why drafts run before the graph, None if they run in it or not at all."""
-        drafted = [row for row in rows if row.tree.drafted_depth]
-        if any(row.tree.given for row in rows) or features.masks:
+        if features.masks or any(tree.given for tree in trees):
             return OutsideReason.GRAMMAR
-        paged = self._drafts.paged()
-        if any(self._drafts.name_of(row.request) not in paged for row in drafted):
+        drafted = [row for row in rows if row.tree.drafted_depth]
+        paged, tasks = self._drafts.paged(), {row.request.submit.task for row in drafted}
+        if any(self._drafts.name_of(task) not in paged for task in tasks):
             return OutsideReason.METHOD
-        if len(running) > 1 or any(self._drafts.is_merged(row.request) for row in drafted):
+        is_merged = self._drafts.merges and any(self._drafts.is_merged(row.request) for row in drafted)
+        if len(running) > 1 or is_merged:
             return OutsideReason.SEVERAL
         if not drafted:
             return OutsideReason.CATCH_UP if running else None
@@ -181,10 +185,11 @@ class StepPlanner:
 
     def _running(self, rows: Sequence[Row]) -> list[_Running]:
         """Return the drafts with a cache that run in a step, to draft or to catch up."""
-        paged = self._drafts.paged()
         running = []
-        for name, drafter in paged.items():
-            mine = [b for b, row in enumerate(rows) if self._drafts.serves(name, row.request)]
+        tasks = {row.request.submit.task for row in rows}
+        for name, drafter in self._drafts.paged().items():
+            served = {task for task in tasks if self._drafts.serves(name, task)}
+            mine = [b for b, row in enumerate(rows) if row.request.submit.task in served]
             behind = drafter.drafting([rows[b] for b in mine], [rows[b].tree for b in mine])
             if behind:
                 running.append(_Running(name, drafter, [mine[index] for index in behind]))

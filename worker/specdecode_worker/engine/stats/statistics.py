@@ -147,11 +147,8 @@ class Statistics:
 
     def traffic(self, task: str) -> Traffic:
         """Return the traffic counters of a task, to be updated by the caller."""
-        label = self._label(task)
-        traffic = self._traffic.get(label)
-        if traffic is None:
-            traffic = self._traffic[label] = Traffic()
-        return traffic
+        traffic = self._traffic.get(task)
+        return traffic if traffic is not None else self._traffic.setdefault(self._label(task), Traffic())
 
     def ranks(self, category: AcceptanceCategory) -> RankCounts:
         """Return the counters of ranks of a category, to be updated by the caller."""
@@ -234,11 +231,8 @@ class Statistics:
         )
 
     def _rank_counts(self, counters: dict[AcceptanceCategory, RankCounts], category: AcceptanceCategory) -> RankCounts:
-        labelled = self._labelled(category)
-        counts = counters.get(labelled)
-        if counts is None:
-            counts = counters[labelled] = RankCounts()
-        return counts
+        counts = counters.get(category)
+        return counts if counts is not None else counters.setdefault(self._labelled(category), RankCounts())
 
     def _labelled(self, category: AcceptanceCategory) -> AcceptanceCategory:
         label = self._label(category.task)

@@ -6,6 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specdecode_worker.contract import FEATURES, StepCell
 
 CLIP = 4.0
@@ -14,6 +17,11 @@ _REMEMBERED = 31
 """Number of recent step times over which the median is taken."""
 _LEAST_FOR_CLIP = 8
 """Number of step times of a cell before clipping starts."""
+
+_MOST_PENDING = 64
+"""Number of steps that are added to the sums together, because one by one takes 5 us a step."""
+_UPPER = np.triu_indices(len(FEATURES))
+"""Rows and columns of a symmetric matrix that StepCell lists, row by row."""
 
 CellKey = tuple[int, int, bool, int]
 """Key of a cell: (bucket of packed tokens, draft passes, has prefill, context bucket)."""
@@ -37,17 +45,21 @@ class StepSize:
     @property
     def x(self) -> tuple[float, ...]:
         """Feature vector in the order of contract.FEATURES, the constant 1 included."""
-        return (1.0, *(float(getattr(self, name)) for name in FEATURES[1:]))
+        return 1, self.sequences, self.verify_tokens, self.kv_tokens, self.draft_passes, self.prefill_tokens
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums of one cell, named as in contract.StepCell; ``recent`` holds the latest step times for the median."""
+    """Sums of one cell, named as in contract.StepCell; ``recent`` holds the latest step times for the median.
+
+    ``x``, ``xx`` and ``xt`` are without the steps in ``pending``, the feature vectors and times of the latest ones.
+    """
 
     count: int = 0
-    x: list[float] = field(default_factory=lambda: [0.0] * len(FEATURES))
-    xx: list[float] = field(default_factory=lambda: [0.0] * (len(FEATURES) * (len(FEATURES) + 1) // 2))
-    xt: list[float] = field(default_factory=lambda: [0.0] * len(FEATURES))
+    x: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(FEATURES)))
+    xx: NDArray[np.float64] = field(default_factory=lambda: np.zeros((len(FEATURES), len(FEATURES))))
+    xt: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(FEATURES)))
+    pending: list[tuple[float, ...]] = field(default_factory=list)
     t: float = 0.0
     tt: float = 0.0
     device_seconds: float = 0.0
@@ -58,17 +70,25 @@ class _Sums:
 
     def add(self, size: StepSize, emitted: int, wall_seconds: float, device_seconds: float) -> None:
         seconds = self._clip(wall_seconds)
-        x = size.x
+        self.pending.append((*size.x, seconds))
+        if len(self.pending) >= _MOST_PENDING:
+            self.add_pending()
         self.count += 1
-        self.x = [a + b for a, b in zip(self.x, x, strict=True)]
-        products = [x[i] * x[j] for i in range(len(x)) for j in range(i, len(x))]
-        self.xx = [a + b for a, b in zip(self.xx, products, strict=True)]
-        self.xt = [a + b * seconds for a, b in zip(self.xt, x, strict=True)]
         self.t += seconds
         self.tt += seconds * seconds
         self.device_seconds += device_seconds
         self.wall_seconds += wall_seconds
         self.emitted += emitted
+
+    def add_pending(self) -> None:
+        """Add the pending steps to the sums."""
+        if self.pending:
+            table = np.array(self.pending)
+            x, seconds = table[:, :-1], table[:, -1]
+            self.x += x.sum(axis=0)
+            self.xx += x.T @ x
+            self.xt += x.T @ seconds
+            self.pending.clear()
 
     def _clip(self, seconds: float) -> float:
         bound = CLIP * median(self.recent) if len(self.recent) >= _LEAST_FOR_CLIP else seconds
@@ -97,6 +117,7 @@ class StepCosts:
 
 
 def _cell(cell_key: CellKey, sums: _Sums) -> StepCell:
+    sums.add_pending()
     return StepCell(
         tokens_bucket=cell_key[0],
         draft_passes=cell_key[1],
@@ -104,7 +125,7 @@ def _cell(cell_key: CellKey, sums: _Sums) -> StepCell:
         context_bucket=cell_key[3],
         count=sums.count,
         x=_short(sums.x),
-        xx=_short(sums.xx),
+        xx=_short(sums.xx[_UPPER]),
         xt=_short(sums.xt),
         t=sums.t,
         tt=sums.tt,
@@ -115,9 +136,9 @@ def _cell(cell_key: CellKey, sums: _Sums) -> StepCell:
     )
 
 
-def _short(values: list[float]) -> tuple[float, ...]:
+def _short(values: NDArray[np.float64]) -> tuple[float, ...]:
     """Round to 10 significant digits.
 
     This keeps the report small, and differences between two reports accurate enough.
     """
-    return tuple(float(f"{value:.10g}") for value in values)
+    return tuple(float(f"{value:.10g}") for value in values.tolist())

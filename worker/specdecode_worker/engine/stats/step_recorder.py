@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.request import Request
@@ -15,8 +15,9 @@ from specdecode_worker.speculation.shadow_scores import ShadowDraft, scores
 from specdecode_worker.speculation.trial_costs import BlockCosts
 
 
-class RowResult(NamedTuple):
-    """Results of one row, read by the host.
+@dataclass(slots=True)
+class RowResult:
+    """Results of one row, read by the host. Not frozen, because that would double the time to create one.
 
     ``tokens`` are the emitted tokens, ``path`` the accepted nodes after the root, and ``ranks`` the rank of each
     emitted token among the draft's candidates: MAX_RANKS for a miss, negative if nothing was ranked. ``depth_limit`` is
@@ -26,9 +27,9 @@ class RowResult(NamedTuple):
     tokens: list[int]
     path: list[int]
     ranks: list[int]
-    ranked_NK: list[list[int]] | None
-    """Ranked draft tokens of each node, if the row drafted shadow nodes (drafted but not verified)."""
     depth_limit: int
+    ranked_NK: list[list[int]] | None = None
+    """Ranked draft tokens of each node, if the row drafted shadow nodes (drafted but not verified)."""
     logprobs: tuple[Logprobs, ...] = ()
     """Log probabilities of each token, if requested."""
     credits: tuple[Credit, ...] = ()

@@ -15,7 +15,6 @@ from specdecode_worker.engine.stats.step_costs import StepSize
 from specdecode_worker.engine.stats.step_recorder import RowResult
 from specdecode_worker.engine.step.host_copy import HostCopy
 from specdecode_worker.engine.step.logprobs import RowLogprobs
-from specdecode_worker.speculation.acceptance import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +22,9 @@ class QueuedRows:
     """Results of rows that were queued together, as one graph or in one eager pass."""
 
     rows: tuple[Row, ...]
-    """Rows of the pass. The first ones, as many as ``outcome`` has, chose a token."""
-    outcome: Outcome | None = None
-    """Result of verification, on the host after ``host_copy``; None if no row chose a token."""
+    """Rows of the pass. The first ones, as many as ``outcome_BC`` has, chose a token."""
+    outcome_BC: Tensor | None = None
+    """Result of verification, as `Outcome.columns`, on the host after ``host_copy``; None if no row chose a token."""
     ranked_BNK: Tensor | None = None
     """The draft's K best tokens by node, on the host after ``host_copy``; None if not needed."""
     host_copy: HostCopy = field(default_factory=HostCopy)
@@ -44,31 +43,24 @@ class QueuedRows:
         Args:
             depth_limits: Largest accepted depth of each of these rows.
         """
-        if self.outcome is None:
+        if self.outcome_BC is None:
             return []
         self.host_copy.wait()
-        emitted, path, ranks = (
-            t.tolist() for t in (self.outcome.emitted_BD, self.outcome.path_BD, self.outcome.rank_BD)
-        )
+        depth = self.outcome_BC.shape[1] // 3 - 1
         ranked = self.ranked_BNK.tolist() if self.ranked_BNK is not None else None
         logprobs = self.output_logprobs.read() if self.output_logprobs is not None else {}
-        texts = [row[: count + 1] for row, count in zip(emitted, self.outcome.count_B.tolist(), strict=True)]
-        return [
-            RowResult(
-                tokens=texts[b],
-                path=path[b],
-                ranks=ranks[b],
-                ranked_NK=ranked[b] if ranked is not None and not row.is_chunk else None,
-                depth_limit=depth_limits[b],
-                logprobs=tuple(logprobs[b][: len(texts[b])]) if b in logprobs else (),
-                credits=(
-                    self.own_ranks.credit(b, path[b], texts[b], ranks[b], depth_limits[b])
-                    if self.own_ranks is not None and not row.is_chunk
-                    else ()
-                ),
-            )
-            for b, row in enumerate(self.rows[: len(emitted)])
-        ]
+        results = []
+        for b, values in enumerate(self.outcome_BC.tolist()):
+            tokens, path = values[: values[-1] + 1], values[depth + 1 : 2 * depth + 1]
+            result = RowResult(tokens, path, values[2 * depth + 1 : -1], depth_limits[b])
+            if ranked is not None and not self.rows[b].is_chunk:
+                result.ranked_NK = ranked[b]
+            if b in logprobs:
+                result.logprobs = tuple(logprobs[b][: len(tokens)])
+            if self.own_ranks is not None and not self.rows[b].is_chunk:
+                result.credits = self.own_ranks.credit(b, path, tokens, result.ranks, depth_limits[b])
+            results.append(result)
+        return results
 
     def read_prompts(self) -> dict[int, list[Logprobs]]:
         """Wait for the requested logprobs of prompt tokens and return them by row index."""

@@ -110,6 +110,8 @@ class StepLauncher:
         cuts = depth_limits[: ready.decoding] if self.synthetic.cuts else None
         done = self._graphs.replay(ready, rows, cuts, ranked=choice.shadow_passes > 0, proposals=proposals)
         self._phases.lap("verify")
+        if own is None and not draft_seconds:
+            return done
         return replace(done, own_ranks=own, draft_seconds=draft_seconds or done.draft_seconds)
 
     def _propose(self, rows: tuple[Row, ...]) -> tuple[Proposals, OwnRanks | None]:
@@ -156,13 +158,13 @@ class StepLauncher:
         output_logprobs = gather_output_logprobs(emitting, forest, logits_RV, outcome)
         prompt_logprobs = gather_prompt_logprobs(self._target.logits, rows, step.packed.query_start, hidden_TE)
         # The copies to the host are queued before the draft's prefill, which would otherwise delay the first token.
-        host_outcome, host_ranked_BNK, host_copy = _copy_to_host(outcome, ranked_BNK if choice.shadow_passes else None)
+        outcome_BC, host_ranked_BNK, host_copy = _copy_to_host(outcome, ranked_BNK if choice.shadow_passes else None)
         phases.lap("sample")
         self._commit(rows, step, roots_C, forest, outcome, aux_TA, draft_prefill=draft_prefill)
         phases.lap("bookkeeping")
         return QueuedRows(
             rows=rows,
-            outcome=host_outcome,
+            outcome_BC=outcome_BC,
             ranked_BNK=host_ranked_BNK,
             host_copy=host_copy,
             output_logprobs=output_logprobs,
@@ -241,10 +243,10 @@ class StepLauncher:
             commit_paths(self._state, self._target.cache, roots, outcome, aux_TA, in_place=forest.all_chains)
 
 
-def _copy_to_host(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[Outcome | None, Tensor | None, HostCopy]:
-    """Queue copies of the outcome and the draft's ranking to the host; return both and their ``HostCopy``."""
+def _copy_to_host(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[Tensor | None, Tensor | None, HostCopy]:
+    """Queue copies of the outcome's columns and the draft's ranking to the host; return both and their ``HostCopy``."""
     if outcome is None:
         return None, None, HostCopy()
-    tensors = [outcome.emitted_BD, outcome.count_B, outcome.path_BD, outcome.rank_BD]
-    copies, host_copy = to_host(tensors if ranked_BNK is None else [*tensors, ranked_BNK])
-    return Outcome(*copies[:4]), copies[4] if ranked_BNK is not None else None, host_copy
+    columns_BC = outcome.columns()
+    copies, host_copy = to_host([columns_BC] if ranked_BNK is None else [columns_BC, ranked_BNK])
+    return copies[0], copies[1] if ranked_BNK is not None else None, host_copy

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from small_engine import small_engine, submit
 
-from specdecode_worker.contract import DraftState, PendingDraft
+from specdecode_worker.contract import DraftState, PendingDraft, TaskMatch
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
 from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
+from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.models.configs.target_states import TargetStates
 
@@ -57,3 +59,16 @@ def test_the_report_shows_swaps_of_known_and_new_drafts() -> None:
     named = [(draft.name, draft.method, draft.swap_problem) for draft in registry.named(swaps)]
     assert named == [("code", "eagle3", None), ("new", "none", "fc.weight is missing")]
     assert registry.reported() == registry.state()
+
+
+def test_each_plan_sets_the_requests_that_a_draft_serves() -> None:
+    engine = small_engine()
+    registry = engine._drafts
+    drafter: Any = registry.paged()[""]
+    registry.replace("code", loaded("c", name="code"), ())
+    chat, code = (Request.of(submit(task=task), (), arrived_seconds=0.0) for task in ("chat", "code"))
+    own = (TaskMatch(name="code", draft="code"),)
+    for tasks, served in (((), [True, True]), (own, [True, False]), ((), [True, True])):
+        registry.set_tasks(tasks)
+        assert [drafter.serves(one) for one in (chat, code)] == served
+        assert drafter.progress(chat) is chat.draft

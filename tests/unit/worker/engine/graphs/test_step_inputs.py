@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_llama import submit
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.graphs import step_inputs
+from specdecode_worker.engine.graphs.feature_tables import HostMasks
 from specdecode_worker.engine.graphs.graph_key import Features, GraphKey
 from specdecode_worker.engine.graphs.row_tables import CatchUp
 from specdecode_worker.engine.graphs.static_inputs import StagedTensor
@@ -94,7 +96,14 @@ def test_what_stays_the_same_is_not_copied_again(monkeypatch: pytest.MonkeyPatch
             copies.clear()
             inputs.write(these, rows, CatchUp((1, 3), (1, 5)), None)
             counts.append(len(copies))
-    assert counts == [4, 1, 1, 3, 0, 0]
+    assert counts == [4, 0, 0, 3, 0, 0]
+
+
+def test_masks_of_an_earlier_step_are_cleared() -> None:
+    inputs = StepInputs(GraphKey(1, 2, features=Features(masks=True)), PADDING_SLOT, CPU)
+    for masks in (None, HostMasks([3, 4], np.zeros((2, 1), np.uint32)), None):
+        inputs.write((PLAIN,), requests(0), CatchUp(), None, masks)
+        assert inputs.at["mask_row"].tolist() == ([0, 0] if masks is None else masks.rows)
 
 
 def test_a_planted_bug_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,21 @@ def test_a_reading_is_exact_enough_to_subtract() -> None:
     assert after.xt[kv] - cell.xt[kv] == pytest.approx(1e3, rel=1e-3)
 
 
+def test_many_steps_are_summed_as_few_are() -> None:
+    costs, k, kv = StepCosts(), len(FEATURES), FEATURES.index("kv_tokens")
+    upper = [(i, j) for i in range(k) for j in range(i, k)]
+    for step in range(1, 201):
+        costs.add(0, size(kv_tokens=step), 1, 0.01, 0.01)
+        assert costs.cells(1)[0].x[kv] == sum(range(step + 1))
+    for step in range(201, 401):
+        costs.add(0, size(kv_tokens=step), 1, 0.01, 0.01)
+    (cell,) = costs.cells(1)
+    assert (cell.count, cell.x[0], cell.x[kv]) == (400, 400, 80200)
+    assert cell.xx[upper.index((kv, kv))] == sum(step**2 for step in range(401))
+    assert cell.xx[upper.index((1, kv))] == 2 * 80200
+    assert cell.xt[kv] == pytest.approx(802)
+
+
 def test_stall_is_clipped_and_reported() -> None:
     costs = StepCosts()
     for _ in range(10):

@@ -38,18 +38,18 @@ ROWS = (Row(request("a"), 3, TREE), Row(request("b"), 4, start=0), Row(request("
 RANKED = torch.arange(2 * 3 * 2).view(2, 3, 2)
 
 
-OUTCOME = Outcome(
+COLUMNS_BC = Outcome(
     emitted_BD=torch.tensor([[4, 5, -1], [0, -1, -1]]),
     count_B=torch.tensor([1, 0]),
     path_BD=torch.tensor([[1, -1], [-1, -1]]),
     rank_BD=torch.tensor([[0, 8, -1], [-1, -1, -1]]),
-)
+).columns()
 
 
 def launched(*parts: QueuedRows, **change: Any) -> LaunchedStep:
     fields: dict[str, Any] = {
         "rows": ROWS,
-        "parts": parts or (QueuedRows(rows=ROWS, outcome=OUTCOME, ranked_BNK=RANKED, draft_seconds=1.0),),
+        "parts": parts or (QueuedRows(rows=ROWS, outcome_BC=COLUMNS_BC, ranked_BNK=RANKED, draft_seconds=1.0),),
         "epochs": (0, 0, 0),
         "choice": Choice(),
         "size": step_size_of(ROWS, 2),
@@ -69,7 +69,7 @@ def test_emitting_rows_are_read_without_padding() -> None:
 
 def test_rankings_are_those_of_decoding_rows() -> None:
     assert [read.ranked_NK for read in launched().read()] == [RANKED[0].tolist(), None]
-    part = QueuedRows(rows=ROWS, outcome=OUTCOME)
+    part = QueuedRows(rows=ROWS, outcome_BC=COLUMNS_BC)
     assert [read.ranked_NK for read in launched(part).read()] == [None, None]
 
 
@@ -83,9 +83,9 @@ def logprobs_of(*rows: int) -> RowLogprobs:
 
 def test_parts_of_a_step_are_read_in_the_order_of_its_rows() -> None:
     """The first part is the decoding row, the second part has the two chunks, one of which chose a token."""
-    decoding = QueuedRows(rows=ROWS[:1], outcome=part_of(OUTCOME, 0), output_logprobs=logprobs_of(0), draft_seconds=0.5)
+    decoding = QueuedRows(rows=ROWS[:1], outcome_BC=COLUMNS_BC[:1], output_logprobs=logprobs_of(0), draft_seconds=0.5)
     chunks = QueuedRows(
-        rows=ROWS[1:], outcome=part_of(OUTCOME, 1), output_logprobs=logprobs_of(0), prompt_logprobs=logprobs_of(0, 1)
+        rows=ROWS[1:], outcome_BC=COLUMNS_BC[1:], output_logprobs=logprobs_of(0), prompt_logprobs=logprobs_of(0, 1)
     )
     step = launched(decoding, chunks, depth_limits=(2, 7), shadow_passes=1)
     assert [(read.tokens, read.depth_limit, len(read.logprobs)) for read in step.read()] == [
@@ -94,10 +94,6 @@ def test_parts_of_a_step_are_read_in_the_order_of_its_rows() -> None:
     ]
     assert {row: [entry.token for entry in read] for row, read in step.read_prompts().items()} == {1: [0], 2: [10]}
     assert step.shadow_seconds == 0.25
-
-
-def part_of(outcome: Outcome, row: int) -> Outcome:
-    return Outcome(*(getattr(outcome, name)[row : row + 1] for name in Outcome.__slots__))
 
 
 @pytest.mark.parametrize(("passes", "shadow", "seconds"), [(5, 2, 0.4), (1, 0, 0.0), (1, 1, 1.0), (0, 0, 0.0)])

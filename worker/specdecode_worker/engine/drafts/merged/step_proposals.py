@@ -59,8 +59,6 @@ class StepProposals:
         """Return whether a draft can propose for the request in the next step, and record which drafts do."""
         own = self._tasks.name(request.submit.task)
         ready = self._drafts[own].drafter.ready(request)
-        if not self._tasks.merges:
-            return ready
         others = (one.draft for one in self._tasks.merged(request.submit.task))
         merged = [name for name in others if self._drafts[name].drafter.ready(request)]
         request.proposers = (own, *merged) if ready else tuple(merged)

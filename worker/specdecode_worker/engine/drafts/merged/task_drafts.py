@@ -33,6 +33,11 @@ class TaskDrafts:
         self.merges = self._can_merge and any(task.merge for task in self._by_task.values())
 
     @property
+    def is_empty(self) -> bool:
+        """True if no task has drafts of its own."""
+        return not self._by_task
+
+    @property
     def merging(self) -> Sequence[str]:
         """Names of the tasks that merge drafts."""
         return [name for name, task in self._by_task.items() if task.merge]
