@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness.endpoint import Endpoint
+from harness.loop import names_load
 from harness.traffic import Traffic
 from kube import Manifest, wait_for
 
@@ -73,7 +74,7 @@ def decision(endpoint: Endpoint, depth: int) -> Manifest:
     after = f"chain:{depth}" if depth else "none"
 
     def find_entry() -> Manifest | None:
-        ours = (e for e in endpoint.speculation()["history"] if e["load"].startswith(f"concurrency {CONCURRENCY},"))
+        ours = (e for e in endpoint.speculation()["history"] if names_load(e, CONCURRENCY))
         return next((entry for entry in ours if entry["after"] == after), None)
 
     history_entry = wait_for(f"status history names {after}", find_entry, timeout_s=30)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
-from harness.loop import PROOFS, SETTLED_SECONDS, deployed, knobs, planned_depth, steps, wait_for_row
+from harness.loop import PROOFS, SETTLED_SECONDS, deployed, knobs, names_load, planned_depth, steps, wait_for_row
 from harness.release import Release
 from harness.traffic import Traffic
 from kube import Manifest, wait_for
@@ -50,9 +50,8 @@ def is_known(endpoint: Endpoint, task: str) -> bool:
 
 def history(endpoint: Endpoint, task: str) -> list[Manifest]:
     """Return the changes of the task's row at this load, newest first."""
-    load = f"concurrency {CONCURRENCY},"
     entries = endpoint.speculation().get("history", [])
-    return [entry for entry in entries if entry["load"].startswith(load) and f"task {task}" in entry["load"]]
+    return [entry for entry in entries if names_load(entry, CONCURRENCY) and entry["load"].endswith(f"task {task}")]
 
 
 def stops(endpoint: Endpoint, task: str) -> list[Manifest]:

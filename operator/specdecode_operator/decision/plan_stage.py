@@ -119,13 +119,14 @@ def _records(
         groups.setdefault((change.row.task, change.before, change.row.shape), []).append(change)
     records = []
     for (task, before, after), group in groups.items():
-        first = min(group, key=lambda change: (change.row.concurrency, change.row.context) != present)
-        load = f"{bucket_text(buckets, first.row.concurrency, first.row.context)}, task {task}"
+        by_load = {(change.row.concurrency, change.row.context): change for change in group}
+        at = sorted(by_load, key=lambda one: (one != present, one))
+        first = by_load[at[0]]
         records.append(
             DecisionRecord(
                 time=iso(now),
                 measured=history.measured(learned, task),
-                load=load if len(group) == 1 else f"{load} and {len(group) - 1} other loads",
+                load=f"{bucket_text(buckets, at)}, task {task}",
                 before=str(before),
                 after=str(after),
                 expected_gain_percent=None if first.gain is None else round(100 * first.gain, 1),

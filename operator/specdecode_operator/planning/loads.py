@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from specdecode_operator.planning.tuning import TUNING
@@ -60,15 +61,16 @@ def observed_load(known: LoadState, delta: Delta, now: float) -> LoadState:
     )
 
 
-def bucket_text(found: Buckets, concurrency: int, context: int) -> str:
-    """Return the name of a load, for decisions."""
-    return f"concurrency {_range(found.concurrency, concurrency)}, context {_range(found.context, context)}"
+def bucket_text(found: Buckets, at: Iterable[tuple[int, int]]) -> str:
+    """Return the names of loads (concurrency, context), for decisions."""
+    names = dict[str, list[str]]()
+    for concurrency, context in at:
+        names.setdefault(_range(found.context, context), []).append(_range(found.concurrency, concurrency))
+    return "; ".join(f"concurrency {' or '.join(counts)}, context {context}" for context, counts in names.items())
 
 
 def _range(edges: tuple[int, ...], index: int) -> str:
     if index == len(edges):
         return f">{edges[-1]}"
-    if index == 0 and edges[0] > 1:
-        return f"<={edges[0]}"
     low, high = edges[index - 1] + 1 if index else 1, edges[index]
-    return str(high) if low == high else f"{low}-{high}"
+    return str(high) if low == high else f"{low}-{high}" if index else f"<={high}"

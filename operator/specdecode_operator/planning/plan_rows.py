@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 
 from specdecode_operator.api.pins import Pin
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
@@ -109,7 +110,8 @@ def rows_of(speculation: SpeculationSpec, learned: LearnedState, found: Buckets)
                 changed[context] = row.shape
             else:
                 shape = start.shape if start and start.since and not is_own else TreeShape.chain(bounds.initial)
-                row = row.running(bounds.nearest(min(shape, changed.get(context, shape), key=_size)))
+                least = min(shape, changed.get(context, shape), key=attrgetter("depth", "nodes"))
+                row = row.running(bounds.nearest(least))
             yield row
 
 
@@ -175,10 +177,6 @@ def _load_of(row: RowState) -> tuple[int, int]:
 
 def _key(row: RowState) -> tuple[str, int, int]:
     return row.task, *_load_of(row)
-
-
-def _size(shape: TreeShape) -> tuple[int, int]:
-    return shape.depth, shape.nodes
 
 
 def _also_stopped(row: RowState, speculation: SpeculationSpec, now: float) -> Change | None:

@@ -7,6 +7,7 @@ slow each other down on a machine with two cores.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -84,6 +85,11 @@ def planned_depth(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, 
     bucket = sum(concurrency > edge for edge in plan.buckets.concurrency)
     plan_row = plan.row(bucket, 0, task)
     return plan_row.shape.depth if plan_row else plan.initial.depth
+
+
+def names_load(entry: Manifest, concurrency: int) -> bool:
+    """Return whether an entry of the history was decided for this concurrency, alone or together with others."""
+    return re.match(rf"concurrency ([^,]+ or )?{concurrency}( or [^,]+)?,", entry["load"]) is not None
 
 
 def wait_for_row(endpoint: Endpoint, what: str, concurrency: int, depths: Sequence[int], task: str = OTHER_TASK) -> int:

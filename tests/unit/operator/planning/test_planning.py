@@ -255,9 +255,11 @@ def test_buckets_end_where_the_worker_does(most: int) -> None:
 
 def test_loads_in_words() -> None:
     found = buckets(16)
-    assert bucket_text(found, 0, 0) == "concurrency 1, context <=1024"
-    assert bucket_text(found, 2, 1) == "concurrency 3-4, context 1025-8192"
-    assert bucket_text(found, 4, 2) == "concurrency >8, context >8192"
+    assert bucket_text(found, [(0, 0)]) == "concurrency 1, context <=1024"
+    assert bucket_text(found, [(2, 1)]) == "concurrency 3-4, context 1025-8192"
+    assert bucket_text(found, [(4, 2)]) == "concurrency >8, context >8192"
+    several = bucket_text(found, [(1, 0), (0, 0), (2, 1)])
+    assert several == "concurrency 2 or 1, context <=1024; concurrency 3-4, context 1025-8192"
 
 
 def test_features_are_those_of_the_contract() -> None:
