@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
 from specdecode_operator.planning.acceptance_model import lacking
-from specdecode_operator.planning.row_states import dwell_seconds, next_row, outdated_seconds, recent_changes
+from specdecode_operator.planning.row_states import dwell_seconds, next_row, recent_changes
 from specdecode_operator.planning.shape_search import NORMAL, RANK, Choice, Found, ShapeSearch
-from specdecode_operator.planning.tuning import TUNING
+from specdecode_operator.planning.tuning import HOUR_SECONDS, TUNING
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import TreeShape
 
@@ -198,8 +198,8 @@ class LoadDecision:
         return seen.get(row.task, 0.0) > max(seen.values(), default=0.0) - TUNING.window_seconds
 
     def _is_outdated(self, row: RowState) -> bool:
-        """Return whether a recent change point invalidated the evidence behind the row's shape."""
-        age, changed_at = outdated_seconds(self.speculation.hysteresis), self._changed_at(row)
+        """Return whether a change point, as recent as changes that are allowed, invalidated the row's evidence."""
+        age, changed_at = HOUR_SECONDS / self.speculation.hysteresis.max_changes_per_hour, self._changed_at(row)
         return row.since < changed_at and self.now - changed_at < age <= self.now - row.since
 
     def _changed_at(self, row: RowState) -> float:

@@ -81,5 +81,4 @@ def time_changed(before: Moments, fresh: Moments, wander: float = 0.0) -> bool:
 
 
 def _log_likelihood(sample: Hits) -> float:
-    parts = (sample.hits, sample.total - sample.hits)
-    return sum(part * math.log(part / sample.total) for part in parts if part > 0)
+    return sum(part * math.log(part / sample.total) for part in (sample.hits, sample.total - sample.hits) if part > 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 
@@ -86,6 +86,7 @@ def choose(
     if changes:
         # Rows that never changed follow those that did with this plan, and not with the next one.
         settled = tuple(rows_of(speculation, learned.model_copy(update={"rows": settled}), found))
+        changes += [change for row in settled for change in _followed(row, after[_key(row)].shape, changes)]
     return Chosen(rows=settled, changes=tuple(change for change in changes if change.is_move), swept_at=swept_at)
 
 
@@ -166,8 +167,8 @@ def _due(
     is_idle = 0 < learned.load.at <= swept_at - TUNING.window_seconds and swept_at <= now
     if not is_idle and not 0 <= now - swept_at < TUNING.window_seconds:
         return list(loads), now
-    at_any_time = {_load_of(row) for row in rows if row.trial}
-    at_any_time |= set() if is_idle else {present_row(learned.load, found)}
+    present = set[tuple[int, int]]() if is_idle else {present_row(learned.load, found)}
+    at_any_time = present | {_load_of(row) for row in rows if row.trial}
     return [at for at in loads if at in at_any_time], swept_at
 
 
@@ -183,8 +184,14 @@ def _also_stopped(row: RowState, speculation: SpeculationSpec, now: float) -> Ch
     """Return the stop of a row without traffic, once all rows with traffic have stopped."""
     if not row.depth or bounds_of(speculation, row.task).least:
         return None
-    off, reason = next_row(row, TreeShape.chain(0), now, counts=False), "all tasks that have traffic stopped"
-    return Change(row=off, before=row.shape, gain=None, cause="loses", reason=reason)
+    off = next_row(row, TreeShape.chain(0), now, counts=False)
+    return Change(row=off, before=row.shape, gain=None, cause="loses", reason="all tasks that have traffic stopped")
+
+
+def _followed(row: RowState, before: TreeShape, changes: Collection[Change]) -> list[Change]:
+    """Return the change that a row follows, as a change of that row; nothing if it follows none."""
+    alike = [change for change in changes if (change.row.context, change.row.shape) == (row.context, row.shape)]
+    return [replace(change, row=row, before=before) for change in alike[:1] if row.shape != before]
 
 
 def _within_bounds(row: RowState, speculation: SpeculationSpec, now: float) -> Change | None:

@@ -25,8 +25,3 @@ def recent_changes(row: RowState, now: float, after: float = 0.0) -> tuple[float
 def dwell_seconds(changes: int, hysteresis: HysteresisSpec) -> float:
     """Return how long a row keeps its shape after ``changes`` within an hour: each is likelier to be chance."""
     return float(hysteresis.min_dwell_seconds * TUNING.growth ** (2 * max(0, changes - 1)))
-
-
-def outdated_seconds(hysteresis: HysteresisSpec) -> float:
-    """Return the age at which a change point outdates a row: the mean time between the changes that are allowed."""
-    return HOUR_SECONDS / hysteresis.max_changes_per_hour

@@ -46,8 +46,7 @@ def pace(
     times, model = StepTimeModel.fit(learned.costs, learned.wander), AcceptanceModel(learned, speculation)
     if times is None:
         return None
-    per_prompt_token = prompt_token_seconds(learned, times)
-    context = bucket_of(found.context, request.context)
+    per_prompt_token, context = prompt_token_seconds(learned, times), bucket_of(found.context, request.context)
     rows = [
         row.running(bounds_of(speculation, row.task).nearest(row.shape))
         for row in rows_of(speculation, learned, found)

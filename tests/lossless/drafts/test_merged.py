@@ -12,6 +12,7 @@ from msgspec import structs
 from specdecode_worker.contract import DraftState, MergedDraft, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.graphs.step_plan import OutsideReason
+from specdecode_worker.engine.queueing import prompt_shares
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.grammars import choice_grammar, regex_grammar
 
@@ -109,8 +110,11 @@ def test_merged_drafts_accept_more_than_each_alone(make_engine: Any, lossless: A
 
 @pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
 @pytest.mark.parametrize("draft", ["suffix", "copy", "draft-model", "dflash", "medusa"])
-def test_equal_drafts_get_equal_credit(make_engine: Any, lossless: Any, draft: str, graphs: tuple[int, ...]) -> None:
+def test_equal_drafts_get_equal_credit(
+    make_engine: Any, lossless: Any, draft: str, graphs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both have the acceptance of the draft alone: a merged head follows the text, also after preemptions."""
+    monkeypatch.setattr(prompt_shares, "STEP_SECONDS", 1e9)  # steps are the same on a slow machine
     plan_of, submit, texts = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(6)]
     cells = []

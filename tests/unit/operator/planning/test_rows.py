@@ -79,6 +79,8 @@ def test_who_follows_a_move_follows_in_the_same_plan() -> None:
     learned = LearnedState(acceptance=chances(0.02), costs=tuple(cost(1, depth, truth(1, depth)) for depth in range(6)))
     first = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2000)
     assert [row.depth for row in first.rows if row.context == 0] == [0, 0, 0, 0, 0]
+    assert [(change.row.concurrency, change.before.depth) for change in first.changes] == [(at, 3) for at in range(5)]
+    assert len({change.reason for change in first.changes}) == 1, "what follows has the reason of what it follows"
     after = learned.model_copy(update={"rows": first.rows})
     again = choose(spec(), after, buckets(16), max_num_seqs=16, now=2005)
     assert again.rows == first.rows, "one change, one plan"
@@ -174,7 +176,7 @@ def test_what_the_guards_hold_back_makes_room_for_less_before_its_dwell_is_over(
     guards = {(0, 0)} if held else set()
     chosen = choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back=guards)
     assert chosen.rows[0].depth == depth
-    assert [change.cause for change in chosen.changes] == (["loses"] if depth == 1 else [])
+    assert {change.cause for change in chosen.changes} == ({"loses"} if depth == 1 else set())
 
 
 @pytest.mark.parametrize(
