@@ -21,7 +21,7 @@ from torch import Tensor
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.networks import tensor_parallel
+from specdecode_worker.models.networks import collectives
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.tensor_parallel import Shard, load_shard, slices
 
@@ -85,7 +85,7 @@ def test_parts_together_compute_the_whole(
     folder = written(tmp_path, shape | {"num_key_value_heads": 4} | changed, randomise)
     whole = load_llama(folder, dtype=torch.float64, device=CPU)
     ranks = Ranks(size)
-    monkeypatch.setattr(tensor_parallel, "dist", ranks)
+    monkeypatch.setattr(collectives, "dist", ranks)
     tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
 
     def work(rank: int) -> tuple[Tensor, Tensor]:
