@@ -102,7 +102,7 @@ class StepGraphs:
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
         self._failed = False
-        """Whether a rank could not capture a step. Then none is captured again."""
+        """True after a rank could not capture a step. Then none is captured again."""
         self.replayed = self.mixed = 0
         self.outside: Counter[OutsideReason] = Counter()
         self.eager: Counter[EagerReason] = Counter()

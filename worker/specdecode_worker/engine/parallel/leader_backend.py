@@ -46,9 +46,9 @@ class LeaderBackend:
         self._require({0: problem_of(lambda: self._rehearse(work))})
         shape = self._target.last_shape
         assert shape is not None, "a step has a pass of the target"
-        self._ranks.tell(Prepare(shape))
+        self._ranks.send(Prepare(shape))
         self._require(_problems(self._ranks.capture_states()))
-        self._ranks.tell(Record())
+        self._ranks.send(Record())
         replays: list[Work] = []
         with self._ranks.collective():
             self._own.warm_up(work)
@@ -63,7 +63,7 @@ class LeaderBackend:
     def clear(self) -> None:
         """Release the captured steps of all ranks."""
         self._graphs = 0
-        self._ranks.tell(Discard())
+        self._ranks.send(Discard())
         self._own.clear()
 
     def _rehearse(self, work: Work) -> None:
@@ -72,7 +72,7 @@ class LeaderBackend:
 
     def _replay(self, number: int, replay: Work) -> None:
         """Queue a captured step on all ranks. Raise RankLost if another rank ends meanwhile."""
-        self._ranks.tell(Replay(number))
+        self._ranks.send(Replay(number))
         with self._ranks.collective():
             replay()
 

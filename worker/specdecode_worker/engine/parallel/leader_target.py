@@ -27,11 +27,11 @@ class LeaderState(DeviceState):
     def __init__(self, slots: int, max_model_len: int, dtype: torch.dtype, device: torch.device, group: RankGroup):
         super().__init__(slots, max_model_len, dtype, device)
         self._ranks = group
-        group.tell(OpenTable(*self.block_table_SM.shape))
+        group.send(OpenTable(*self.block_table_SM.shape))
 
     def set_blocks(self, slots: list[int], columns: list[int], blocks: list[int]) -> None:
         """Write entries of the block tables on all ranks."""
-        self._ranks.tell(SetBlocks((tuple(slots), tuple(columns), tuple(blocks))))
+        self._ranks.send(SetBlocks((tuple(slots), tuple(columns), tuple(blocks))))
         super().set_blocks(slots, columns, blocks)
 
 

@@ -82,17 +82,17 @@ class RankGroup:
 
     def forward(self, packed: PackedBatch, logit_rows_R: Tensor) -> None:
         """Start this pass on the other ranks; it ends when its logits are gathered."""
-        self._send(*encode_forward(packed, logit_rows_R))
+        self._send_with(*encode_forward(packed, logit_rows_R))
 
     def keep(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Move accepted keys and values from ``source_slots`` to ``target_slots`` on the other ranks."""
-        self._send(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
+        self._send_with(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
 
     def logits(self, hidden_RE: Tensor) -> None:
         """Start the computation of logits of ``hidden_RE`` on the other ranks."""
-        self._send(Logits(len(hidden_RE)), hidden_RE)
+        self._send_with(Logits(len(hidden_RE)), hidden_RE)
 
-    def tell(self, message: RankMessage) -> None:
+    def send(self, message: RankMessage) -> None:
         """Send a message that no broadcast follows to the other ranks."""
         with self.collective():
             encoded = self._encoder.encode(message)
@@ -143,8 +143,8 @@ class RankGroup:
         self._pipes.append(own_end)
         return process
 
-    def _send(self, message: RankMessage, data: Tensor) -> None:
-        self.tell(message)
+    def _send_with(self, message: RankMessage, data: Tensor) -> None:
+        self.send(message)
         with self.collective():
             dist.broadcast(data.contiguous(), src=0)
 

@@ -71,7 +71,7 @@ def load_rank_shard(assignment: Assignment) -> tuple[Llama, torch.device]:
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # NCCL would register the buffers of captured collectives, for which ranks exchange addresses during the
+        # NCCL would register the buffers of captured collectives, for which ranks may exchange addresses during the
         # capture: a rank that fails to capture would leave the others waiting there.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     else:

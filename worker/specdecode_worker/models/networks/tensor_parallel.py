@@ -130,16 +130,19 @@ def join(model: Llama, shard: Shard) -> None:
             linear: nn.Linear = getattr(owner, name)
             if shard.rank and linear.bias is not None:
                 linear.bias.zero_()  # only the first device adds the bias, before the sum
-            setattr(owner, name, RowParallelLinear(linear))
+            setattr(owner, name, RowParallelLinear(linear, first=shard.rank == 0))
     model.lm_head = GatheredLMHead(model.lm_head, model.config.vocab_size, shard)  # type: ignore[assignment]
 
 
 class RowParallelLinear(nn.Module):
-    """Matrix split by input features. Each device computes a partial product, and the results are summed."""
+    """Matrix split by input features. Each device computes a partial product, and the results are summed.
 
-    def __init__(self, part: nn.Linear) -> None:
+    The ``first`` device adds what is added only once: the bias, and a residual if the caller fuses it.
+    """
+
+    def __init__(self, part: nn.Linear, *, first: bool) -> None:
         super().__init__()
-        self.part = part
+        self.part, self.first = part, first
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.part(x)

@@ -120,7 +120,7 @@ class TestTexts:
         pipe = SimpleNamespace(send_bytes=lambda data, to=ranks._pipes[0].send_bytes: (sent.append(data), to(data)))
         with monkeypatch.context() as patch:
             patch.setattr(ranks, "_pipes", [pipe])
-            patch.setattr(ranks, "_send", None)
+            patch.setattr(ranks, "_send_with", None)
             split.step()
             split.step()
         assert len(sent) == 2
@@ -221,10 +221,10 @@ def test_a_rank_keeps_the_static_tensors_of_its_graphs() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_graphs.RankStep, "run", lambda self: None)
         graphs.prepare(StepShape(1, 1, 0))
-        kept = weakref.ref(graphs._prepared._flat)  # type: ignore[union-attr]
+        reference = weakref.ref(graphs._prepared._flat)  # type: ignore[union-attr]
         graphs.record()
     gc.collect()
-    assert kept() is not None
+    assert reference() is not None
     graphs.clear()
     gc.collect()
-    assert kept() is None
+    assert reference() is None
