@@ -76,7 +76,7 @@ def _tail(layer: GpuBlock | GpuMidlayer, attended: Tensor, residual_TE: Tensor) 
     """Return the layer's output [T, E]: the output projection of its attention, and its MLP."""
     norm, mlp = layer.post_attention_layernorm, layer.mlp
     output: nn.Module = layer.self_attn.o_proj
-    joined: nn.Module = mlp.gate_up_proj
+    joined = cast(nn.Linear, mlp.gate_up_proj)  # `_few` asks whether it is quantised
     down: nn.Module = mlp.down_proj
     if not (_few(output, attended) and _few(joined, residual_TE) and _is_plain(_part(down))):
         normed_TE, x_TE = norm.of_sum(output(attended), residual_TE)

@@ -64,7 +64,7 @@ def captured_ranks(
         patch.setattr(factory, "capture_backend", lambda device: own or EagerBackend())
         if main is not None:
             patch.setattr(rank_group.rank_process, "main", main)
-        settings = {"cuda_graph_sizes": [1, 4, 8], **engine}
+        settings = {"cuda_graph_sizes": [1, 4, 8], "max_num_batched_tokens": 128, **engine}
         made = load_engine(exact_config_of(*folders, 2, **settings), Path)
     try:
         yield made
@@ -77,13 +77,14 @@ def graphs_of(engine: Engine) -> StepGraphs:
     return engine._graphs
 
 
+@pytest.fixture(scope="class")
+def split(folders: tuple[Path, Path]) -> Iterator[Engine]:
+    with captured_ranks(folders) as engine:
+        yield engine
+
+
 class TestTexts:
     """Texts of two ranks that replay graphs."""
-
-    @pytest.fixture(scope="class")
-    def split(self, folders: tuple[Path, Path]) -> Iterator[Engine]:
-        with captured_ranks(folders) as engine:
-            yield engine
 
     @pytest.mark.parametrize("sampling", SAMPLING)
     @pytest.mark.parametrize("shape", SHAPES)
@@ -135,33 +136,42 @@ class TestTexts:
         assert serve(split, "chain:3", range(4), **penalised) == serve(whole, "none", range(4), **penalised)
         assert len(graphs) > before
 
-    def test_a_draft_swap_discards_the_graphs_of_all_ranks(
-        self, whole: Engine, split: Engine, folders: tuple[Path, Path]
-    ) -> None:
-        """Running requests go on with the new draft. Graphs of both ranks are captured again, from number 0."""
+    def test_a_changed_plan_is_captured_while_serving(self, whole: Engine, split: Engine) -> None:
+        graphs = graphs_of(split)
+        before = {key.passes for key in graphs._graphs}
+        text = serve(split, "none", EIGHT, every=2, between=lambda: set_plan(split, "chain:2"))
+        assert text == serve(whole, "none", EIGHT)
+        assert {key.passes for key in graphs._graphs} - before == {2}
+
+    def test_a_draft_swap_discards_the_graphs_of_all_ranks(self, whole: Engine, split: Engine, tmp_path: Path) -> None:
+        """Running requests go on with the new draft. Both ranks capture their graphs again, from number 0."""
 
         def swap() -> None:
-            loaded = split._load_draft(DraftConfig(method="eagle3", uri=str(folders[1])), "")
-            split.set_draft("", loaded)
+            assert split.load_draft is not None
+            head = write_head(tmp_path / "head", draft_vocab_size=48)
+            split.set_draft("", split.load_draft(DraftConfig(method="eagle3", uri=str(head)), ""))
             assert len(graphs_of(split)) == 0
+            set_plan(split, "chain:3")
 
-        text = serve(split, "chain:3", EIGHT, every=2, between=swap)
-        assert {name: len(tokens) for name, tokens in text.items()} == {str(i): 20 for i in EIGHT}
+        expected = serve(whole, "none", EIGHT)
+        assert serve(split, "chain:3", EIGHT, every=2, between=swap) == expected
         assert len(graphs_of(split)) > 0
-        assert serve(split, "tree:3,2,1", EIGHT) == serve(whole, "none", EIGHT)
+        assert serve(split, "tree:3,2,1", EIGHT) == expected
 
 
 def test_texts_are_those_of_two_eager_ranks(folders: tuple[Path, Path]) -> None:
+    """Steps are launched ahead, as on a GPU: blocks of the next step reach the other rank before this one is read."""
     texts = []
     for settings in ({}, {"enforce_eager": True}):
         with captured_ranks(folders, **settings) as engine:
             assert (engine._graphs is None) is bool(settings)
+            engine._ahead = 1
             texts.append([serve(engine, shape, EIGHT, every=2, **SAMPLING["truncated"]) for shape in SHAPES])
     assert texts[0] == texts[1]
 
 
-def test_multi_round_sampling_and_several_captures_of_a_plan(whole: Engine, folders: tuple[Path, Path]) -> None:
-    """Steps of another sampler, before and after a plan change, have the texts that they have without graphs."""
+def test_multi_round_sampling_before_and_after_a_plan_change(folders: tuple[Path, Path]) -> None:
+    """Graphs of the second plan's shape are captured while requests are served."""
     texts = []
     for settings in ({}, {"enforce_eager": True}):
         with captured_ranks(folders, sampler="mss", **settings) as engine:

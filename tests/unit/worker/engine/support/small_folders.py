@@ -87,7 +87,8 @@ def exact_config_of(target: Path, head: Path | None, ranks: int, **engine: Any) 
 
     Without rounding differences, different tokens prove an error in the code.
     """
-    config = config_of(target, head, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=48, **engine)
+    engine = {"max_num_seqs": 8, "max_num_batched_tokens": 48, **engine}
+    config = config_of(target, head, tensor_parallel_size=ranks, **engine)
     model = ModelConfig.model_construct(**dict(config.model) | {"dtype": "float64"})
     return config.model_copy(update={"model": model})
 
