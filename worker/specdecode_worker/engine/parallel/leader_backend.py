@@ -11,6 +11,8 @@ the same order, in stages, and go on only if all have succeeded:
 Nothing waits for another rank in a rehearsal, which leaves the collectives out, and in a capture, which runs nothing.
 Only these two stages may fail; a rank whose run fails ends, as in an eager step, and the replica with it.
 
+torch hands no events of captured collectives to the watchdog of NCCL, so its error handling needs no setting
+(https://github.com/pytorch/pytorch/pull/102542). A replay that hangs is found by the watchdog of the engine instead.
 vLLM captures the collectives of its ranks into one graph per rank, too
 (https://github.com/vllm-project/vllm/pull/4818).
 """

@@ -78,8 +78,8 @@ class RankGraphs:
     def set_blocks(self, entries: tuple[tuple[int, ...], ...]) -> None:
         """Write entries of the block tables: slots, columns and blocks, as in `DeviceState.set_blocks`."""
         assert self._table_SM is not None, "rank 0 opens the table first"
-        slots, columns, blocks = to_device(entries, self._table_SM.device)
-        self._table_SM[slots, columns] = blocks
+        slots_N, columns_N, blocks_N = to_device(entries, self._table_SM.device)
+        self._table_SM[slots_N, columns_N] = blocks_N
 
     def prepare(self, shape: StepShape) -> None:
         """Build a step and rehearse it without collectives. Raise whatever makes it impossible here."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_ranks import FailingBackend, fail_to_record, fail_to_rehearse, serve, set_plan
+from graph_ranks import FailingBackend, ShortBackend, fail_to_record, fail_to_rehearse, serve, set_plan
 from small_engine import submit
 from small_folders import exact_config_of, write_head, write_target
 
@@ -136,10 +136,15 @@ class TestTexts:
         assert serve(split, "chain:3", range(4), **penalised) == serve(whole, "none", range(4), **penalised)
         assert len(graphs) > before
 
-    def test_a_changed_plan_is_captured_while_serving(self, whole: Engine, split: Engine) -> None:
+    def test_a_changed_plan_is_captured_while_serving(
+        self, whole: Engine, split: Engine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The log counts the graphs of the ranks."""
         graphs = graphs_of(split)
         before = {key.passes for key in graphs._graphs}
-        text = serve(split, "none", EIGHT, every=2, between=lambda: set_plan(split, "chain:2"))
+        with caplog.at_level(logging.INFO):
+            text = serve(split, "none", EIGHT, every=2, between=lambda: set_plan(split, "chain:2"))
+        assert f"{len(graphs)} graphs on each of 2 ranks" in caplog.text
         assert text == serve(whole, "none", EIGHT)
         assert {key.passes for key in graphs._graphs} - before == {2}
 
@@ -197,11 +202,18 @@ class TestFailure:
         (line,) = [one.getMessage() for one in caplog.records if "without graphs" in one.getMessage()]
         assert "rank 1: RuntimeError: " in line
 
-    def test_rank_0_fails(self, whole: Engine, folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
-        with captured_ranks(folders, own=FailingBackend()) as engine, caplog.at_level(logging.WARNING):
+    @pytest.mark.parametrize(
+        ("backend", "reason"),
+        [(FailingBackend, "CUDA error: operation failed"), (ShortBackend, "out of memory")],
+        ids=["record", "rehearse"],
+    )
+    def test_rank_0_fails(
+        self, whole: Engine, folders: tuple[Path, Path], backend: Any, reason: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with captured_ranks(folders, own=backend()) as engine, caplog.at_level(logging.WARNING):
             assert serve(engine, "chain:3", EIGHT) == serve(whole, "none", EIGHT)
             assert graphs_of(engine).replayed == 0
-        assert "rank 0: RuntimeError: CUDA error: operation failed" in caplog.text
+        assert f"rank 0: RuntimeError: {reason}" in caplog.text
 
 
 @pytest.mark.parametrize("when", ["capture", "replay"])
