@@ -24,7 +24,9 @@ from specdecode_worker.models.networks.llama import Llama
 class LeaderState(DeviceState):
     """Device state whose block tables the other ranks copy, because their captured steps read them."""
 
-    def __init__(self, slots: int, max_model_len: int, dtype: torch.dtype, device: torch.device, group: RankGroup):
+    def __init__(
+        self, slots: int, max_model_len: int, dtype: torch.dtype, device: torch.device, group: RankGroup
+    ) -> None:
         super().__init__(slots, max_model_len, dtype, device)
         self._ranks = group
         group.send(OpenTable(*self.block_table_SM.shape))
