@@ -1,7 +1,8 @@
 """Counter of the launches of a step, without a GPU: every operation runs on fake CUDA tensors, every kernel is skipped.
 
-An operation counts as one launch if it computes something. Views and allocations count as none. A tensor on the CPU, a
-copy between host and device, or a read of a value by the host raises `HostContact`.
+An operation counts as one launch if it computes something, and so does a collective with other ranks. Views and
+allocations count as none. A tensor on the CPU, a copy between host and device, or a read of a value by the host raises
+`HostContact`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from specdecode_kernels import dispatch
 from specdecode_kernels.tree_attention import plan
 from specdecode_kernels.verify import kernel as verify
+from specdecode_worker.models.networks import collectives
 
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "bincount")
 """Operations that read a value of the device on the host."""
@@ -65,6 +67,26 @@ class LaunchCounter(TorchDispatchMode):
         self.launches[kernel.__name__.strip("_").removesuffix("_kernel")] += 1
 
 
+class CountedCollectives:
+    """Stand-in for `torch.distributed` that counts collectives instead of calling other ranks."""
+
+    def __init__(self, counter: LaunchCounter) -> None:
+        self._launches = counter.launches
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._count("all_reduce", tensor)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        self._count("broadcast", tensor)
+
+    def gather(self, tensor: Tensor, parts: list[Tensor] | None, dst: int) -> None:
+        self._count("gather", [tensor, *(parts or ())])
+
+    def _count(self, name: str, tensors: Any) -> None:
+        _refuse_host(name, tensors)
+        self._launches[name] += 1
+
+
 def _refuse_host(name: str, values: Any) -> None:
     """Raise HostContact if any of the nested values is a tensor on the CPU."""
     if isinstance(values, Tensor):
@@ -99,5 +121,6 @@ def counting() -> Iterator[Counter[str]]:
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         counter.launch(self, *args, **kwargs)
 
-    with mock.patch.object(JITFunction, "run", run), counter:
+    ranks = mock.patch.object(collectives, "dist", CountedCollectives(counter))
+    with mock.patch.object(JITFunction, "run", run), ranks, counter:
         yield counter.launches

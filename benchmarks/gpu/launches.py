@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from launch_counter import counting, fake_gpu
@@ -23,18 +23,25 @@ from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.graphs.captured_step import CapturedStep, StepParts
 from specdecode_worker.engine.graphs.feature_tables import MaskTable
 from specdecode_worker.engine.graphs.graph_key import NO_FEATURES, Features, GraphKey, key_of, key_outside
+from specdecode_worker.engine.parallel.leader_target import LeaderTarget
+from specdecode_worker.engine.parallel.rank_graphs import RankStep
+from specdecode_worker.engine.parallel.rank_group import RankGroup
+from specdecode_worker.engine.parallel.step_exchange import StepShape
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
 from specdecode_worker.models.configs.target_states import NO_STATES
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.tensor_parallel import Shard, join, split_config
 from specdecode_worker.models.transforms.fusion import fuse
 from specdecode_worker.speculation.trees import tree_of
 
 TABLE = Path(__file__).with_name("launches.json")
 CUDA = torch.device("cuda")
 BLOCKS, LENGTH = 1025, 8192
+RANKS = 2
+"""Devices of the cases of ranks."""
 TRACED_LAYERS = 7
 """The fewest layers of a target with three distinct layers for an EAGLE-3 head to read, plus some."""
 
@@ -44,7 +51,7 @@ class Case:
     """A step to count.
 
     ``loaded``: a draft is loaded, whose states even a plain step must store. ``outside``: the draft runs before the
-    graph, whose launches alone are counted.
+    graph, whose launches alone are counted. ``rank``: the step is that of one of two ranks; None for a single device.
     """
 
     name: str
@@ -54,6 +61,7 @@ class Case:
     cuts: bool = False
     outside: bool = False
     features: Features = NO_FEATURES
+    rank: int | None = None
 
 
 CASES = (
@@ -74,6 +82,8 @@ CASES = (
     Case("chain:5, penalties", "chain:5", loaded=True, features=Features(adjusts=8, history=1024)),
     Case("plain, multi-round", features=Features(rounds=1)),
     Case("chain:5, multi-round", "chain:5", loaded=True, features=Features(rounds=1)),
+    *(Case(f"plain, rank {rank} of 2", rank=rank) for rank in (0, 1)),
+    *(Case(f"chain:5, rank {rank} of 2", "chain:5", loaded=True, rank=rank) for rank in (0, 1)),
 )
 
 
@@ -85,32 +95,43 @@ class Networks:
     head: Eagle3Head
 
 
-def networks(shapes: Shapes, layers: int, *, dtype: torch.dtype = torch.bfloat16) -> Networks:
-    """Return fused networks with ``layers`` layers in the target; call inside of `fake_gpu`."""
-    target = Llama(llama_config({**shapes.target, "num_hidden_layers": layers}))
-    head = Eagle3Head(eagle3_config(shapes.head, target.config), target.model.embed_tokens)
+def networks(shapes: Shapes, layers: int, *, dtype: torch.dtype = torch.bfloat16, rank: int | None = None) -> Networks:
+    """Return fused networks with ``layers`` layers in the target; call inside of `fake_gpu`.
+
+    ``rank`` is that of the target's part on one of two devices; None for the whole target.
+    """
+    config = llama_config({**shapes.target, "num_hidden_layers": layers})
+    target = Llama(config if rank is None else split_config(config, RANKS))
+    head = Eagle3Head(eagle3_config(shapes.head, config), target.model.embed_tokens)
+    if rank is not None:
+        target.lm_head = nn.Linear(config.hidden_size, config.vocab_size // RANKS, bias=False)
     for network in (target, head):
         _move(network, dtype)
+        if network is target and rank is not None:
+            join(target, Shard(rank, RANKS))
         fuse(network)
     return Networks(target, head)
 
 
-def step_of(pair: Networks, case: Case) -> CapturedStep:
+def step_of(pair: Networks, case: Case) -> CapturedStep | RankStep:
     """Return the step that serves ``case``; call inside of `fake_gpu`."""
     config, dtype = pair.target.config, pair.target.model.embed_tokens.weight.dtype
     state = DeviceState(case.rows, LENGTH, dtype, CUDA)
     cache = paged_cache(config, config.num_hidden_layers, BLOCKS, dtype, CUDA)
+    key = _key(case)
+    if case.rank:
+        return RankStep(StepShape(key.rows, key.tokens, key.depth), pair.target, cache, state.block_table_SM)
     drafter = None
     if case.loaded:
         own = paged_cache(pair.head.config, 1, BLOCKS, dtype, CUDA)
         drafter = EagleDrafter(pair.head, pair.head.target_ids, own, state, config.max_position_embeddings)
         state.allocate_states(drafter.reads.width(config.hidden_size))
         state.allocate_block_states(BLOCKS)
-    key = _key(case)
     reads = NO_STATES if drafter is None else drafter.reads
     masks_NW = MaskTable(key.tokens + 1, config.vocab_size, CUDA).view() if key.features.masks else None
-    parts = StepParts(Target(pair.target, cache, state), drafter if key.passes else None, state, reads, masks_NW)
-    return CapturedStep(key, parts)
+    group = cast(RankGroup, None)  # captured steps send no messages
+    target = Target(pair.target, cache, state) if case.rank is None else LeaderTarget(pair.target, cache, state, group)
+    return CapturedStep(key, StepParts(target, drafter if key.passes else None, state, reads, masks_NW))
 
 
 def _key(case: Case) -> GraphKey:
@@ -137,7 +158,7 @@ def count(case: Case, shapes: Shapes = LLAMA_8B) -> dict[str, Any]:
         "outside_of_layers": whole.total() - layers * layer.total(),
         "by_name": dict(sorted(whole.items(), key=lambda item: (-item[1], item[0]))),
     }
-    if case.shape.startswith("chain:") and not case.outside:
+    if case.shape.startswith("chain:") and not case.outside and not case.rank:
         longer = replace(case, shape=f"chain:{int(case.shape[6:]) + 1}")
         counts["per_draft_pass"] = _launches(longer, shapes, TRACED_LAYERS).total() - short.total()
     return counts
@@ -145,7 +166,7 @@ def count(case: Case, shapes: Shapes = LLAMA_8B) -> dict[str, Any]:
 
 def _launches(case: Case, shapes: Shapes, layers: int) -> Counter[str]:
     with fake_gpu():
-        step = step_of(networks(shapes, layers), case)
+        step = step_of(networks(shapes, layers, rank=case.rank), case)
         with counting() as launches:
             step.run()
     return launches

@@ -17,11 +17,8 @@ from typing import Any
 
 import torch
 
-from specdecode_worker.contract import EngineConfig
 from specdecode_worker.engine import factory
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
-from specdecode_worker.engine.graphs.step_graphs import StepGraphs
-from specdecode_worker.engine.memory.model_inventory import graph_rows
 
 SHORTEST_MILLISECONDS = 1e-3
 """Least time between two events, so that no stage divides by zero."""
@@ -68,14 +65,6 @@ def _resident_bytes(*_: Any) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _graphs(config: EngineConfig, target: Any, drafts: Any, state: Any) -> StepGraphs | None:
-    """Stand in for ``factory._graphs``, which captures nothing on a CPU."""
-    rows = graph_rows(config)
-    limits = {"rows": rows, "max_tokens": config.max_num_batched_tokens}
-    coupled = config.sampler == "coupled"
-    return StepGraphs(target, drafts, state, EagerBackend(), **limits, coupled=coupled) if rows else None
-
-
 CALLS: dict[str, Any] = {
     "CUDAGraph": Graph,
     "Event": Event,
@@ -100,7 +89,8 @@ def install() -> None:
     """Replace the calls for the rest of the process."""
     for name, replacement in CALLS.items():
         setattr(torch.cuda, name, replacement)
-    factory._graphs = _graphs
+    # The factory asks for a backend, and captures nothing on a CPU without one.
+    factory.capture_backend = lambda device: EagerBackend()
     if os.environ.get("TRITON_INTERPRET") == "1":
         import interpreter
 

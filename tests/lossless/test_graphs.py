@@ -13,7 +13,7 @@ import pytest
 from specdecode_worker.contract import DraftState, Report, SyntheticKnobs, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs import step_graphs
+from specdecode_worker.engine.graphs.captured_step import CapturedStep
 from specdecode_worker.engine.graphs.step_plan import OutsideReason, StepPlanner
 from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.engine.step.device_state import STATE_RING_POSITIONS
@@ -185,7 +185,7 @@ def test_ranks_of_drafts_before_the_graph_are_needed(
 ) -> None:
     """Without the copy of the ranks to the graph, tokens are accepted and no acceptance is counted."""
     plan_of, submit, texts = lossless
-    monkeypatch.setattr(step_graphs, "_store_proposals", lambda step, ranked_BNK: None)
+    monkeypatch.setattr(CapturedStep, "store_ranks", lambda step, ranked_BNK: None)
     engine = make_engine("copy", graphs=BUCKETS)
     monkeypatch.setattr(StepPlanner, "_outside", lambda *_: OutsideReason.METHOD)
     engine.set_plan(plan_of([CHAIN]))

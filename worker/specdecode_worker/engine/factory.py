@@ -17,16 +17,18 @@ from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadDraft, LoadedDraft, UnusableDraft
 from specdecode_worker.engine.drafts.own_device.placed_loader import OwnDevice, PlacedDraftLoader
 from specdecode_worker.engine.engine import Engine, EngineParts
-from specdecode_worker.engine.graphs.capture_backends import CudaGraphBackend
+from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, StagedBackend, capture_backend
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
+from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.measured_kernels import use_kernel_timings, warm_up_prefill
 from specdecode_worker.engine.memory.device_memory import free_bytes
 from specdecode_worker.engine.memory.draft_memory_check import CheckedDraftLoader
 from specdecode_worker.engine.memory.memory_budget import Budget, kv_tokens
 from specdecode_worker.engine.memory.memory_verdict import memory_state, require_servable
 from specdecode_worker.engine.memory.model_inventory import graph_rows, take_inventory
-from specdecode_worker.engine.parallel.leader_target import LeaderTarget
+from specdecode_worker.engine.parallel.leader_backend import LeaderBackend
+from specdecode_worker.engine.parallel.leader_target import LeaderState, LeaderTarget
 from specdecode_worker.engine.parallel.rank_group import RankGroup
 from specdecode_worker.engine.parallel.rank_messages import Assignment
 from specdecode_worker.engine.scheduler import Limits, Scheduler
@@ -116,7 +118,9 @@ def assemble(
     """
     config, weight = worker.engine, target.model.embed_tokens.weight
     length, blocks = budget.bounds.max_model_len, kv_tokens(budget) // BLOCK_SIZE + 1
-    state = DeviceState(config.max_num_seqs, length, weight.dtype, weight.device)
+    backend = capture_backend(weight.device) if graph_rows(config) else None
+    shape = config.max_num_seqs, length, weight.dtype, weight.device
+    state = DeviceState(*shape) if group is None or backend is None else LeaderState(*shape, group)
     warm_up_prefill(target.config, weight.dtype, weight.device)
     pipelined = weight.device.type != "cpu"
     loader = DraftLoader(
@@ -134,7 +138,7 @@ def assemble(
     drafts = DraftRegistry(load_drafts(worker, load), state, target.config.hidden_size, merges=merges)
     identity = _identity(model_hash(folder), worker, budget)
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
-    passes = Target(target, cache, state) if group is None else LeaderTarget(target, cache, state, group)
+    passes, captures = _passes(target, cache, state, group, backend)
     parts = EngineParts(
         scheduler=_scheduler(config, blocks, identity.target),
         target=passes,
@@ -142,7 +146,7 @@ def assemble(
         state=state,
         shape_selector=ShapeSelector(Dispatcher(worker.deployment_uid, drafts.state().hash), drafts),
         sampler=SAMPLERS[config.sampler],
-        graphs=_graphs(config, passes, drafts, state),
+        graphs=_graphs(config, passes, drafts, state, captures),
         grammars=_grammars(folder, target),
     )
     return Engine(
@@ -180,20 +184,34 @@ def _scheduler(config: EngineConfig, blocks: int, target: str) -> Scheduler:
                      timed=True)  # fmt: skip
 
 
-def _graphs(config: EngineConfig, target: Target, drafts: DraftRegistry, state: DeviceState) -> StepGraphs | None:
+def _passes(
+    model: Llama, cache: PagedCache, state: DeviceState, group: RankGroup | None, own: StagedBackend | None
+) -> tuple[Target, CaptureBackend | None]:
+    """Return the target and the backend that captures its steps, on all ranks of a group; None if none are captured.
+
+    ``own`` captures on this rank.
+    """
+    if group is None:
+        return Target(model, cache, state), own
+    leader = LeaderTarget(model, cache, state, group)
+    return leader, None if own is None else LeaderBackend(own, leader, group)
+
+
+def _graphs(
+    config: EngineConfig, target: Target, drafts: DraftRegistry, state: DeviceState, backend: CaptureBackend | None
+) -> StepGraphs | None:
     """Return the container of CUDA graphs, or None where none are captured.
 
     The graphs themselves are captured when the first plan is set.
     """
-    rows = graph_rows(config)
-    if state.length_S.device.type != "cuda" or not rows:
+    if backend is None:
         return None
     return StepGraphs(
         target,
         drafts,
         state,
-        CudaGraphBackend(),
-        rows=rows,
+        backend,
+        rows=graph_rows(config),
         max_tokens=config.max_num_batched_tokens,
         coupled=config.sampler == "coupled",
     )

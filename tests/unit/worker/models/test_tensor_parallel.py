@@ -21,9 +21,12 @@ from torch import Tensor
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.networks import tensor_parallel
+from specdecode_worker.models.networks import collectives
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.tensor_parallel import Shard, load_shard, slices
+from specdecode_worker.models.transforms import gpu_blocks
+from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.transforms.gpu_blocks import GpuBlock
 
 CPU = torch.device("cpu")
 
@@ -85,7 +88,7 @@ def test_parts_together_compute_the_whole(
     folder = written(tmp_path, shape | {"num_key_value_heads": 4} | changed, randomise)
     whole = load_llama(folder, dtype=torch.float64, device=CPU)
     ranks = Ranks(size)
-    monkeypatch.setattr(tensor_parallel, "dist", ranks)
+    monkeypatch.setattr(collectives, "dist", ranks)
     tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
 
     def work(rank: int) -> tuple[Tensor, Tensor]:
@@ -100,6 +103,32 @@ def test_parts_together_compute_the_whole(
     for hidden, none in others:
         torch.testing.assert_close(hidden, expected, rtol=1e-9, atol=1e-9)
         assert none.shape == (9, 0)
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["many rows", "few rows"])
+@pytest.mark.parametrize("changed", [{}, BIASES], ids=["plain", "biases"])
+def test_fused_layers_of_parts_compute_the_whole(
+    tmp_path: Path, shape: dict[str, Any], dense: Any, randomise: Any, monkeypatch: Any, changed: Any, few: bool
+) -> None:
+    """The first device alone adds the residual, so two devices add it once."""
+    folder = written(tmp_path, shape | changed, randomise)
+    whole = load_llama(folder, dtype=torch.float64, device=CPU)
+    ranks = Ranks(2)
+    monkeypatch.setattr(collectives, "dist", ranks)
+    monkeypatch.setattr(gpu_blocks, "fits", lambda x, weight: few)
+    tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
+
+    def work(rank: int) -> Tensor:
+        part = load_shard(folder, Shard(rank, 2), dtype=torch.float64, device=CPU)
+        fuse(part)
+        for index, block in enumerate(part.model.layers):
+            part.model.layers[index] = GpuBlock(block)  # type: ignore[arg-type]
+        hidden: Tensor = part(tokens_T, positions_T, dense).hidden_TE
+        return hidden
+
+    expected = whole(tokens_T, positions_T, dense).hidden_TE
+    for hidden in ranks.run(work):
+        torch.testing.assert_close(hidden, expected, rtol=1e-9, atol=1e-9)
 
 
 @given(st.integers(1, 500), st.integers(1, 16))

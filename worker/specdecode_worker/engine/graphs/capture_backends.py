@@ -24,6 +24,10 @@ class Captured:
     seconds: float = 0.0
 
 
+class CaptureFailed(Exception):
+    """A step cannot be captured on one of several ranks; the message gives the rank and its reason."""
+
+
 class CaptureBackend(Protocol):
     """Backend that captures work for replay."""
 
@@ -36,12 +40,41 @@ class CaptureBackend(Protocol):
         ...
 
 
+class StagedBackend(CaptureBackend, Protocol):
+    """Backend whose capture can be run stage by stage, so that several ranks can agree between the stages."""
+
+    def warm_up(self, work: Work) -> None:
+        """Run ``work`` once, as a capture needs it: this compiles kernels and allocates library workspaces."""
+        ...
+
+    def record(self, work: Work) -> Work:
+        """Capture ``work``, which `warm_up` ran before, and return its replay. The capture itself runs nothing."""
+        ...
+
+    def timed(self, replay: Work) -> Captured:
+        """Replay twice, and return the captured work with the time of the second replay."""
+        ...
+
+
 class EagerBackend:
     """Backend without capture: every replay runs the work again. Used in tests."""
 
     def capture(self, work: Work) -> Captured:
         """Return ``work`` itself, untimed."""
         return Captured(work)
+
+    def warm_up(self, work: Work) -> None:
+        """Run ``work`` once."""
+        work()
+
+    def record(self, work: Work) -> Work:
+        """Return ``work`` itself."""
+        return work
+
+    def timed(self, replay: Work) -> Captured:
+        """Replay once, and return the replay, untimed."""
+        replay()
+        return Captured(replay)
 
     def clear(self) -> None:
         """Do nothing, since eager execution shares no state between captures."""
@@ -59,24 +92,37 @@ class CudaGraphBackend:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(self, work: Work) -> Captured:
-        """Run ``work`` once, capture it in a CUDA graph and time one replay.
+        """Run ``work`` once, capture it in a CUDA graph and time one replay."""
+        self.warm_up(work)
+        return self.timed(self.record(work))
 
-        The first run compiles kernels and allocates library workspaces, which is not possible during a capture.
+    def warm_up(self, work: Work) -> None:
+        """Run ``work`` once on the stream of captures and wait for it.
+
+        This compiles kernels and allocates library workspaces, which is not possible during a capture.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.synchronize()
+
+    def record(self, work: Work) -> Work:
+        """Capture ``work`` in a CUDA graph and return its replay."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: CUDA calls of a thread that loads a draft meanwhile must not invalidate the capture.
+        # thread_local: CUDA calls of a thread that loads a draft meanwhile, or of NCCL's watchdog, which queries events
+        # of earlier collectives (https://github.com/pytorch/pytorch/pull/104555), must not invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
-        graph.replay()
+        return graph.replay
+
+    def timed(self, replay: Work) -> Captured:
+        """Replay twice, and return the replay with the time of the second."""
+        replay()
         torch.cuda.synchronize()
         began = time.monotonic()
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
-        return Captured(graph.replay, time.monotonic() - began)
+        return Captured(replay, time.monotonic() - began)
 
     def clear(self) -> None:
         """Start a new memory pool for the graphs to come.
@@ -84,3 +130,8 @@ class CudaGraphBackend:
         Libraries may keep memory of the old pool after its last graph is gone; such a pool accepts no new graph.
         """
         self._pool = torch.cuda.graph_pool_handle()
+
+
+def capture_backend(device: torch.device) -> StagedBackend | None:
+    """Return the backend that captures the steps of ``device``, None if its steps cannot be captured."""
+    return CudaGraphBackend() if device.type == "cuda" else None

@@ -17,6 +17,7 @@ from specdecode_kernels.step_tables.tables import PackedRows, SamplingTables, Sl
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs.adjustment import AdjustedSampler, Adjustment, PassNodes
+from specdecode_worker.engine.graphs.feature_tables import HostMasks
 from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey
 from specdecode_worker.engine.graphs.graph_logprobs import LogprobOutputs
 from specdecode_worker.engine.graphs.graph_multi_round import GraphRounds
@@ -43,6 +44,17 @@ class StepParts:
     state: DeviceState
     reads: TargetStates
     mask_table_NW: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Results of what runs before a graph that only verifies.
+
+    ``ranked_BNK`` is as `Drafter.propose` returns it. ``masks`` are the grammar masks of the packed tokens.
+    """
+
+    ranked_BNK: Tensor | None = None
+    masks: HostMasks | None = None
 
 
 class CapturedStep:
@@ -75,6 +87,14 @@ class CapturedStep:
         cuts = (self._at["top_k"], self._at["top_p"], self._at["min_p"]) if key.cuts else None
         self._sampling = SamplingTables(self._at["temperature"], self._at["seed"], cuts)
 
+    def store_ranks(self, ranked_BNK: Tensor | None) -> None:
+        """Queue the copy of ranked draft tokens to the static tensor of a step that drafts nothing itself."""
+        assert self.ranked_BNK is not None, "a step with trees has ranks"
+        self.ranked_BNK.fill_(-1)
+        if ranked_BNK is not None:
+            rows, nodes = ranked_BNK.shape[:2]
+            self.ranked_BNK[:rows, :nodes].copy_(ranked_BNK)
+
     def run(self) -> None:
         """Queue the step that the static tables describe, and write its results to the output tensors."""
         at, key = self._at, self.key
@@ -93,7 +113,7 @@ class CapturedStep:
         tables = self._tables(
             rows, packed, at["query_start"], rows.roots_B1[:-1], at["token_ancestors"], self._zeros[: key.rows]
         )
-        logits_TV, aux_TA = self._parts.target.forward_tables(tables, self._parts.reads)
+        logits_TV, aux_TA = self._parts.target.forward_tables(tables, rows.slots_B1[:-1], self._parts.reads)
         nodes = PassNodes(at["token_sequence"], at["token_ancestors"], at.get("mask_row"))
         if rounds is None:
             tokens_T, chosen_T = packed.tokens_T, self._sampler(packed, nodes, adjustment).choose(logits_TV)
@@ -194,8 +214,7 @@ class CapturedStep:
         trees = Verified(at["query_start"], at["node_verified_parent"], tokens_T, chosen_T)
         done = commit(self._slots, rows, trees, self.ranked_BNK, at["depth_limit"][:-1], depth)
         if depth:
-            cache = self._parts.target.cache
-            cache.keep(done.source_BD.flatten(), done.target_BD.flatten(), group=depth)
+            self._parts.target.keep_tables(done.source_BD, done.target_BD)
         if aux_TA is not None:
             assert state.ring_SRA is not None, "the state has a ring if a draft reads states"
             store_states(

@@ -7,7 +7,7 @@ part of the key.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specdecode_worker.contract import MAX_NODES, MAX_RANKS
@@ -117,6 +117,29 @@ def key_outside(rows: int, trees: Sequence[Tree], *, cuts: bool, features: Featu
     assert tokens is not None, "no tree has more nodes"
     assert depth is not None, "no tree is deeper"
     return GraphKey(rows, tokens, cuts=cuts, outside=depth, features=features)
+
+
+def keys_of_shapes(
+    rows: Sequence[int], shapes: Iterable[tuple[Tree, str]], max_tokens: int, *, cuts: Sequence[bool]
+) -> list[GraphKey]:
+    """Return the keys of steps in which all rows have one shape, the most important first.
+
+    Plain steps come first, and those with top-k, top-p or min-p last.
+
+    Args:
+        rows: Buckets of rows.
+        shapes: Trees and the drafts that propose their tokens.
+        max_tokens: Maximum number of packed tokens of one graph.
+        cuts: Whether steps sample with top-k, top-p or min-p.
+    """
+    keys = {
+        key_of(bucket, [tree], tree.verified, cuts=cut, draft=name)
+        for bucket in rows
+        for tree, name in shapes
+        for cut in cuts
+    }
+    fitting = [key for key in keys if key is not None and key.tokens <= max_tokens]
+    return sorted(fitting, key=lambda key: (key.cuts, key.passes > 0, key))
 
 
 def at_least(count: int, buckets: Sequence[int]) -> int | None:

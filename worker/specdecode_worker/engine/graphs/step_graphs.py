@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
-from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Captured
-from specdecode_worker.engine.graphs.captured_step import CapturedStep, StepParts
-from specdecode_worker.engine.graphs.feature_tables import HostMasks, MaskTable
-from specdecode_worker.engine.graphs.graph_key import GraphKey, key_of
+from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Captured, CaptureFailed
+from specdecode_worker.engine.graphs.captured_step import CapturedStep, Proposals, StepParts
+from specdecode_worker.engine.graphs.feature_tables import MaskTable
+from specdecode_worker.engine.graphs.graph_key import GraphKey, keys_of_shapes
 from specdecode_worker.engine.graphs.mixed_steps import is_replay_faster
 from specdecode_worker.engine.graphs.row_tables import CatchUp
 from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason, StepPlan, StepPlanner
@@ -47,17 +45,6 @@ class Graph:
 
     step: CapturedStep
     captured: Captured
-
-
-@dataclass(frozen=True, slots=True)
-class Proposals:
-    """Results of what runs before a graph that only verifies.
-
-    ``ranked_BNK`` is as `Drafter.propose` returns it. ``masks`` are the grammar masks of the packed tokens.
-    """
-
-    ranked_BNK: Tensor | None = None
-    masks: HostMasks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +98,8 @@ class StepGraphs:
         self._drafters: dict[str, PagedDrafter] = {}
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
+        self._failed = False
+        """True after a rank could not capture a step. Then none is captured again."""
         self.replayed = self.mixed = 0
         self.outside: Counter[OutsideReason] = Counter()
         self.eager: Counter[EagerReason] = Counter()
@@ -134,24 +123,21 @@ class StepGraphs:
         Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
         MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
         """
+        if self._failed:
+            return
         drafters = {name: one for name, one in self._drafts.paged().items() if one.captured}
-        trees = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in drafters)}
-        candidates = {
-            key_of(rows, [tree], tree.verified, cuts=cuts, draft=name)
-            for rows in self._rows
-            for tree, name in trees
-            for cuts in ((False, True) if self._coupled else (False,))
-        }
+        shapes = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in drafters)}
+        cuts = (False, True) if self._coupled else (False,)
         keys = [
-            key for key in candidates if key is not None and key.tokens <= self._max_tokens and key not in self._graphs
+            key for key in keys_of_shapes(self._rows, shapes, self._max_tokens, cuts=cuts) if key not in self._graphs
         ]
-        keys.sort(key=lambda key: (key.cuts, key.passes > 0, key))
         room = max(MOST_GRAPHS - len(self._graphs), 0)
         if len(keys) > room:
             log.warning("%d graphs are beyond %d and will not be captured", len(keys) - room, MOST_GRAPHS)
         chosen = sorted(keys[:room], key=lambda key: (key.tokens, key), reverse=True)
         for index, key in enumerate(chosen, start=1):
-            self._capture(key, drafters.get(key.draft))
+            if self._capture(key, drafters.get(key.draft)) is None:
+                return
             log.info("captured graph %d of %d: %s", index, len(chosen), key)
 
     def plan(self, rows: Sequence[Row]) -> ReadyStep | None:
@@ -196,7 +182,7 @@ class StepGraphs:
             self._masks().write(proposals.masks.table_NW)
         step.inputs.write(tuple(row.tree for row in rows), requests, catch_up, depth_limits, proposals.masks)
         if plan.key.outside:
-            _store_proposals(step, proposals.ranked_BNK)
+            step.store_ranks(proposals.ranked_BNK)
         ready.graph.captured.replay()
         self.replayed += 1
         if plan.outside is not None:
@@ -227,17 +213,24 @@ class StepGraphs:
         graph = self._graphs.get(key)
         if graph is not None:
             return graph
+        if self._failed:
+            return EagerReason.FAILED
         if len(self._graphs) >= MOST_GRAPHS:
             return EagerReason.LIMIT
         self._key_counts[key] += 1
         if self._key_counts[key] < self._capture_after_steps:
             return EagerReason.NEW
         graph = self._capture(key, plan.drafter)
+        if graph is None:
+            return EagerReason.FAILED
         log.info("captured a graph that was asked for: %s", key)
         return graph
 
-    def _capture(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph:
-        """Capture a graph for ``key``. The step that runs during the capture has padding rows only."""
+    def _capture(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph | None:
+        """Capture a graph for ``key``. The step that runs during the capture has padding rows only.
+
+        If a rank of several cannot capture it, discard all graphs for good and return None.
+        """
         if key.passes:
             assert drafter is not None, "a key with passes has a draft"
             assert self._drafters.setdefault(key.draft, drafter) is drafter, "graphs are discarded when drafts change"
@@ -245,8 +238,13 @@ class StepGraphs:
         own = drafter if key.passes else None
         step = CapturedStep(key, StepParts(self._target, own, self._state, self._drafts.reads, masks_NW))
         step.inputs.write((), [], CatchUp(), None)
-        graph = Graph(step, self._backend.capture(step.run))
-        self._graphs[key] = graph
+        try:
+            graph = self._graphs[key] = Graph(step, self._backend.capture(step.run))
+        except CaptureFailed as error:
+            log.warning("steps run without graphs from now on, as %s cannot be captured: %s", key, error)
+            self._failed = True
+            self.clear()
+            return None
         return graph
 
     def _masks(self) -> MaskTable:
@@ -288,12 +286,3 @@ class StepGraphs:
         if reason not in self.eager:
             log.info("a step runs without a graph: %s", reason)
         self.eager[reason] += 1
-
-
-def _store_proposals(step: CapturedStep, ranked_BNK: Tensor | None) -> None:
-    """Queue the copy of ranked draft tokens to the static tensor of a step that drafts nothing itself."""
-    assert step.ranked_BNK is not None, "a step with trees has ranks"
-    step.ranked_BNK.fill_(-1)
-    if ranked_BNK is not None:
-        rows, nodes = ranked_BNK.shape[:2]
-        step.ranked_BNK[:rows, :nodes].copy_(ranked_BNK)

@@ -1,7 +1,8 @@
 """Decision whether a graph can run a step, which one, and which part of the step runs outside of it.
 
 `StepPlanner.plan` is the only place that sends a step to the eager path, apart from the reasons that depend on the
-captured graph (`EagerReason.NEW`, `LIMIT` and `MIXED`, which `StepGraphs` adds). docs/gpu.md explains every reason.
+captured graph (`EagerReason.NEW`, `LIMIT`, `FAILED` and `MIXED`, which `StepGraphs` adds). docs/gpu.md explains every
+reason.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class EagerReason(StrEnum):
     """The graph is not captured yet."""
     LIMIT = "limit"
     """The graph is not captured, and no further one may be."""
+    FAILED = "failed"
+    """A rank of a replica on several devices could not capture a graph, so none are used."""
 
 
 class OutsideReason(StrEnum):

@@ -198,15 +198,19 @@ class Budget:
 
         All graphs share one pool of the size that the largest step needs: its widest layer and the logits of target and
         draft. Steps with penalties adjust a piece of the logits at a time and count the tokens of every text. Steps of
-        multi-round sampling hold probabilities. A table holds the grammar masks of a step. In addition, each graph has
-        static tables and memory of the driver.
+        multi-round sampling hold probabilities. A table holds the grammar masks of a step. With several devices, the
+        first one also holds its own part of the logits and the gathered parts; the others have as much room, since all
+        caches are of one size. In addition, each graph has static tables and memory of the driver.
         """
         bounds, vocab_size = self.bounds, self.target.vocab_size
         if self.device.kind == "cpu" or not bounds.graph_rows:
             return 0
         tokens = min(bounds.max_num_batched_tokens, bounds.graph_rows * ROWS_PER_SEQUENCE)
         widest = max(_layer_width(network) for network in (self.target, *self.drafts))
-        pool = tokens * bounds.dtype_bytes * (widest + 2 * vocab_size + self._own_logits + self.aux_size)
+        logits = 2 * vocab_size + self._own_logits
+        if (ranks := self.device.count) > 1:
+            logits += vocab_size + -(-vocab_size // ranks)
+        pool = tokens * bounds.dtype_bytes * (widest + logits + self.aux_size)
         pool += min(tokens, ROWS_AT_ONCE) * vocab_size * GPU_SAMPLING_BYTES
         pool += (bounds.graph_rows + 1) * vocab_size * COUNT_BYTES
         if not bounds.coupled:

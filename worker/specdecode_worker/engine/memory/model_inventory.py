@@ -150,11 +150,8 @@ def bounds_of(config: WorkerConfig, positions: int) -> Bounds:
 
 
 def graph_rows(engine: EngineConfig) -> tuple[int, ...]:
-    """Return the batch sizes that CUDA graphs are captured for; empty if steps cannot be captured.
-
-    Steps with several ranks cannot, because the host sends each step to the other ranks.
-    """
-    if engine.enforce_eager or engine.tensor_parallel_size > 1:
+    """Return the batch sizes that CUDA graphs are captured for; empty if none are."""
+    if engine.enforce_eager:
         return ()
     return row_buckets(engine.max_num_seqs, engine.cuda_graph_sizes)
 

@@ -7,4 +7,9 @@ rank holds its shard of the target and of the KV cache, and executes the message
     rank r   Forward -> own shard of the same pass; Keep -> the same moves in its own cache
 
 Sizes and host values travel over a pipe, indices in one broadcast. Drafts run on rank 0 only.
+
+A captured step is one graph per rank, with the collectives inside:
+
+    rank 0   send Replay -> graph: draft, broadcast inputs, own shard, gather logits, sample, broadcast moves, move keys
+    rank r   Replay      -> graph:        broadcast inputs, own shard, gather logits,         broadcast moves, move keys
 """

@@ -29,6 +29,7 @@ from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.parallel import rank_process
 from specdecode_worker.engine.parallel.rank_messages import (
     Assignment,
+    CaptureState,
     Failed,
     Keep,
     Logits,
@@ -81,22 +82,34 @@ class RankGroup:
 
     def forward(self, packed: PackedBatch, logit_rows_R: Tensor) -> None:
         """Start this pass on the other ranks; it ends when its logits are gathered."""
-        self._send(*encode_forward(packed, logit_rows_R))
+        self._send_with(*encode_forward(packed, logit_rows_R))
 
     def keep(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Move accepted keys and values from ``source_slots`` to ``target_slots`` on the other ranks."""
-        self._send(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
+        self._send_with(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
 
     def logits(self, hidden_RE: Tensor) -> None:
         """Start the computation of logits of ``hidden_RE`` on the other ranks."""
-        self._send(Logits(len(hidden_RE)), hidden_RE)
+        self._send_with(Logits(len(hidden_RE)), hidden_RE)
+
+    def send(self, message: RankMessage) -> None:
+        """Send a message that no broadcast follows to the other ranks."""
+        with self.collective():
+            encoded = self._encoder.encode(message)
+            for pipe in self._pipes:
+                pipe.send_bytes(encoded)
+
+    def capture_states(self) -> list[CaptureState]:
+        """Wait for the other ranks' answers to a stage of a capture, and return them in the order of the ranks."""
+        with self.collective():
+            return [self._receive_state(number, pipe) for number, pipe in enumerate(self._pipes, start=1)]
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
         """Run a collective operation. Raise RankLost, with the rank and its reason, if the loss of a rank broke it."""
         try:
             yield
-        except (OSError, RuntimeError) as error:
+        except (EOFError, OSError, RuntimeError) as error:
             deadline = time.monotonic() + _REASON_SECONDS
             while not self._lost and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -130,12 +143,17 @@ class RankGroup:
         self._pipes.append(own_end)
         return process
 
-    def _send(self, message: RankMessage, data: Tensor) -> None:
+    def _send_with(self, message: RankMessage, data: Tensor) -> None:
+        self.send(message)
         with self.collective():
-            encoded = self._encoder.encode(message)
-            for pipe in self._pipes:
-                pipe.send_bytes(encoded)
             dist.broadcast(data.contiguous(), src=0)
+
+    def _receive_state(self, number: int, pipe: Connection) -> CaptureState:
+        answer = msgspec.msgpack.decode(pipe.recv_bytes(), type=CaptureState | Failed)
+        if isinstance(answer, Failed):  # read here and not by the thread that watches the ranks
+            self._lost = f"rank {number}: {answer.reason}"
+            raise RankLost(self._lost)
+        return answer
 
     def _watch(self) -> None:
         """Wait in a thread until every rank has loaded, then until any rank ends, which ends the replica."""
@@ -168,7 +186,7 @@ class RankGroup:
             process = self._processes[number - 1]
             process.join(_REASON_SECONDS)
             answer = Failed(f"ended with exit code {process.exitcode}")
-        if isinstance(answer, Failed):
+        if isinstance(answer, Failed) and not self._lost:
             self._lost = f"rank {number}: {answer.reason}"
 
     def _end(self) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.parallel.step_exchange import StepShape
 from specdecode_worker.engine.step.packed_batch import PackedBatch
 
 
@@ -51,7 +52,47 @@ class Logits(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
-RankMessage = Forward | Keep | Logits
+class OpenTable(msgspec.Struct, frozen=True, tag=True):
+    """Allocation of a copy of the block tables, which captured steps read; ``slots`` includes that of padding."""
+
+    slots: int
+    columns: int
+
+
+class SetBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Entries of the block tables that changed: slots, columns and blocks, as in `DeviceState.set_blocks`."""
+
+    entries: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Rehearsal of a step, without collectives, before it is captured. The rank answers with a `CaptureState`."""
+
+    shape: StepShape
+
+
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """Capture of the prepared step, after one run with all ranks. The rank answers with a `CaptureState`."""
+
+
+class Replay(msgspec.Struct, frozen=True, tag=True):
+    """Replay of a captured step. Its inputs follow in the collectives of the graph."""
+
+    graph: int
+
+
+class Discard(msgspec.Struct, frozen=True, tag=True):
+    """Release of all captured steps."""
+
+
+RankMessage = Forward | Keep | Logits | OpenTable | SetBlocks | Prepare | Record | Replay | Discard
+
+
+class CaptureState(msgspec.Struct, frozen=True, tag=True):
+    """Answer of a rank to `Prepare` and `Record`: how many steps it holds, and the reason of a failure, else empty."""
+
+    graphs: int
+    problem: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,14 +16,23 @@ import torch
 import torch.distributed as dist
 
 from specdecode_worker.engine.drafts.draft_loader import paged_cache
+from specdecode_worker.engine.graphs.capture_backends import EagerBackend, capture_backend
+from specdecode_worker.engine.parallel.rank_graphs import RankGraphs, problem_of
 from specdecode_worker.engine.parallel.rank_messages import (
     Assignment,
+    CaptureState,
+    Discard,
     Failed,
     Forward,
     Keep,
     Logits,
+    OpenTable,
+    Prepare,
     RankMessage,
     Ready,
+    Record,
+    Replay,
+    SetBlocks,
     receive_forward,
 )
 from specdecode_worker.engine.step.target_pass import Target
@@ -60,6 +71,9 @@ def load_rank_shard(assignment: Assignment) -> tuple[Llama, torch.device]:
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # NCCL would register the buffers of captured collectives, for which ranks may exchange addresses during the
+        # capture: a rank that fails to capture would leave the others waiting there.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     else:
         torch.set_num_threads(assignment.threads)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of a replica run on one machine
@@ -86,10 +100,15 @@ def _serve(assignment: Assignment, pipe: Connection) -> None:
     model, device = load_rank_shard(assignment)
     dtype = getattr(torch, assignment.dtype)
     cache = paged_cache(model.config, model.config.num_hidden_layers, assignment.blocks, dtype, device)
+    graphs = RankGraphs(model, cache, lambda: capture_backend(device) or EagerBackend())
     pipe.send_bytes(msgspec.msgpack.encode(Ready()))
     decoder = msgspec.msgpack.Decoder(RankMessage)
     while True:
         match decoder.decode(pipe.recv_bytes()):
+            case Replay(graph):
+                graphs.replay(graph)
+            case SetBlocks(entries):
+                graphs.set_blocks(entries)
             case Forward() as message:
                 packed, logit_rows_R = receive_forward(message, device)
                 Target.run(model, cache, packed, logit_rows_R, NO_STATES)
@@ -101,3 +120,18 @@ def _serve(assignment: Assignment, pipe: Connection) -> None:
                 hidden_RE = torch.empty(count, model.config.hidden_size, dtype=dtype, device=device)
                 dist.broadcast(hidden_RE, src=0)
                 model.logits(hidden_RE)
+            case OpenTable(slots, columns):
+                graphs.open_table(slots, columns)
+            case Prepare(shape):
+                _answer(pipe, graphs, partial(graphs.prepare, shape))
+            case Record():
+                graphs.warm_up()
+                _answer(pipe, graphs, graphs.record)
+            case Discard():
+                graphs.clear()
+
+
+def _answer(pipe: Connection, graphs: RankGraphs, stage: Callable[[], None]) -> None:
+    """Run one stage of a capture, and tell rank 0 how it ended."""
+    problem = problem_of(stage)
+    pipe.send_bytes(msgspec.msgpack.encode(CaptureState(len(graphs), problem)))

@@ -75,13 +75,20 @@ class Target:
         """
         return self.run(self._model, self.cache, step.packed, step.logit_rows_R, reads)
 
-    def forward_tables(self, tables: PackedTensors, reads: TargetStates) -> tuple[Tensor, Tensor | None]:
+    def forward_tables(
+        self, tables: PackedTensors, slots_B: Tensor, reads: TargetStates
+    ) -> tuple[Tensor, Tensor | None]:
         """Return logits [T, V] and the drafts' states [T, A] of every token without synchronizing with the host.
 
-        CUDA graph capture relies on this.
+        CUDA graph capture relies on this. ``slots_B`` are the slots of the sequences in the device state, by which the
+        other ranks of a replica know their blocks.
         """
         logits_TV, aux_TA, _ = self.run(self._model, self.cache, tables, tables.tokens_T, reads)
         return logits_TV, aux_TA
+
+    def keep_tables(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        """Move the keys and values of accepted nodes, at most D of each sequence, in a captured step."""
+        self.cache.keep(source_BD.flatten(), target_BD.flatten(), group=source_BD.shape[1])
 
     @staticmethod
     def run(

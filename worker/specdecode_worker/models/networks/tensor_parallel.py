@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +18,7 @@ from specdecode_worker.models.checkpoints.tensor_placement import meta_init
 from specdecode_worker.models.checkpoints.weights import prepare_llama
 from specdecode_worker.models.configs.target_config import LlamaConfig
 from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.networks import collectives
 from specdecode_worker.models.networks.llama import Llama
 
 _BY_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -130,20 +130,23 @@ def join(model: Llama, shard: Shard) -> None:
             linear: nn.Linear = getattr(owner, name)
             if shard.rank and linear.bias is not None:
                 linear.bias.zero_()  # only the first device adds the bias, before the sum
-            setattr(owner, name, RowParallelLinear(linear))
+            setattr(owner, name, RowParallelLinear(linear, first=shard.rank == 0))
     model.lm_head = GatheredLMHead(model.lm_head, model.config.vocab_size, shard)  # type: ignore[assignment]
 
 
 class RowParallelLinear(nn.Module):
-    """Matrix split by input features. Each device computes a partial product, and the results are summed."""
+    """Matrix split by input features. Each device computes a partial product, and the results are summed.
 
-    def __init__(self, part: nn.Linear) -> None:
+    The ``first`` device adds what is added only once: the bias, and a residual if the caller fuses it.
+    """
+
+    def __init__(self, part: nn.Linear, *, first: bool) -> None:
         super().__init__()
-        self.part = part
+        self.part, self.first = part, first
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.part(x)
-        dist.all_reduce(out)
+        collectives.all_reduce(out)
         return out
 
 
@@ -160,11 +163,11 @@ class GatheredLMHead(nn.Module):
         self._width = -(-vocab_size // shard.size)
 
     def forward(self, hidden_RE: Tensor) -> Tensor:
-        own: Tensor = self.part(hidden_RE)
-        own = F.pad(own, (0, self._width - own.shape[-1])).contiguous()
+        own: Tensor = self.part(hidden_RE).contiguous()
+        if own.shape[-1] < self._width:  # the last device may have a shorter part
+            own = F.pad(own, (0, self._width - own.shape[-1]))
         if self._shard.rank:
-            dist.gather(own, None, dst=0)
+            collectives.send_to_first(own)
             return own[:, :0]
-        gathered = [torch.empty_like(own) for _ in range(self._shard.size)]
-        dist.gather(own, gathered, dst=0)
-        return torch.cat(gathered, dim=-1)[:, : self._vocab_size]
+        gathered_NRV = collectives.gather(own, self._shard.size)
+        return gathered_NRV.transpose(0, 1).reshape(len(own), -1)[:, : self._vocab_size]

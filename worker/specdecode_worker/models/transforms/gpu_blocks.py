@@ -1,7 +1,8 @@
 """Decoder layers for GPUs: norms, gates and residual sums run inside of matrix products where these have few rows.
 
 With more rows, or matrices that the fused product does not serve, a layer runs the library's products. The residual sum
-after attention is then part of the next norm, and the one after the MLP part of the last product.
+after attention is then part of the next norm, and the one after the MLP part of the last product. If devices share a
+matrix, the first of them adds the residual to its part of the product, before the parts are summed.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from specdecode_kernels import dispatch
 from specdecode_kernels.silu_mul.op import silu_mul
 from specdecode_kernels.small_linear.op import fits, small_linear
+from specdecode_worker.models.networks import collectives
 from specdecode_worker.models.networks.eagle3 import Midlayer
 from specdecode_worker.models.networks.layers import Attend, Block, RMSNorm, normed_linear
 from specdecode_worker.models.networks.rope import PassRotations
+from specdecode_worker.models.networks.tensor_parallel import RowParallelLinear
 from specdecode_worker.models.transforms.fused_layers import FusedAttention, FusedMLP
 
 
@@ -71,16 +74,19 @@ def _tail(layer: GpuBlock | GpuMidlayer, attended: Tensor, residual_TE: Tensor) 
     """Return the layer's output [T, E]: the output projection of its attention, and its MLP."""
     norm, mlp = layer.post_attention_layernorm, layer.mlp
     output: nn.Module = layer.self_attn.o_proj
-    joined: nn.Module = mlp.gate_up_proj
+    joined = cast(nn.Linear, mlp.gate_up_proj)  # `_few` asks whether it is quantised
     down: nn.Module = mlp.down_proj
-    if not (_few(output, attended) and _few(joined, residual_TE) and _is_plain(down)):
+    if not (_few(output, attended) and _few(joined, residual_TE) and _is_plain(_part(down))):
         normed_TE, x_TE = norm.of_sum(output(attended), residual_TE)
         return _add_linear(x_TE, down, silu_mul(joined(normed_TE)))
-    x_TE = small_linear(attended, output.weight, output.bias, residual_TN=residual_TE)
+    x_TE = _add_few(residual_TE, output, attended)
     inner = small_linear(x_TE, joined.weight, joined.bias, norm=norm.as_input_norm(), gated=True)
-    if not fits(inner, down.weight):
-        return _add_linear(x_TE, down, inner)
-    return small_linear(inner, down.weight, down.bias, residual_TN=x_TE)
+    return _add_few(x_TE, down, inner) if _few(down, inner) else _add_linear(x_TE, down, inner)
+
+
+def _part(linear: nn.Module) -> nn.Module:
+    """Return the matrix of this device: a part if ``linear`` is split over devices by its inputs, else all of it."""
+    return linear.part if isinstance(linear, RowParallelLinear) else linear
 
 
 def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
@@ -88,13 +94,30 @@ def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     return type(linear) is nn.Linear
 
 
-def _few(linear: nn.Module, x_TK: Tensor) -> TypeGuard[nn.Linear]:
-    return _is_plain(linear) and fits(x_TK, linear.weight)
+def _few(linear: nn.Module, x_TK: Tensor) -> bool:
+    part = _part(linear)
+    return _is_plain(part) and fits(x_TK, part.weight)
+
+
+def _add_few(x_TE: Tensor, linear: nn.Module, inner: Tensor) -> Tensor:
+    """Return ``x + linear(inner)`` of few rows. If devices share the matrix, the first one adds ``x`` to its part."""
+    part = cast(nn.Linear, _part(linear))
+    added_TE = x_TE if part is linear or cast(RowParallelLinear, linear).first else None
+    result = small_linear(inner, part.weight, part.bias, residual_TN=added_TE)
+    if part is not linear:
+        collectives.all_reduce(result)
+    return result
 
 
 def _add_linear(x_TE: Tensor, linear: nn.Module, inner: Tensor) -> Tensor:
     """Return ``x + linear(inner)``. ``x_TE``, which no caller reads again, is overwritten by plain matrices."""
-    if _is_plain(linear) and getattr(linear, "bias", None) is None:
-        return x_TE.addmm_(inner, linear.weight.t())
-    result: Tensor = x_TE + linear(inner)
-    return result
+    part = _part(linear)
+    if not _is_plain(part) or getattr(part, "bias", None) is not None:
+        result: Tensor = x_TE + linear(inner)
+        return result
+    if isinstance(linear, RowParallelLinear) and not linear.first:
+        return cast(Tensor, linear(inner))  # the first device adds x before the sum
+    x_TE.addmm_(inner, part.weight.t())
+    if part is not linear:
+        collectives.all_reduce(x_TE)
+    return x_TE

@@ -103,6 +103,13 @@ def test_graphs_reduce_the_memory_left_for_keys() -> None:
     assert any("CUDA graphs of up to 16 sequences" in line for line in verdict_of(memory_budget).arithmetic)
 
 
+def test_graphs_of_several_devices_hold_gathered_logits() -> None:
+    """The first of four devices holds its quarter of the logits and those that it gathers, too."""
+    one = budget(graph_rows=16)
+    four = replace(one, device=replace(one.device, count=4))
+    assert four.graphs == one.graphs + 128 * 2 * (one.target.vocab_size + one.target.vocab_size // 4)
+
+
 GPUS = {80: 375_000, 141: 776_000}
 """Tokens of keys and values, in round numbers, that Llama-3.1-8B with an EAGLE-3 head leaves on GPUs of so many GB."""
 

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 from small_engine import drain, plan_of, submit, texts
-from small_folders import SHAPE, config_of, write_head, write_target
+from small_folders import SHAPE, config_of, exact_config_of, write_head, write_target
 
-from specdecode_worker.contract import ModelConfig, WorkerConfig
+from specdecode_worker.contract import WorkerConfig
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.factory import load_engine
@@ -27,18 +27,6 @@ from specdecode_worker.models.errors import ConfigMismatch
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
 
 
-def config(target: Path, head: Path | None, ranks: int, **engine: Any) -> WorkerConfig:
-    """Return a config in float64, which users cannot select.
-
-    Without rounding differences, different tokens prove an error in the code.
-    """
-    worker_config = config_of(
-        target, head, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=48, **engine
-    )
-    model = ModelConfig.model_construct(**dict(worker_config.model) | {"dtype": "float64"})
-    return worker_config.model_copy(update={"model": model})
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
@@ -47,14 +35,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def split(folders: tuple[Path, Path]) -> Iterator[Engine]:
-    engine = load_engine(config(*folders, 2), Path)
+    engine = load_engine(exact_config_of(*folders, 2), Path)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def whole(folders: tuple[Path, Path]) -> Engine:
-    return load_engine(config(*folders, 1), Path)
+    return load_engine(exact_config_of(*folders, 1), Path)
 
 
 VERSIONS = itertools.count(1)
@@ -128,7 +116,7 @@ def test_a_rank_stores_only_its_part_and_reports_its_bytes(whole: Engine, split:
 
 def test_heads_that_cannot_be_split_are_refused_before_anything_starts(folders: tuple[Path, Path]) -> None:
     with pytest.raises(ConfigMismatch, match="num_attention_heads 4 cannot be split over tensor_parallel_size 3"):
-        load_engine(config(*folders, 3), Path)
+        load_engine(exact_config_of(*folders, 3), Path)
 
 
 def children(pid: int, name: bytes = b"spawn_main") -> list[int]:
@@ -154,7 +142,7 @@ def doomed(folders: tuple[Path, Path], split: Engine) -> Iterator[tuple[Engine, 
     """
     split.close()
     before = set(children(os.getpid()))
-    engine = load_engine(config(*folders, 2), Path)
+    engine = load_engine(exact_config_of(*folders, 2), Path)
     (second,) = set(children(os.getpid())) - before
     yield engine, second
     engine.close()

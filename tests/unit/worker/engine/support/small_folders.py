@@ -82,6 +82,17 @@ def config_of(
     )
 
 
+def exact_config_of(target: Path, head: Path | None, ranks: int, **engine: Any) -> WorkerConfig:
+    """Return a config of ``ranks`` ranks in float64, which users cannot select.
+
+    Without rounding differences, different tokens prove an error in the code.
+    """
+    engine = {"max_num_seqs": 8, "max_num_batched_tokens": 48, **engine}
+    config = config_of(target, head, tensor_parallel_size=ranks, **engine)
+    model = ModelConfig.model_construct(**dict(config.model) | {"dtype": "float64"})
+    return config.model_copy(update={"model": model})
+
+
 def _randomise(module: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
