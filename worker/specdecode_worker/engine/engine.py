@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
+from specdecode_worker.engine.batch import Row, decoding_rows
 from specdecode_worker.engine.drafts.draft_problem import describe_failure
 from specdecode_worker.engine.drafts.draft_registry import NO_SWAPS, DraftRegistry
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
@@ -28,7 +29,7 @@ from specdecode_worker.engine.queueing.deadlines import Deadlines
 from specdecode_worker.engine.queueing.grammar_queue import GrammarQueue
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.sampling_params import check_tokens
-from specdecode_worker.engine.scheduler import Row, Scheduler, decoding_rows
+from specdecode_worker.engine.scheduler import Scheduler
 from specdecode_worker.engine.shape_selector import Selection, ShapeSelector
 from specdecode_worker.engine.stats.report_builder import WorkerIdentity, WorkerSnapshot, build_report
 from specdecode_worker.engine.stats.statistics import Statistics

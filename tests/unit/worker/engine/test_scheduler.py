@@ -14,10 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from small_engine import request
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
 from specdecode_worker.engine.queueing.prompt_shares import STEP_SECONDS
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import PROMPT_SHARE, Limits, Row, Scheduler
+from specdecode_worker.engine.scheduler import PROMPT_SHARE, Limits, Scheduler
 from specdecode_worker.engine.shape_selector import Selection
 from specdecode_worker.speculation.trees import PLAIN, tree_of
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import DraftState, TaskMatch
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.aux_hidden_states import columns_of, union_reads
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
@@ -29,7 +30,6 @@ from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.merged.step_proposals import Proposed, StepProposals
 from specdecode_worker.engine.drafts.merged.task_drafts import TaskDrafts
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import AuxStates, DeviceState
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.speculation.merge_order import Credit

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
 from specdecode_worker.engine.drafts.draft_passes import level_pass
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.packed_batch import PackedBatch, PackedTensors
 from specdecode_worker.models.configs.target_states import TargetStates

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.graphs.graph_key import GraphKey
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.host_copy import to_host
 from specdecode_worker.engine.step.logprobs import LEAST_TOP, ROWS_AT_ONCE, RowLogprobs, TokenLogprobs, logprobs_of
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.batch import Row, decoding_rows
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Captured, CaptureFailed
@@ -22,7 +23,6 @@ from specdecode_worker.engine.graphs.mixed_steps import is_replay_faster
 from specdecode_worker.engine.graphs.row_tables import CatchUp
 from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason, StepPlan, StepPlanner
 from specdecode_worker.engine.memory.memory_budget import MOST_GRAPHS
-from specdecode_worker.engine.scheduler import Row, decoding_rows
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.host_copy import to_host
 from specdecode_worker.engine.step.launched_step import QueuedRows

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from specdecode_worker.engine.batch import Row, decoding_rows
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs.feature_tables import WIDTHS, width_of
@@ -24,7 +25,6 @@ from specdecode_worker.engine.graphs.graph_key import (
     key_outside,
 )
 from specdecode_worker.engine.graphs.row_tables import CatchUp
-from specdecode_worker.engine.scheduler import Row, decoding_rows
 from specdecode_worker.engine.step.logprobs import LEAST_TOP
 from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.trees import Tree

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdecode_worker.engine.batch import Row, decoding_rows
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
-from specdecode_worker.engine.scheduler import Row, decoding_rows
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.packed_batch import slots_of
 from specdecode_worker.engine.step.target_pass import TargetPass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.stats.statistics import AcceptanceCategory, RankCounts, Statistics, Traffic
 from specdecode_worker.engine.stats.step_costs import StepSize
 from specdecode_worker.speculation.merge_order import Credit

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.merged.own_ranks import OwnRanks
 from specdecode_worker.engine.ipc.messages import Logprobs
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.shape_selector import Choice
 from specdecode_worker.engine.stats.step_costs import StepSize
 from specdecode_worker.engine.stats.step_recorder import RowResult

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.ipc.messages import Logprobs
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.host_copy import HostCopy, to_host
 from specdecode_worker.speculation.acceptance import Outcome, nodes_of
 from specdecode_worker.speculation.trees import Forest

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.merged.own_ranks import OwnRanks
 from specdecode_worker.engine.drafts.merged.step_proposals import Proposed
@@ -17,7 +18,6 @@ from specdecode_worker.engine.graphs.feature_tables import HostMasks
 from specdecode_worker.engine.graphs.step_graphs import ReadyStep, StepGraphs
 from specdecode_worker.engine.guided_trees import given_tokens
 from specdecode_worker.engine.kv_cache.kv_commit import Roots, commit_chunks, commit_paths, upload_rows
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.shape_selector import Choice
 from specdecode_worker.engine.stats.step_phases import PhaseTimer
 from specdecode_worker.engine.stats.step_recorder import step_size_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.packed_batch import PackedBatch, PackedTensors, slots_of, spread
 from specdecode_worker.models.configs.target_states import TargetStates

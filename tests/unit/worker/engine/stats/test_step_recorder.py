@@ -7,8 +7,8 @@ from msgspec import structs
 from small_engine import request
 
 from specdecode_worker.contract import MAX_RANKS, TreeShape
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.stats.statistics import Statistics
 from specdecode_worker.engine.stats.step_recorder import RowResult, StepRecorder, step_size_of
 from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of

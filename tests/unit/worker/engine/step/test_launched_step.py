@@ -11,6 +11,7 @@ import torch
 from small_engine import request, submit
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.ipc.messages import (
     Abort,
     Crashed,
@@ -24,7 +25,6 @@ from specdecode_worker.engine.ipc.messages import (
     ToEngine,
     Tokens,
 )
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.shape_selector import Choice
 from specdecode_worker.engine.stats.step_recorder import step_size_of
 from specdecode_worker.engine.step.host_copy import HostCopy

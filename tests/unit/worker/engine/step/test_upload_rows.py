@@ -8,9 +8,9 @@ import pytest
 import torch
 from small_llama import submit
 
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.kv_cache.kv_commit import upload_rows
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step import device_state
 from specdecode_worker.engine.step.device_state import DeviceState
 

@@ -13,9 +13,10 @@ from random import Random
 
 from small_engine import request
 
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import Limits, Row, Scheduler
+from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.shape_selector import Selection
 from specdecode_worker.speculation.trees import PLAIN, Tree
 

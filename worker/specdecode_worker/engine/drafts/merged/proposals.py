@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.drafter import Drafter, no_ranks, write_children
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.speculation.merge_order import Candidate
 from specdecode_worker.speculation.sampling.sampler import Sampler

@@ -9,12 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from specdecode_worker.contract import DraftState
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.drafter import Drafter, PagedDrafter, draft_trees
 from specdecode_worker.engine.drafts.merged.own_ranks import OwnRanks, Proposer
 from specdecode_worker.engine.drafts.merged.proposals import Part, propose_together
 from specdecode_worker.engine.drafts.merged.task_drafts import TaskDrafts
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.speculation.merge_order import Candidate, Credit, MergeOrder
 from specdecode_worker.speculation.sampling.sampler import Sampler

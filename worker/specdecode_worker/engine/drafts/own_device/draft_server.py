@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.draft_model import ModelDrafter
 from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, roots_of
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
@@ -22,7 +23,6 @@ from specdecode_worker.engine.drafts.own_device.draft_messages import Place, Pre
 from specdecode_worker.engine.finish_rule import FinishRule
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import STATE_RING_POSITIONS, DeviceState
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.params import SamplingParams

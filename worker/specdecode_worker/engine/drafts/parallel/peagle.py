@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass
 from specdecode_worker.engine.drafts.drafter import Expand
 from specdecode_worker.engine.drafts.eagle import EagleDrafter, Head
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.packed_batch import PackedBatch, spread
 from specdecode_worker.models.configs.peagle_config import PEagleConfig
