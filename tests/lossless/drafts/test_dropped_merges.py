@@ -42,18 +42,21 @@ def local() -> LocalEngine:
 
 
 def planned(local: LocalEngine, session: Session, now: float) -> tuple[Plan, Session]:
-    """Return the operator's plan for the engine's present report, as a worker takes it from ``PUT /v1/plan``."""
+    """Return the operator's plan for the engine's present report, as a worker takes it from ``PUT /v1/plan``.
+
+    Guard and exploration are off and the worker's clock is ``now``, because all three depend on the machine's speed.
+    """
     spec = {"model": {"uri": EMBEDDED_TARGET}, "speculation": SPECULATION, "workers": {"maxNumSeqs": 2}}
     deployment = Deployment(
         namespace="ns", name="demo", uid="u", generation=1, spec=Spec.model_validate(spec), status=Status()
     )
-    report = local.engine.report()
+    report = local.engine.report().model_copy(update={"clock_seconds": now})
     pod = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=report)
     observed = Observation(workload=None, workers=(pod,), session=session)
     defaults = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
     decision, after = decide(deployment, observed, defaults, now=now)
     plan = parse_plan(decision.plan.model_dump_json().encode())
-    return plan, after
+    return plan.model_copy(update={"guard": False, "explore": 0.0}), after
 
 
 def test_a_merged_draft_is_dropped_in_the_middle_of_an_answer(local: LocalEngine) -> None:
