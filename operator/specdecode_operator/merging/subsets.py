@@ -1,4 +1,4 @@
-"""Acceptance of a task with fewer of its drafts, as their credit at the same nodes tells it. Pure.
+"""Estimate the acceptance of a task with fewer of its merged drafts, from the credit of each draft. Pure.
 
 The rates of the task's own draft alone are those of its credit. The gain of merging is shared among the merged drafts
 by their credit, so that the rates of all drafts together are the measured ones.
