@@ -133,21 +133,22 @@ class Coupling:
 
     def _special(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
         """Return ``pick`` of the scores of rows that are sampled, or greedy with adjusted logits."""
-        if not self._processing.sampled.any:
-            return pick(self._processing.adjusted(logits_RV, ids_V, at))
-        part = self._processing.sampled.of(at.batch_R)
-        noisy = self._noisy(part.of(logits_RV), ids_V, part.nodes(at), sharpness)
-        return part.merge(pick(noisy), lambda: pick(self._processing.adjusted(logits_RV, ids_V, at)))
+        processing = self._processing
+        if not processing.sampled.any:
+            return pick(processing.adjusted(logits_RV, ids_V, at))
+        part = processing.sampled.of(at.batch_R)
+        if sharpness != 1:
+            logits_RV = part.merge(part.of(logits_RV) * sharpness, lambda: logits_RV)
+        adjusted_RV = processing.adjusted(logits_RV, ids_V, at)
+        return part.merge(pick(self._noisy(part.of(adjusted_RV), ids_V, part.nodes(at))), lambda: pick(adjusted_RV))
 
-    def _noisy(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float) -> Tensor:
-        """Return log p + g [R, V], the Gumbel-max scores of sampled rows.
+    def _noisy(self, adjusted_RV: Tensor, ids_V: Tensor | None, at: Nodes) -> Tensor:
+        """Return log p + g [R, V], the Gumbel-max scores of sampled rows, from their adjusted logits.
 
         The values of greedy rows that are in the input have no meaning.
         """
         noise = self._noise_SDV[self._row_of_B[at.batch_R], at.depth_R]
-        logits = logits_RV if sharpness == 1 else logits_RV * sharpness
-        logp = self._processing.logp(self._processing.adjusted(logits, ids_V, at), at)
-        return logp + (noise if ids_V is None else noise[:, ids_V])
+        return self._processing.logp(adjusted_RV, at) + (noise if ids_V is None else noise[:, ids_V])
 
 
 def _first(scores_RV: Tensor) -> Tensor:

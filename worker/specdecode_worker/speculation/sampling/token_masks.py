@@ -49,7 +49,7 @@ class TokenMasks:
 
         On an accelerator this waits for the draft's passes. The masks are then computed while the target runs.
         """
-        self._tokens = {b: self._read(b) for b, guide in enumerate(self._guides) if guide is not None}
+        self._tokens = self._read([b for b, guide in enumerate(self._guides) if guide is not None])
 
     def prepare(self) -> None:
         """Compute the masks of all verified nodes of guided sequences and copy them to the device."""
@@ -81,7 +81,7 @@ class TokenMasks:
 
     def _drafting(self, batch: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """Return the masks [R, W] of nodes whose children are being drafted."""
-        tokens = {b: self._read(b) for b in sorted(set(batch)) if self._guides[b] is not None}
+        tokens = self._read([b for b in sorted(set(batch)) if self._guides[b] is not None])
         masks = np.empty((len(batch), self._words), dtype=np.uint32)
         for row, (b, node) in enumerate(zip(batch, nodes, strict=True)):
             masks[row] = self._mask(b, node, tokens[b]) if b in tokens else self._all
@@ -96,15 +96,19 @@ class TokenMasks:
             self._masks[key] = self._all if mask is None else mask
         return self._masks[key]
 
-    def _read(self, b: int) -> list[int]:
-        """Read the tokens of the tree of one sequence from the device, without the root's."""
-        count = len(self._forest.trees[b].parents) - 1
-        if not count:
-            return []
-        texts = self._texts
-        index_N = texts.roots_B[b] + 1 + to_device(list(range(count)), texts.roots_B.device)
-        tokens: list[int] = texts.tokens_SP[texts.slots_B[b], index_N].tolist()
-        return tokens
+    def _read(self, batch: Sequence[int]) -> dict[int, list[int]]:
+        """Read the tokens of the trees of these sequences from the device at once, without those of the roots."""
+        counts = [len(self._forest.trees[b].parents) - 1 for b in batch]
+        most = max(counts, default=0)
+        if not most:
+            return {b: [] for b in batch}
+        texts, device = self._texts, self._texts.roots_B.device
+        batch_G = to_device(list(batch), device)
+        index_GM = texts.roots_B[batch_G, None] + torch.arange(1, most + 1, device=device)
+        # A smaller tree at the end of the table of tokens has nothing behind its last node.
+        index_GM.clamp_(max=texts.tokens_SP.shape[1] - 1)
+        tokens: list[list[int]] = texts.tokens_SP[texts.slots_B[batch_G, None], index_GM].tolist()
+        return {b: row[:count] for b, row, count in zip(batch, tokens, counts, strict=True)}
 
 
 def _unpacked(bits_RW: Tensor) -> Tensor:
