@@ -92,7 +92,7 @@ def _unknown_requests(learned: Any, tasks: Iterable[str]) -> dict[str, float]:
 
 
 def _all_changes(self: Any, row: Any) -> tuple[float, ...]:
-    return row_states.recent_changes(row, self.now)
+    return row_states.recent_changes(row.moves, self.now)
 
 
 RULES: dict[str, Callable[[], None]] = {

@@ -19,8 +19,7 @@ from specdecode_operator.api.v1alpha1 import HysteresisSpec
 from specdecode_operator.merging.options import Option
 from specdecode_operator.merging.subsets import Names
 from specdecode_operator.merging.tuning import TUNING
-from specdecode_operator.planning.row_states import dwell_seconds
-from specdecode_operator.planning.tuning import HOUR_SECONDS
+from specdecode_operator.planning.row_states import dwell_seconds, recent_changes
 from specdecode_operator.planning.tuning import TUNING as PLANNING
 from specdecode_operator.state.cells import MergeChoice
 
@@ -85,7 +84,7 @@ def next_step(known: MergeChoice, options: Sequence[Option] | None, limits: Limi
     """
     if known.before is not None:
         return _after_trial(known, known.before, options, now)
-    moves = tuple(at for at in known.moves if now - at < HOUR_SECONDS)
+    moves = recent_changes(known.moves, now)
     if len(moves) >= limits.hysteresis.max_changes_per_hour:
         return Step(known)
     age = now - known.since

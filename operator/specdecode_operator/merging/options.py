@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdecode_operator.merging.subsets import Credit, Names, log_variance, subsets_of
 from specdecode_operator.planning.draft_trees import Position, TaskAcceptance, chain_of
-from specdecode_operator.planning.estimates import Estimate
+from specdecode_operator.planning.estimates import Estimate, confidence, mean_time
 from specdecode_operator.planning.loads import Load
-from specdecode_operator.planning.shape_search import NORMAL, Shapes, batches
-from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
+from specdecode_operator.planning.shape_search import Shapes, batches
+from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import Bounds
 from specdecode_operator.planning.tuning import TUNING as PLANNING
 from specdecode_operator.planning.workload import TaskLoad
@@ -49,8 +48,8 @@ class Option:
 
     @property
     def confidence(self) -> float:
-        """Probability that the gain is above 0, with the gain taken as normal."""
-        return NORMAL.cdf(self.gain / self.error) if self.error > 0 else float(self.gain > 0)
+        """Probability that the gain is above 0."""
+        return confidence(self.gain, self.error)
 
     @property
     def bound(self) -> float:
@@ -131,7 +130,8 @@ def _outcome(
     )
     weight = shares[name] * rates.tokens(shape) / tokens
     slopes = {at: weight * slope for at, slope in rates.slopes(shape).items()}
-    return _Outcome(shape, max(batch.passes for _, batch in met), _mean(met, times), own, tokens, slopes)
+    seconds = mean_time([(weight, times[batch]) for weight, batch in met])
+    return _Outcome(shape, max(batch.passes for _, batch in met), seconds, own, tokens, slopes)
 
 
 def _compared(
@@ -162,13 +162,6 @@ def _has(rates: TaskAcceptance, at: Position) -> bool:
     depth, is_main, rank = at
     levels = rates.main if is_main else rates.sibling
     return depth <= len(levels) and rank < len(levels[depth - 1])
-
-
-def _mean(met: Sequence[tuple[float, Batch]], times: dict[Batch, Estimate]) -> Estimate:
-    """Return the mean of step times, whose errors go together."""
-    mean = math.fsum(weight * times[batch].mean for weight, batch in met)
-    error = math.fsum(weight * math.sqrt(times[batch].variance) for weight, batch in met)
-    return Estimate(mean, error**2)
 
 
 def _main_depth(shape: TreeShape) -> int:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
 from specdecode_operator.planning.acceptance_model import lacking
+from specdecode_operator.planning.estimates import NORMAL, confidence
 from specdecode_operator.planning.row_states import dwell_seconds, next_row, recent_changes
-from specdecode_operator.planning.shape_search import NORMAL, RANK, Choice, Found, ShapeSearch
+from specdecode_operator.planning.shape_search import RANK, Choice, Found, ShapeSearch
 from specdecode_operator.planning.tuning import HOUR_SECONDS, TUNING
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import TreeShape
@@ -182,7 +183,7 @@ class LoadDecision:
     def _is_free(self, row: RowState) -> bool:
         """Return whether the row may change for a gain: by the changes of the hour, and its dwell or suspension."""
         hysteresis = self.speculation.hysteresis
-        if len(recent_changes(row, self.now)) >= hysteresis.max_changes_per_hour:
+        if len(recent_changes(row.moves, self.now)) >= hysteresis.max_changes_per_hour:
             return False
         if self.is_suspended:
             return self._is_active(row)
@@ -190,7 +191,7 @@ class LoadDecision:
 
     def _counted_changes(self, row: RowState) -> tuple[float, ...]:
         """Return the changes of the last hour; those before the last change point do not count."""
-        return recent_changes(row, self.now, self._changed_at(row))
+        return recent_changes(row.moves, self.now, self._changed_at(row))
 
     def _is_active(self, row: RowState) -> bool:
         """Return whether the row's task was drafted for about as recently as any."""
@@ -229,11 +230,12 @@ class LoadDecision:
     def _reason(self, name: str, now: Choice, best: Choice) -> str:
         task = next(task for task in self.search.tasks if task.name == name)
         rates = ", ".join(f"{ranks[0].mean:.2f}" for ranks in task.acceptance.main)
-        gain, sure = 100 * math.expm1(self.search.gain(now, best)), 100 * self.search.confidence(now, best)
+        gain = self.search.gain(now, best)
+        sure = confidence(gain, self.search.gain_error(now, best))
         missed = f"; {100 * now.violation:.0f} % over the objective" if now.violation else ""
         return (
             f"{_text(now, name)} -> {_text(best, name)} a step; acceptance by depth {rates};"
-            f" {gain:+.0f} % tokens in the same time, {sure:.0f} % sure{missed}"
+            f" {100 * math.expm1(gain):+.0f} % tokens in the same time, {100 * sure:.0f} % sure{missed}"
         )
 
 

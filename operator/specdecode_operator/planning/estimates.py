@@ -8,13 +8,15 @@ it contradicts the older evidence, the older loses most of its weight, so that a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import NamedTuple, TypeVar
 
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.telemetry.counters import Hits, Moments
 
 Evidence = TypeVar("Evidence", Hits, Moments)
+NORMAL = NormalDist()
 
 
 class Estimate(NamedTuple):
@@ -31,6 +33,22 @@ class Estimate(NamedTuple):
     def relative_variance(self) -> float:
         """Variance of the logarithm."""
         return self.variance / self.mean**2
+
+
+def mean_time(parts: Sequence[tuple[float, Estimate]]) -> Estimate:
+    """Return the mean of step times, whose errors go together. It is timed if the batches that matter are."""
+    if len(parts) == 1:
+        return parts[0][1]
+    heaviest = max(weight for weight, _ in parts)
+    often = [seconds for weight, seconds in parts if weight >= heaviest / 2]
+    mean = sum(weight * seconds.mean for weight, seconds in parts)
+    error = sum(weight * math.sqrt(seconds.variance) for weight, seconds in parts)
+    return Estimate(mean, error**2, min(one.weight for one in often), min(one.at for one in often))
+
+
+def confidence(gain: float, error: float) -> float:
+    """Return P(gain > 0), with the gain taken as normal."""
+    return NORMAL.cdf(gain / error) if error > 0 else float(gain > 0)
 
 
 def joined(

@@ -13,13 +13,13 @@ def next_row(row: RowState, shape: TreeShape, now: float, *, is_trial: bool = Fa
 
     ``counts`` says whether the change counts against the changes of the hour. The end of a trial does not.
     """
-    moves = (*recent_changes(row, now), now) if counts else row.moves
+    moves = (*recent_changes(row.moves, now), now) if counts else row.moves
     return row.running(shape, since=row.since if shape == row.shape else now, moves=moves, trial=is_trial)
 
 
-def recent_changes(row: RowState, now: float, after: float = 0.0) -> tuple[float, ...]:
-    """Return the times of the row's changes within the last hour, as far as they are later than ``after``."""
-    return tuple(at for at in row.moves if now - at < HOUR_SECONDS and at > after)
+def recent_changes(moves: tuple[float, ...], now: float, after: float = 0.0) -> tuple[float, ...]:
+    """Return the times of changes within the last hour, as far as they are later than ``after``."""
+    return tuple(at for at in moves if now - at < HOUR_SECONDS and at > after)
 
 
 def dwell_seconds(changes: int, hysteresis: HysteresisSpec) -> float:

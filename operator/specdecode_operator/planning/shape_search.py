@@ -11,11 +11,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from statistics import NormalDist
 from typing import NamedTuple
 
 from specdecode_operator.planning.draft_trees import Node, Path, Position, chain_of, paths_of, shape_of
-from specdecode_operator.planning.estimates import Estimate
+from specdecode_operator.planning.estimates import Estimate, mean_time
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
 from specdecode_operator.planning.task_bounds import Bounds
@@ -27,7 +26,6 @@ Shapes = tuple[tuple[str, TreeShape], ...]
 """The shape of every task, in the order of the search's tasks."""
 Mix = tuple[dict[str, float], dict[str, float]]
 """Tokens of a step, and share of the sequences, both by task."""
-NORMAL = NormalDist()
 
 
 class Met(NamedTuple):
@@ -142,11 +140,6 @@ class ShapeSearch:
             time = min(time, (math.log(one.seconds.mean / two.seconds.mean) / 2) ** 2)
         return math.sqrt(time + sum(self._tokens_variance(task, one, two) for task in self.tasks))
 
-    def confidence(self, one: Choice, two: Choice) -> float:
-        """Return P(gain > 0), with the gain taken as normal."""
-        gain, error = self.gain(one, two), self.gain_error(one, two)
-        return NORMAL.cdf(gain / error) if error > 0 else float(gain > 0)
-
     def moving_demand(self, one: Choice, two: Choice) -> float:
         """Return the share of the tokens that belongs to tasks with a different shape."""
         pairs = zip(self.tasks, one.shapes, two.shapes, strict=True)
@@ -199,7 +192,7 @@ class ShapeSearch:
 
     def _choice(self, shapes: Shapes, mix: Mix, met: list[Met], times: dict[Batch, Estimate]) -> Choice:
         tokens, shares = mix
-        seconds = _mean([(shares[one.task] * one.weight, times[one.batch]) for one in met])
+        seconds = mean_time([(shares[one.task] * one.weight, times[one.batch]) for one in met])
         own = dict.fromkeys(tokens, 0.0)
         for one in met:
             own[one.task] += one.weight * times[one.batch].mean
@@ -269,17 +262,3 @@ def _changed(now: Shapes, shapes: Iterable[tuple[str, TreeShape]], tasks: Collec
     """Return ``now`` with the ``shapes`` of ``tasks``."""
     found = dict(shapes)
     return tuple((name, found[name] if name in tasks else shape) for name, shape in now)
-
-
-def _mean(parts: list[tuple[float, Estimate]]) -> Estimate:
-    """Return the mean of step times, whose errors go together. It is timed if the batches that matter are."""
-    if len(parts) == 1:
-        return parts[0][1]
-    heaviest = max(weight for weight, _ in parts)
-    often = [seconds for weight, seconds in parts if weight >= heaviest / 2]
-    return Estimate(
-        sum(weight * seconds.mean for weight, seconds in parts),
-        sum(weight * math.sqrt(seconds.variance) for weight, seconds in parts) ** 2,
-        min(seconds.weight for seconds in often),
-        min(seconds.at for seconds in often),
-    )

@@ -147,7 +147,7 @@ def percentile_ratio(cells: Sequence[LatencyHistogram], percentile: int) -> floa
     alike = [cell for cell in cells if cell.edges == cells[0].edges]
     counts, seconds = np.sum([cell.counts for cell in alike], axis=0), sum(cell.sum for cell in alike)
     total = float(np.sum(counts))
-    if total < TUNING.fleet_samples or seconds <= 0:
+    if total < TUNING.fleet_samples or seconds <= TUNING.least_seconds:
         return -math.log(1 - percentile / 100)
     below, edges = np.append(0, np.cumsum(counts[:-1])), (0.0, *alike[0].edges)
     return float(np.interp(percentile / 100 * total, below, edges)) * total / seconds

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fleet import Loop, SimulatedWorker, Truth, deployment_with
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ObjectiveSpec
@@ -68,6 +68,7 @@ def test_both_latencies_have_a_ratio_of_their_own() -> None:
 
 
 @given(st.lists(st.integers(0, 1000), min_size=5, max_size=5), st.floats(0, 1e6))
+@example([0, 0, 0, 0, 500], 1e-310)
 def test_a_higher_percentile_is_never_lower(counts: list[int], seconds: float) -> None:
     cell = NARROW.model_copy(update={"counts": tuple(counts), "sum": seconds})
     found = [percentile_ratio([cell], percentile) for percentile in (50, 90, 95, 99)]

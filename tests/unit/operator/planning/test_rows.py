@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
 from specdecode_operator.planning.decision_rule import OUTDATED
+from specdecode_operator.planning.estimates import confidence
 from specdecode_operator.planning.loads import Load, buckets
 from specdecode_operator.planning.plan_rows import choose
 from specdecode_operator.planning.shape_search import ShapeSearch
@@ -122,7 +123,7 @@ def test_few_drafts_leave_doubt_about_acceptance() -> None:
         rows = [RowState(concurrency=0, context=0, task="other", depth=1)]
         search = ShapeSearch(times, load, tasks_at(AcceptanceModel(learned, spec()), rows, load, None), Objective())
         one, three = search.evaluate((("other", TreeShape.chain(depth)),) for depth in (1, 3)).values()
-        return search.confidence(one, three)
+        return confidence(search.gain(one, three), search.gain_error(one, three))
 
     assert sure(4000) > 0.9 > sure(4)
 
