@@ -63,7 +63,7 @@ def plan(
         plan=_next_plan(deployment, observed, learned, buckets, rows, pin),
         rows=tuple(rows),
         swept_at=chosen.swept_at,
-        changes=_records(moved, learned, buckets, now) if follows else (),
+        changes=records(moved, learned, buckets, now) if follows else (),
         recommended=recommended,
         pin=pinned,
     )
@@ -109,32 +109,42 @@ def _next_plan(
     )
 
 
-def _records(
+def records(
     changes: Iterable[Change], learned: LearnedState, buckets: Buckets, now: float
 ) -> tuple[DecisionRecord, ...]:
-    """Return one record for all rows of a task that changed in the same way, led by the row of the present load."""
+    """Return one record for all rows of a task that changed in the same way, that of the present load last."""
     present = loads.present_row(learned.load, buckets)
     groups: dict[tuple[str, TreeShape, TreeShape], list[Change]] = {}
     for change in changes:
         groups.setdefault((change.row.task, change.before, change.row.shape), []).append(change)
-    records = []
-    for (task, before, after), group in groups.items():
-        by_load = {(change.row.concurrency, change.row.context): change for change in group}
-        at = sorted(by_load, key=lambda one: (one != present, one))
-        first = by_load[at[0]]
-        records.append(
-            DecisionRecord(
-                time=iso(now),
-                measured=history.measured(learned, task),
-                load=f"{bucket_text(buckets, at)}, task {task}",
-                before=str(before),
-                after=str(after),
-                expected_gain_percent=None if first.gain is None else round(100 * first.gain, 1),
-                cause=first.cause,
-                reason=first.reason,
-            )
-        )
-    return tuple(records)
+    # The status shows the last record as the latest decision.
+    return tuple(
+        _record(task, group, present, learned, buckets, now)
+        for (task, _, _), group in sorted(groups.items(), key=lambda one: any(_at(each) == present for each in one[1]))
+    )
+
+
+def _record(
+    task: str, group: list[Change], present: tuple[int, int], learned: LearnedState, buckets: Buckets, now: float
+) -> DecisionRecord:
+    """Return the record of rows that changed in the same way, led by a row that was decided at its own load."""
+    led = sorted(group, key=lambda change: (change.follows, _at(change) != present, _at(change)))
+    first, followers = led[0], [_at(change) for change in led if change.follows]
+    rest = f"; {bucket_text(buckets, followers)} follows" if followers and not first.follows else ""
+    return DecisionRecord(
+        time=iso(now),
+        measured=history.measured(learned, task),
+        load=f"{bucket_text(buckets, map(_at, led))}, task {task}",
+        before=str(first.before),
+        after=str(first.row.shape),
+        expected_gain_percent=None if first.gain is None else round(100 * first.gain, 1),
+        cause=first.cause,
+        reason=first.reason + rest,
+    )
+
+
+def _at(change: Change) -> tuple[int, int]:
+    return change.row.concurrency, change.row.context
 
 
 def _recommended(chosen: Chosen, learned: LearnedState, buckets: Buckets) -> str | None:

@@ -35,6 +35,8 @@ class Change:
     """Expected relative gain in tokens per second. None if the change is not for a gain."""
     cause: Cause
     reason: str
+    follows: bool = False
+    """The row follows the change of another load, whose reason this is."""
 
     @property
     def is_move(self) -> bool:

@@ -27,10 +27,8 @@ class Load(NamedTuple):
 
 def buckets(max_num_seqs: int) -> Buckets:
     """Return concurrency edges at powers of two below ``max_num_seqs``, where the last bucket ends."""
-    return Buckets(
-        concurrency=tuple(1 << power for power in range(max(1, (max_num_seqs - 1).bit_length()))),
-        context=TUNING.context_edges,
-    )
+    powers = range(max(1, (max_num_seqs - 1).bit_length()))
+    return Buckets(concurrency=tuple(1 << power for power in powers), context=TUNING.context_edges)
 
 
 def bucket_of(edges: tuple[int, ...], value: float) -> int:

@@ -191,7 +191,7 @@ def _also_stopped(row: RowState, speculation: SpeculationSpec, now: float) -> Ch
 def _followed(row: RowState, before: TreeShape, changes: Collection[Change]) -> list[Change]:
     """Return the change that a row follows, as a change of that row; nothing if it follows none."""
     alike = [change for change in changes if (change.row.context, change.row.shape) == (row.context, row.shape)]
-    return [replace(change, row=row, before=before) for change in alike[:1] if row.shape != before]
+    return [replace(change, row=row, before=before, follows=True) for change in alike[:1] if row.shape != before]
 
 
 def _within_bounds(row: RowState, speculation: SpeculationSpec, now: float) -> Change | None:

@@ -73,7 +73,7 @@ def _depth(
         f"Measured {age(speculation.measured_at, now)} ago: acceptance rate {figure(speculation.acceptance_rate)},"
         f" {figure(speculation.accepted_length)} tokens per step, speedup {figure(speculation.speedup)}."
         if speculation.measured_at
-        else "There are no measurements yet. They need 500 drafts within a minute."
+        else "Measuring: acceptance rate and speedup are reported once there were 500 drafts within a minute."
     )
     yield from _saved(resource)
     yield from (f"Task {task.name} {task.merge}." for task in status.tasks if task.merge)

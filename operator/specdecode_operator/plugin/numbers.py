@@ -12,6 +12,8 @@ from specdecode_worker.contract import FEATURES, ONE_PASS, Buckets, Method, Plan
 _SEQUENCES = FEATURES.index("sequences")
 _VERIFY_TOKENS = FEATURES.index("verify_tokens")
 _LEAST_STEPS = 1
+_LEAST_STEPS_OF_A_GAIN = 8
+"""Steps with answers below which a gain is mostly noise."""
 
 
 def acceptance_lines(learned: LearnedState) -> Iterator[str]:
@@ -100,7 +102,10 @@ class _Steps:
         self.sequences = moments.mean_of(_SEQUENCES)
         self.nodes = round(moments.mean_of(_VERIFY_TOKENS) / self.sequences - 1) if self.sequences else 0
         self.milliseconds = 1000 * moments.mean_seconds
-        self.tokens = moments.emitted / (moments.count * self.sequences) if self.sequences else 0.0
+        # Steps that a worker ran to measure their time emit no tokens.
+        self.answering = max(0.0, moments.count - cell.made_up)
+        sequences = self.answering * self.sequences
+        self.tokens = moments.emitted / sequences if moments.emitted and sequences else None
         self.passes = cell.draft_passes
         self.order = (round(self.sequences), self.passes, self.nodes)
 
@@ -118,6 +123,8 @@ class _Steps:
     def gain(self, timed: list[_Steps]) -> float | None:
         """Return the gain in percent over plain steps of about as many sequences: tokens in the same time."""
         plain = [steps for steps in timed if not steps.nodes and not steps.passes and steps.per_token]
+        if self.answering < _LEAST_STEPS_OF_A_GAIN:
+            return None
         near = min(plain, key=lambda steps: abs(steps.sequences - self.sequences), default=None)
         if near is None or near is self or not self.per_token or near.per_token is None:
             return None

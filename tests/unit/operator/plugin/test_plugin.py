@@ -15,6 +15,7 @@ from specdecode_operator.plugin.past import past
 from specdecode_operator.plugin.simulation import document
 from specdecode_operator.plugin.text import age, figure, percent, table
 from specdecode_operator.state.learned import AcceptanceCell, DraftEstimates
+from specdecode_operator.telemetry.counters import CellKey, Moments
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,28 @@ def test_the_steps_of_explain_compare_with_plain_steps_at_the_same_load(deepened
     (deep,) = [line for line in lines if line.startswith("  depth 5")]
     plain, drafted = 21.2, (20 + 2 * 5 + 0.4 * 3 * 6) / 5.7
     assert int(deep.split("+")[1].split()[0]) == pytest.approx(100 * (plain / drafted - 1), abs=15)
+
+
+def test_steps_that_workers_timed_before_they_served_count_for_no_tokens(deepened: Loop) -> None:
+    learned = remembered(deepened)
+    kind = max((cell for cell in learned.costs if cell.draft_passes), key=lambda cell: cell.values[0])
+
+    def shown(answering: float, timed: float) -> list[str]:
+        """Columns of the kind of step, with this many steps that answered and that were only timed."""
+        known = Moments(kind.values)
+        steps = known.times((answering + timed) / known.count).with_emitted(known.emitted * answering / known.count)
+        cell = kind.model_copy(update={"values": steps.values, "made_up": timed})
+        others = (one for one in learned.costs if CellKey.of(one) != CellKey.of(kind))
+        state = learned.model_copy(update={"costs": (*others, cell)})
+        lines = explain(resource_of(deepened), state, deepened.now)
+        (line,) = [line for line in lines if line.startswith(f"  depth {kind.draft_passes}  ")]
+        return [column for column in line.split("  ") if column]
+
+    tokens, gain = 3, 5
+    assert float(shown(20, 20)[tokens]) == float(shown(20, 0)[tokens])
+    assert "%" in shown(20, 0)[gain]
+    assert shown(4, 0)[gain].strip() == "-", "too few steps for a gain"
+    assert shown(0, 7)[tokens].strip() == "-", "no answer, no tokens"
 
 
 def test_explain_names_the_steps_of_a_parallel_draft_by_their_nodes() -> None:
