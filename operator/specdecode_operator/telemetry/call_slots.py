@@ -31,13 +31,14 @@ class CallSlots:
     @asynccontextmanager
     async def slot(self, key: Key) -> AsyncIterator[None]:
         """Wait for a slot and hold it."""
-        await self._acquire(key)
+        await self.acquire(key)
         try:
             yield
         finally:
-            self._release(key)
+            self.release(key)
 
-    async def _acquire(self, key: Key) -> None:
+    async def acquire(self, key: Key) -> None:
+        """Wait for a slot. The caller releases it."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, deque()).append(waiter)
         self._grant()
@@ -46,12 +47,13 @@ class CallSlots:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 # The slot was granted in the same turn of the event loop as the cancellation.
-                self._release(key)
+                self.release(key)
             else:
                 self._forget(key, waiter)
             raise
 
-    def _release(self, key: Key) -> None:
+    def release(self, key: Key) -> None:
+        """Return a slot, for the next call that waits."""
         self._free += 1
         self._held[key] -= 1
         if not self._held[key]:
@@ -60,17 +62,23 @@ class CallSlots:
 
     def _grant(self) -> None:
         """Give free slots to waiting calls."""
-        while self._free:
-            allowed = [key for key in self._waiting if self.held(key) < self._per_deployment]
-            if not allowed:
-                return
-            key = min(allowed, key=self.held)
+        while self._free and (key := self._next()) is not None:
             waiter = self._waiting[key][0]
             self._forget(key, waiter)
             if not waiter.done():
                 self._free -= 1
                 self._held[key] = self.held(key) + 1
                 waiter.set_result(None)
+
+    def _next(self) -> Key | None:
+        """Return the waiting deployment that holds the fewest slots; None if all that wait have as many as allowed."""
+        best, fewest = None, self._per_deployment
+        for key in self._waiting:
+            if self.held(key) < fewest:
+                best, fewest = key, self.held(key)
+            if not fewest:
+                break
+        return best
 
     def _forget(self, key: Key, waiter: asyncio.Future[None]) -> None:
         waiters = self._waiting.get(key)

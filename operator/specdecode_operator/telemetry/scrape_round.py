@@ -6,10 +6,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from specdecode_operator.errors import OperatorError
 from specdecode_operator.telemetry.call_slots import CallSlots
@@ -23,8 +21,6 @@ log = logging.getLogger(__name__)
 START_SECONDS = 0.1
 """Time within which the first calls of a round begin, on a busy event loop. Where the budget is the deadline of a call,
 they still end by that deadline, and count as timeouts."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +109,13 @@ class RoundCalls:
         """
         ends = asyncio.get_running_loop().time() + self._budget
         ordered = sorted(polls, key=lambda poll: poll.asked_at)
-        return await asyncio.gather(*(self._read_one(key, poll, access, ends) for poll in ordered))
+        due = [poll for poll in ordered if poll.target.address is not None and self._clock() >= poll.not_before]
+        parts = await asyncio.gather(
+            self._read_all(key, [poll for poll in due if not poll.timeouts], self._slots, access, ends),
+            self._read_all(key, [poll for poll in due if poll.timeouts], self._slow_slots, access, ends),
+        )
+        after = {poll.target.uid: poll for part in parts for poll in part}
+        return [after.get(poll.target.uid, poll) for poll in ordered]
 
     async def push(self, key: Key, plans: Mapping[str, Plan], access: WorkerAccess) -> None:
         """Push plans by address. A failed push is not repeated here: the next report shows whether it is needed."""
@@ -121,21 +123,37 @@ class RoundCalls:
         pushes = (self._push_one(key, address, plan, access, ends) for address, plan in plans.items())
         await asyncio.gather(*pushes)
 
+    async def _read_all(
+        self, key: Key, polls: Iterable[WorkerPoll], slots: CallSlots, access: WorkerAccess, ends: float
+    ) -> list[WorkerPoll]:
+        """Read reports in this order. A call has a task once it has a slot: thousands that wait would take much memory.
+
+        The slot is released by a callback, because a task that is cancelled before it runs has no other end.
+        """
+        calls: list[asyncio.Task[WorkerPoll]] = []
+        unasked: list[WorkerPoll] = []
+        async with asyncio.TaskGroup() as group:
+            for poll in polls:
+                try:
+                    async with asyncio.timeout_at(ends):
+                        await slots.acquire(key)
+                except TimeoutError:
+                    unasked.append(self._not_asked(poll))
+                    continue
+                calls.append(group.create_task(self._read_one(key, poll, access, ends)))
+                calls[-1].add_done_callback(lambda _: slots.release(key))
+        return [*(call.result() for call in calls), *unasked]
+
     async def _read_one(self, key: Key, poll: WorkerPoll, access: WorkerAccess, ends: float) -> WorkerPoll:
-        address = poll.target.address
-        if address is None or self._clock() < poll.not_before:
-            return poll
+        assert poll.target.address is not None, "only workers with an address are asked"
         tag = poll.baseline.tag if poll.baseline else ""
-        slots = self._slow_slots if poll.timeouts else self._slots
         started = self._clock()
         try:
-            answer = await self._call(
-                slots.slot(key), ends, lambda: self._client.report(address, access.tokens, tag, tls=access.tls)
-            )
+            async with asyncio.timeout_at(ends):
+                answer = await self._client.report(poll.target.address, access.tokens, tag, tls=access.tls)
             after = poll.answered(answer, started=started, at=self._wall_clock())
         except TimeoutError:
-            self._counters.reports_failed["not_asked"] += 1
-            return poll.not_asked(at=self._wall_clock())
+            return self._not_asked(poll)
         except Exception as error:
             self._count_failure(key, poll, error)
             return poll.failed(error, started=started, at=self._wall_clock(), period=self._period)
@@ -145,11 +163,14 @@ class RoundCalls:
             self._counters.reports_failed["bad_report"] += 1
         return after
 
+    def _not_asked(self, poll: WorkerPoll) -> WorkerPoll:
+        self._counters.reports_failed["not_asked"] += 1
+        return poll.not_asked(at=self._wall_clock())
+
     async def _push_one(self, key: Key, address: str, plan: Plan, access: WorkerAccess, ends: float) -> None:
         try:
-            await self._call(
-                self._slots.slot(key), ends, lambda: self._client.push(address, access.tokens, plan, tls=access.tls)
-            )
+            async with asyncio.timeout_at(ends), self._slots.slot(key):
+                await self._client.push(address, access.tokens, plan, tls=access.tls)
         except Exception as error:
             reason = "not_asked" if isinstance(error, TimeoutError) else failure_reason(error)
             self._counters.pushes_failed[reason] += 1
@@ -157,11 +178,6 @@ class RoundCalls:
             log.info("%s/%s: plan %d was not pushed to %s: %s", *key, plan.version, address, text)
         else:
             self._counters.pushes += 1
-
-    async def _call(self, slot: AbstractAsyncContextManager[None], ends: float, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call when a slot is free. Raise TimeoutError at the end of the round's budget."""
-        async with asyncio.timeout_at(ends), slot:
-            return await call()
 
     def _count_failure(self, key: Key, poll: WorkerPoll, error: Exception) -> None:
         self._counters.reports_failed[failure_reason(error)] += 1

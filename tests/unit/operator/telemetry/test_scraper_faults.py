@@ -54,6 +54,22 @@ async def test_workers_that_were_not_asked_in_time_go_first_in_the_next_round() 
         assert bench.scraper.counters.reports_failed["not_asked"] > 0
 
 
+async def test_calls_have_tasks_only_while_they_have_slots() -> None:
+    """A thousand deployments that are late would otherwise have ten thousand of them."""
+    most = 0
+
+    async def counting(*args: Any) -> None:
+        nonlocal most
+        most = max(most, len(asyncio.all_tasks()))
+        await GoodWorker()(*args)
+
+    async with bench_of(limits=ScrapeLimits(total=2, per_deployment=2)) as bench:
+        await bench.add(*[counting] * 60)
+        await bench.rounds(1)
+        assert bench.problems() == [None] * 60
+    assert 2 < most < 30
+
+
 async def test_workers_that_hang_take_no_slots_from_others() -> None:
     """The hanging workers of one deployment want more slots than there are."""
     async with bench_of(deadline=3.0, limits=ScrapeLimits(total=4, per_deployment=4)) as bench:
