@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import Decision, Spec, Status
+from specdecode_operator.api.v1alpha1 import Decision, Spec, SpeculationStatus, Status
 from specdecode_operator.plugin.drafts import run_line, trial_line
 from specdecode_operator.plugin.drift import drift_lines
 from specdecode_operator.plugin.numbers import acceptance_lines, row_lines, step_lines
@@ -69,17 +69,24 @@ def _depth(
     if lack:
         yield f"Measuring: {lack}."
         return
-    yield (
-        f"Measured {age(speculation.measured_at, now)} ago: acceptance rate {figure(speculation.acceptance_rate)},"
-        f" {figure(speculation.accepted_length)} tokens per step, speedup {figure(speculation.speedup)}."
-        if speculation.measured_at
-        else "Measuring: acceptance rate and speedup are reported once there were 500 drafts within a minute."
-    )
+    yield _figures(speculation, now)
     yield from _saved(resource)
     yield from (f"Task {task.name} {task.merge}." for task in status.tasks if task.merge)
     last = next((decision for decision in speculation.history if decision.kind == "Plan"), None)
     if last:
         yield from _last_change(last, now)
+
+
+def _figures(speculation: SpeculationStatus, now: float) -> str:
+    """Return the sentence with the measured figures, or with what they wait for."""
+    enough = "once there were 500 drafts within a minute"
+    if not speculation.measured_at:
+        return f"Not measured yet: acceptance rate and speedup are reported {enough}."
+    measured = f"Measured {age(speculation.measured_at, now)} ago: speedup {figure(speculation.speedup)}"
+    if speculation.acceptance_rate is None:
+        return f"{measured}. The acceptance rate is reported {enough}."
+    rate, length = figure(speculation.acceptance_rate), figure(speculation.accepted_length)
+    return f"{measured}, acceptance rate {rate}, {length} tokens per step."
 
 
 def _deciding_mode(mode: str, spec: Spec) -> str:

@@ -120,6 +120,24 @@ def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
     assert steps["plain"][3] == "1", "a token a step"
 
 
+@pytest.mark.parametrize(
+    ("figures", "sentence"),
+    [
+        ({"measuredAt": None, "speedup": None}, "Not measured yet: acceptance rate and speedup are reported once"),
+        ({"speedup": 1.1, "acceptanceRate": None}, "ago: speedup 1.1. The acceptance rate is reported once there were"),
+        ({"speedup": 1.1, "acceptanceRate": 0.35, "acceptedLength": 2}, "speedup 1.1, acceptance rate 0.35, 2 tokens"),
+    ],
+)
+def test_explain_says_what_the_figures_wait_for(
+    deepened: Loop, figures: dict[str, float | None], sentence: str
+) -> None:
+    resource = resource_of(deepened)
+    resource["status"]["speculation"] |= figures
+    text = " ".join(" ".join(explain(resource, None, deepened.now)).split())
+    assert sentence in text
+    assert "rate -" not in text
+
+
 def test_a_new_deployment_is_measuring_until_its_first_decision() -> None:
     """Explain, status and history agree with the depth until the first decision, and after it."""
     loop = loop_over(Truth(chances=[0.98] * 5, sequences=3), explore=0.1)
