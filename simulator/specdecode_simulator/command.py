@@ -15,6 +15,7 @@ from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_simulator.errors import SimulatorError
 from specdecode_simulator.policies.registry import ALL
 from specdecode_simulator.records.recordings import library, nearest
+from specdecode_simulator.scoring.earlier import compared
 from specdecode_simulator.scoring.matrix import Cell, Matrix, by_trace
 from specdecode_simulator.scoring.plots import plot, prepare
 from specdecode_simulator.scoring.table import markdown, text
@@ -72,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="write every run there as it ends, and do not repeat what is there"
     )
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="compare ours with the runs that --keep of an earlier version wrote"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--recordings", type=Path, metavar="DIR", help="default: benchmarks/recordings of a checkout")
     parser.add_argument(
@@ -112,7 +116,10 @@ def _simulate(args: argparse.Namespace) -> int:
     )
     if args.plot:
         prepare(args.plot)
-    document = matrix.document(by_trace(_run_with_progress(matrix, args.jobs)), decisions=args.decisions)
+    runs = by_trace(_run_with_progress(matrix, args.jobs))
+    document = matrix.document(runs, decisions=args.decisions)
+    if args.against:
+        document["against"] = compared(runs, args.against, args.hours, args.poll_seconds)
     if args.plot:
         _write(document, args.plot)
     print(json.dumps(document, indent=1) if args.json else text(document))

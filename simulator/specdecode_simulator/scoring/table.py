@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from specdecode_simulator.scoring.earlier import COLUMNS as EARLIER
+from specdecode_simulator.scoring.earlier import earlier_rows
 from specdecode_simulator.scoring.score import ORACLE
 
 COLUMNS = ("policy", "over oracle", "95 %", "over clairvoyant", "changes/h", "misses", "replica h", "p95 TTFT s")
+AGAINST = "Ours against the earlier version, paired by seed, each over its constrained oracle:"
 BY_POLICY = ("policy", "mean over oracle", "worst", "on")
 OVERVIEW = ("trace", "family", "ours over oracle", "95 %", "over clairvoyant", "changes/h", "the oracle's", "misses")
 
@@ -19,6 +22,8 @@ def text(document: Mapping[str, Any]) -> str:
         lines += _aligned([COLUMNS, *_rows(trace)])
     if summary := list(_by_policy(document)):
         lines += ["", _of_all(document), *_aligned([BY_POLICY, *summary])]
+    if "against" in document:
+        lines += ["", AGAINST, *_aligned([EARLIER, *earlier_rows(document["against"])])]
     return "\n".join([*lines, "", *_targets(document)])
 
 
@@ -28,6 +33,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         lines += ["", _of_all(document), "", *_table(BY_POLICY, summary)]
     if overview := list(_overview(document)):
         lines += ["", *_table(OVERVIEW, overview)]
+    if "against" in document:
+        lines += ["", AGAINST, "", *_table(EARLIER, earlier_rows(document["against"]))]
     for name, trace in document["traces"].items():
         lines += ["", f"## {name} ({trace['family']})", "", *_table(COLUMNS, _rows(trace))]
     return "\n".join(lines) + "\n"
