@@ -5,6 +5,7 @@ It is made from the spec, the status and, if the user may read it, the state tha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -64,6 +65,7 @@ def _depth(
     if speculation.recommended:
         yield f"Mode Auto would run {speculation.recommended} at the current load."
     yield from _guard(status, learned)
+    yield from _unapplied(status, learned)
     yield from _rollout(status)
     lack = measuring(status.conditions)
     if lack:
@@ -75,6 +77,19 @@ def _depth(
     last = next((decision for decision in speculation.history if decision.kind == "Plan"), None)
     if last:
         yield from _last_change(last, now)
+
+
+def _unapplied(status: Status, learned: LearnedState | None) -> Iterator[str]:
+    """Yield a line if the depth is still that of an earlier plan. Status has it until a worker reports the new plan."""
+    depth = status.speculation.depth if status.speculation else None
+    if learned is None or learned.plan is None or not depth:
+        return
+    plan, load = learned.plan, learned.load
+    concurrency = bisect_left(plan.buckets.concurrency, load.sequences)
+    row = plan.row(concurrency, min(load.context_bucket, len(plan.buckets.context)), load.task)
+    shape = row.shape if row else plan.initial
+    if shape.depth != depth:
+        yield f"Plan version {plan.version} has {shape} at this load. No worker has reported that it runs it yet."
 
 
 def _figures(speculation: SpeculationStatus, now: float) -> str:
