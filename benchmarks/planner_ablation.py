@@ -8,11 +8,10 @@ where it was.
     .venv/bin/python benchmarks/planner_ablation.py constants --jobs 2      # six traces
     .venv/bin/python benchmarks/planner_ablation.py rules --only "as it is" --first-seed 10 --seeds 10 --hours 4
     .venv/bin/python benchmarks/planner_ablation.py table                   # what is stored so far, as Markdown
-    .venv/bin/python benchmarks/planner_ablation.py compare --against /elsewhere/build/ablation    # another checkout's
 
 The columns of the table: time per token over the constrained oracle's (mean over traces, and the worst trace), plan
-changes an hour on stationary traces, and steps of acceptance that were answered in time. ``compare`` prints the paired
-difference of "as it is" to the runs that another version of the planner stored.
+changes an hour on stationary traces, and steps of acceptance that were answered in time. ``specdecode-simulate
+--against`` compares the planner with another version of it.
 """
 
 from __future__ import annotations
@@ -226,51 +225,20 @@ def _row(folder: Path) -> dict[str, Any]:
     }
 
 
-def compare(folder: Path, other: Path) -> str:
-    """Return the paired difference of "as it is" between two stored planners, by kind and length."""
-    lines = ["| runs | pairs | mean | paired difference | worst trace | changes/h |", "|---|---|---|---|---|---|"]
-    for part in sorted(folder.iterdir()):
-        ours, theirs = (_row(each / part.name / _slug(BASE)) for each in (folder, other))
-        pairs = [
-            (_ratio(json.loads(file.read_text())), _ratio(json.loads(twin.read_text())))
-            for file in sorted((part / _slug(BASE)).glob("*.json"))
-            if (twin := other / part.name / _slug(BASE) / file.name).exists()
-        ]
-        gaps = [one - two for one, two in pairs]
-        mean = sum(gaps) / len(gaps)
-        error = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / max(1, len(gaps) - 1) / len(gaps))
-        lines.append(
-            f"| {part.name} | {len(pairs)} | {ours['mean']:.4f} against {theirs['mean']:.4f} "
-            f"| {mean:+.4f} ± {error:.4f} "
-            f"| {ours['worst']:.3f} {ours['on']} against {theirs['worst']:.3f} {theirs['on']} "
-            f"| {ours['changes']:.1f} against {theirs['changes']:.1f} |"
-        )
-    return "\n".join(lines)
-
-
-def _ratio(document: dict[str, Any]) -> float:
-    ours, oracle = (document["runs"][name]["figures"]["time_per_token"] for name in (OURS, ORACLE))
-    return float(ours / oracle)
-
-
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command of the command line."""
     parser = argparse.ArgumentParser(description="Measure what the rules and constants of the planner are worth.")
-    parser.add_argument("kind", choices=("rules", "constants", "table", "compare"))
+    parser.add_argument("kind", choices=("rules", "constants", "table"))
     parser.add_argument("--only", action="append", default=[], metavar="VARIANT", help="repeat for more")
     parser.add_argument("--first-seed", type=int, default=0, help="seeds 10 to 19 are for final tables only")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--trace", action="append", default=[], metavar="NAME", help="repeat for more")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--against", type=Path, help="folder of another planner's results, for compare")
     parser.add_argument("--keep", type=Path, default=Path("build/ablation"), help="folder of the results")
     args = parser.parse_args(None if arguments is None else list(arguments))
     if args.kind == "table":
         print(table(args.keep))
-        return 0
-    if args.kind == "compare":
-        print(compare(args.keep, args.against))
         return 0
     seeds = tuple(range(args.first_seed, args.first_seed + args.seeds))
     traces = tuple(args.trace) or (tuple(TRACES) if args.kind == "rules" else SIX_TRACES)

@@ -171,7 +171,7 @@ def _present(stage: _Stage, deployment: Deployment, learned: LearnedState) -> Pr
     rows = [
         row.running(task_bounds.bounds_of(speculation, row.task).nearest(row.shape))
         for row in plan_rows.rows_of(speculation, learned, stage.buckets)
-        if (row.concurrency, row.context) == at
+        if row.load == at
     ]
     quiet = workload.idle(learned, [row.task for row in rows])
     busy = [row for row in rows if row.task not in quiet]

@@ -118,23 +118,21 @@ def records(
     for change in changes:
         groups.setdefault((change.row.task, change.before, change.row.shape), []).append(change)
     # The status shows the last record as the latest decision.
-    return tuple(
-        _record(task, group, present, learned, buckets, now)
-        for (task, _, _), group in sorted(groups.items(), key=lambda one: any(_at(each) == present for each in one[1]))
-    )
+    ordered = sorted(groups.values(), key=lambda group: any(change.row.load == present for change in group))
+    return tuple(_record(group, present, learned, buckets, now) for group in ordered)
 
 
 def _record(
-    task: str, group: list[Change], present: tuple[int, int], learned: LearnedState, buckets: Buckets, now: float
+    group: list[Change], present: tuple[int, int], learned: LearnedState, buckets: Buckets, now: float
 ) -> DecisionRecord:
     """Return the record of rows that changed in the same way, led by a row that was decided at its own load."""
-    led = sorted(group, key=lambda change: (change.follows, _at(change) != present, _at(change)))
-    first, followers = led[0], [_at(change) for change in led if change.follows]
+    led = sorted(group, key=lambda change: (change.follows, change.row.load != present, change.row.load))
+    first, followers = led[0], [change.row.load for change in led if change.follows]
     rest = f"; {bucket_text(buckets, followers)} follows" if followers and not first.follows else ""
     return DecisionRecord(
         time=iso(now),
-        measured=history.measured(learned, task),
-        load=f"{bucket_text(buckets, map(_at, led))}, task {task}",
+        measured=history.measured(learned, first.row.task),
+        load=f"{bucket_text(buckets, (change.row.load for change in led))}, task {first.row.task}",
         before=str(first.before),
         after=str(first.row.shape),
         expected_gain_percent=None if first.gain is None else round(100 * first.gain, 1),
@@ -143,12 +141,8 @@ def _record(
     )
 
 
-def _at(change: Change) -> tuple[int, int]:
-    return change.row.concurrency, change.row.context
-
-
 def _recommended(chosen: Chosen, learned: LearnedState, buckets: Buckets) -> str | None:
     present = loads.present_row(learned.load, buckets)
-    rows = [row for row in chosen.rows if (row.concurrency, row.context) == present]
+    rows = [row for row in chosen.rows if row.load == present]
     own = (row for row in rows if row.task == learned.load.task)
     return next((str(row.shape) for row in (*own, *rows)), None)

@@ -59,7 +59,7 @@ def choose(
     """
     rows = list(rows_of(speculation, learned, found))
     changes = [change for row in rows if (change := _within_bounds(row, speculation, now))]
-    after, bounded = {_key(row): row for row in rows}, {_load_of(change.row) for change in changes}
+    after, bounded = {_key(row): row for row in rows}, {change.row.load for change in changes}
     after.update((_key(change.row), change.row) for change in changes)
     due, swept_at = _due(rows, learned, found, now)
     times = StepTimeModel.fit(learned.costs, learned.wander) if due else None
@@ -67,7 +67,7 @@ def choose(
     for at in due:
         if times is None or at in bounded:
             continue
-        group = [row for row in after.values() if _load_of(row) == at]
+        group = [row for row in after.values() if row.load == at]
         quiet = idle(learned, [row.task for row in group])
         busy = [row for row in group if row.task not in quiet]
         load = times.typical(found, *at, max_num_seqs)
@@ -163,21 +163,17 @@ def _due(
 
     All loads every ``window_seconds``; the present one, and trials, at any time. Without traffic since, only trials.
     """
-    loads, swept_at = dict.fromkeys(map(_load_of, rows)), learned.swept_at
+    loads, swept_at = dict.fromkeys(row.load for row in rows), learned.swept_at
     is_idle = 0 < learned.load.at <= swept_at - TUNING.window_seconds and swept_at <= now
     if not is_idle and not 0 <= now - swept_at < TUNING.window_seconds:
         return list(loads), now
     present = set[tuple[int, int]]() if is_idle else {present_row(learned.load, found)}
-    at_any_time = present | {_load_of(row) for row in rows if row.trial}
+    at_any_time = present | {row.load for row in rows if row.trial}
     return [at for at in loads if at in at_any_time], swept_at
 
 
-def _load_of(row: RowState) -> tuple[int, int]:
-    return row.concurrency, row.context
-
-
 def _key(row: RowState) -> tuple[str, int, int]:
-    return row.task, *_load_of(row)
+    return row.task, *row.load
 
 
 def _also_stopped(row: RowState, speculation: SpeculationSpec, now: float) -> Change | None:

@@ -119,6 +119,11 @@ class RowState(Stored):
     """Times of the changes within the last hour; the end of a trial does not count."""
 
     @property
+    def load(self) -> tuple[int, int]:
+        """Load of the row: its buckets of concurrency and context."""
+        return self.concurrency, self.context
+
+    @property
     def shape(self) -> TreeShape:
         return _shape(self.parents, self.depth)
 

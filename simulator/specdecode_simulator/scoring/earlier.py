@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_simulator.errors import SimulatorError
-from specdecode_simulator.scoring.run import Run
+from specdecode_simulator.scoring.run import ANSWERED, Run
 from specdecode_simulator.scoring.run_store import file_of, read_runs
-from specdecode_simulator.scoring.score import ORACLE, Interval, is_in_time
+from specdecode_simulator.scoring.score import ORACLE, Interval, answered
 from specdecode_simulator.world.fleet import POLL_SECONDS
 
 OURS = "ours"
@@ -52,7 +52,9 @@ def earlier_rows(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for trace, figures in document["traces"].items():
         difference, changes = figures["difference"], figures["plan_changes_per_hour"]
         interval = f"{difference['low']:+.4f} to {difference['high']:+.4f}"
-        answers = " against ".join(figures["answers"]) if figures["answers"] else ""
+        answers = " against ".join(
+            f"{one['within_30_s_or_1000_drafts']} of {one['steps']}" for one in figures["answers"]
+        )
         ratios = (f"{figures[name]['mean']:.3f}" for name in ("ours", "earlier"))
         columns = *ratios, f"{difference['mean']:+.4f}", interval, f"{changes[0]:.1f} against {changes[1]:.1f}", answers
         yield trace, f"{figures['seeds']}", *columns
@@ -72,7 +74,9 @@ def _compared(pairs: Sequence[Pair]) -> dict[str, Any]:
         "earlier": Interval.of([other for _, other in ratios]).rounded(),
         "difference": Interval.of([one - other for one, other in ratios]).rounded(),
         "plan_changes_per_hour": [round(sum(each) / len(each), 3) for each in changes],
-        "answers": [text for side in (0, 1) if (text := _answers([pair[side][OURS] for pair in pairs]))],
+        "answers": [
+            answered(answers) for side in (0, 1) if (answers := _answers([pair[side][OURS] for pair in pairs]))
+        ],
     }
 
 
@@ -80,11 +84,6 @@ def _over(runs: Mapping[str, Run]) -> float:
     return runs[OURS].figures.time_per_token / runs[ORACLE].figures.time_per_token
 
 
-def _answers(runs: Sequence[Run]) -> str:
-    """Return how many steps of acceptance were answered in time, of how many; empty without steps."""
-    answers = [answer for run in runs for answer in run.answers if answer["within"] == min(_levels(run))]
-    return f"{sum(map(is_in_time, answers))} of {len(answers)}" if answers else ""
-
-
-def _levels(run: Run) -> set[float]:
-    return {answer["within"] for answer in run.answers}
+def _answers(runs: Sequence[Run]) -> list[Mapping[str, float]]:
+    """Return the answers by a depth that costs least more than the best."""
+    return [answer for run in runs for answer in run.answers if answer["within"] == ANSWERED[0]]

@@ -144,16 +144,12 @@ def _answers(traces: Mapping[str, Any]) -> dict[str, Any]:
     """By what a depth may cost over the best to be an answer."""
     answers = [answer for trace in traces.values() for answer in trace.get("answers", ())]
     levels = sorted({answer["within"] for answer in answers})
-    return {f"{within:g}": _answered([one for one in answers if one["within"] == within]) for within in levels}
+    return {f"{within:g}": answered([one for one in answers if one["within"] == within]) for within in levels}
 
 
-def is_in_time(answer: Mapping[str, float]) -> bool:
-    """Return whether a step of acceptance was answered within 30 s or 1,000 drafts."""
-    return bool(answer["answered"]) and (answer["seconds"] <= 30 or answer["drafts"] <= 1000)
-
-
-def _answered(answers: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    in_time = [one for one in answers if is_in_time(one)]
+def answered(answers: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return how many steps of acceptance were answered, in time and at all; ``answers`` are those of one cost."""
+    in_time = [one for one in answers if one["answered"] and (one["seconds"] <= 30 or one["drafts"] <= 1000)]
     return {
         "steps": len(answers),
         "within_30_s_or_1000_drafts": len(in_time),

@@ -218,12 +218,15 @@ def test_explain_shows_the_plan_by_concurrency(deepened: Loop) -> None:
 
 def test_explain_says_that_the_depth_is_of_an_earlier_plan(deepened: Loop) -> None:
     resource, learned = resource_of(deepened), remembered(deepened)
-    sentence = (
-        f"Plan version {learned.plan.version} has chain:5 at this load. No worker has reported" if learned.plan else ""
-    )
-    assert sentence not in " ".join(" ".join(explain(resource, learned, deepened.now)).split())
+    assert learned.plan is not None
+
+    def text() -> str:
+        return " ".join(" ".join(explain(resource, learned, deepened.now)).split())
+
+    sentence = f"Plan version {learned.plan.version} has chain:5 at this load. No worker has reported"
+    assert sentence not in text()
     resource["status"]["speculation"]["depth"] = 4
-    assert sentence in " ".join(" ".join(explain(resource, learned, deepened.now)).split())
+    assert sentence in text()
 
 
 def test_explain_without_the_memory_says_why(deepened: Loop) -> None:

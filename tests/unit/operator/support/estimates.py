@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.loads import Load, buckets
+from specdecode_operator.planning.plan_rows import choose
 from specdecode_operator.planning.step_time_model import features
-from specdecode_operator.state.learned import AcceptanceCell, RowState, StepTimeCell
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState, StepTimeCell
 from specdecode_operator.telemetry.counters import PAIRS, Moments
 
 
@@ -42,6 +43,11 @@ def chances(p: float, depth: int = 5, total: float = 1000) -> tuple[AcceptanceCe
     return tuple(
         AcceptanceCell(task="other", depth=d, hits=p * total, total=total, at=1000) for d in range(1, depth + 1)
     )
+
+
+def depths_of(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0) -> list[int]:
+    """Return the depths of all rows that the planner chooses at ``now``, for workers of 16 sequences."""
+    return [row.depth for row in choose(speculation, learned, buckets(16), max_num_seqs=16, now=now).rows]
 
 
 def spec(**fields: Any) -> SpeculationSpec:

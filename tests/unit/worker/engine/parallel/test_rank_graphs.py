@@ -89,7 +89,7 @@ class TestTexts:
     @pytest.mark.parametrize("sampling", SAMPLING)
     @pytest.mark.parametrize("shape", SHAPES)
     def test_texts_are_those_of_one_rank(self, whole: Engine, split: Engine, shape: str, sampling: str) -> None:
-        """A new request arrives every second step, so that prompt chunks run beside graphs."""
+        """Add a request every second step, so that steps have prompt chunks and replayed graphs."""
         graphs = graphs_of(split)
         before, mixed, eager = graphs.replayed, graphs.mixed, graphs.eager.copy()
         text = serve(split, shape, EIGHT, every=2, **SAMPLING[sampling])

@@ -1,0 +1,89 @@
+"""Trials and probes of a row: what begins them, how often they are repeated, and what ends them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from estimates import FULL, OFF, chances, cost, depths_of, spec, truth
+
+from specdecode_operator.planning.loads import buckets
+from specdecode_operator.planning.plan_rows import choose
+from specdecode_operator.state.learned import LearnedState, LoadState, RowState
+
+
+def test_speculation_that_comes_back_untimed_is_a_probe() -> None:
+    elsewhere = tuple(cell for cell in FULL if cell.values[5] > 200)
+    learned = LearnedState(
+        acceptance=chances(0.9), costs=(cost(1, 0, truth(1, 0)), *elsewhere), rows=(OFF,), load=LoadState(at=2000)
+    )
+    back = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2000).rows[0]
+    assert (back.depth > 0, back.trial) == (True, True)
+    timed = learned.model_copy(update={"costs": FULL})
+    back = choose(spec(), timed, buckets(16), max_num_seqs=16, now=2000).rows[0]
+    assert (back.depth, back.trial) == (5, False)
+
+
+def test_a_trial_in_vain_is_repeated_later_each_time_within_an_hour() -> None:
+    """Without bursts a deeper chain can be known by running it alone; here it always disappoints."""
+    quiet = spec(explorePercent=0)
+    learned = LearnedState(acceptance=chances(0.93), costs=tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3)))
+    begun, now = [], 2000.0
+    while now < 2000 + 3600:
+        at = learned.model_copy(update={"load": LoadState(at=now)})
+        trying = next((row for row in learned.rows if row.trial), None)
+        if trying:
+            slow = cost(1, trying.depth, 10 * truth(1, trying.depth), at=now)
+            at = at.model_copy(update={"costs": (*learned.costs, slow)})
+        rows = choose(quiet, at, buckets(16), max_num_seqs=16, now=now).rows
+        begun += [now] if rows[0].trial and not trying else []
+        learned, now = learned.model_copy(update={"rows": rows}), now + 30
+    waits = [after - before for before, after in pairwise(begun)]
+    assert len(waits) >= 2
+    assert all(later > 2 * wait for wait, later in pairwise(waits)), waits
+
+
+def test_each_change_of_the_hour_makes_a_trial_dearer() -> None:
+    def tries(p: float, changes: int) -> bool:
+        quiet = spec(explorePercent=0, hysteresis={"minDwellSeconds": 0, "maxChangesPerHour": 60})
+        row = RowState(concurrency=0, context=0, task="other", depth=3, since=1, moves=(4900.0,) * changes)
+        timed = tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3))
+        learned = LearnedState(acceptance=chances(p), costs=timed, rows=(row,), load=LoadState(at=5000))
+        return choose(quiet, learned, buckets(16), max_num_seqs=16, now=5000).rows[0].trial
+
+    assert tries(0.93, 0)
+    assert tries(0.93, 2)
+    assert not tries(0.93, 6), "nearly half as fast again"
+
+
+def off(load_at: float) -> LearnedState:
+    return LearnedState(acceptance=chances(0.05), costs=FULL, rows=(OFF,), load=LoadState(at=load_at))
+
+
+def test_a_probe_when_speculation_was_not_measured_for_long() -> None:
+    assert depths_of(spec(), off(1300), now=1300)[0] == 0
+    assert depths_of(spec(), off(2500), now=2500)[0] > 0
+    assert depths_of(spec(), off(2400), now=2500)[0] == 0, "an idle deployment learns nothing from a probe"
+    worse = off(2500).model_copy(update={"acceptance": chances(0.05), "costs": tuple(DEAR)})
+    assert depths_of(spec(), worse, now=2500)[0] == 0, "the more it loses, the later it is tried again"
+
+
+DEAR = [cost(1, depth, 0.02 + (0.02 + 0.002 * depth if depth else 0)) for depth in range(6)]
+
+
+def test_a_probe_runs_until_it_was_measured() -> None:
+    learned = off(2500)
+    probing = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2500).rows
+    assert (probing[0].trial, probing[0].moves) == (True, (2500.0,))
+    learned = learned.model_copy(update={"rows": probing})
+    assert depths_of(spec(), learned, now=2510)[0] == probing[0].depth > 0
+    fresh = cost(1, probing[0].depth, truth(1, probing[0].depth), at=2521)
+    learned = learned.model_copy(update={"costs": (cost(1, 0, 0.0204), fresh)})
+    after = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2522).rows[0]
+    assert (after.depth, after.trial, after.moves) == (0, False, (2500.0,)), "the end is no change of its own"
+
+
+def test_a_probe_that_nothing_measures_ends_after_a_minute() -> None:
+    learned = off(2500)
+    probing = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2500).rows
+    after = choose(spec(), learned.model_copy(update={"rows": probing}), buckets(16), max_num_seqs=16, now=2561).rows[0]
+    assert (after.depth, after.trial) == (0, False)
