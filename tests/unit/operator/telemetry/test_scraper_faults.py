@@ -86,7 +86,7 @@ async def test_a_round_ends_with_its_budget() -> None:
     async with bench_of(deadline=0.4, limits=ScrapeLimits(total=2, per_deployment=2)) as bench:
         await bench.add(*[hanging] * 12)
         await bench.rounds(4)
-        assert all(times.duration < 0.4 + 0.1 + 0.3 for times in bench.times[KEY])
+        assert all(times.duration < 1.6 for times in bench.times[KEY]), "six deadlines, one after the other, are 2.4 s"
 
 
 async def test_one_deployment_with_hanging_workers_delays_no_other() -> None:
