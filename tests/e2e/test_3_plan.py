@@ -53,9 +53,7 @@ def auto(endpoint: Endpoint) -> Iterator[None]:
 
 def planned(endpoint: Endpoint) -> TreeShape:
     """Return the shape of this load's row in the worker's plan, which the worker's guard may override."""
-    plan = endpoint.plan()
-    row = plan.row(BUCKET, 0)
-    return row.shape if row else plan.initial
+    return endpoint.plan().shape(BUCKET, 0)
 
 
 def wait_for_row(endpoint: Endpoint, what: str, *depths: int) -> int:

@@ -142,8 +142,7 @@ def _new_measurements(
     """
     rows: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
     for row in after.rows:
-        known = before.row(row.concurrency, row.context, row.task)
-        shapes = (str(known.shape if known else before.initial), str(row.shape))
+        shapes = (str(before.shape(row.concurrency, row.context, row.task)), str(row.shape))
         rows.setdefault(shapes, []).append((row.concurrency, row.context, row.task))
     seen: set[tuple[str, str]] = set()
     for decision in decisions:
@@ -182,8 +181,7 @@ def _with_steps(
 def _unchanged_rows(follow: GainMeasurement, plan: Plan, after: TreeShape) -> Iterator[tuple[int, int, str]]:
     """Yield the measured rows that still have the new shape, as (concurrency, context, task)."""
     for concurrency, context, task in follow.rows:
-        row = plan.row(concurrency, context, task)
-        if row is not None and row.shape == after:
+        if plan.shape(concurrency, context, task) == after:
             yield concurrency, context, task
 
 

@@ -38,26 +38,21 @@ def depth_in_use(
         return 0
     if not any(report.plan.matches_draft for report in running):
         return plan.initial.depth
-    row = plan.row(concurrency, context, learned.load.task)
-    return row.shape.depth if row else plan.initial.depth
+    return plan.shape(concurrency, context, learned.load.task).depth
 
 
 def nodes_in_use(plan: Plan, learned: LearnedState, buckets: Buckets, depth: int | None) -> int | None:
     """Return the number of draft tokens of the shape in use; 0 for plain decoding, None where the depth is unknown."""
     if not depth:
         return depth
-    row = plan.row(*loads.present_row(learned.load, buckets), learned.load.task)
-    return (row.shape if row else plan.initial).nodes
+    return plan.shape(*loads.present_row(learned.load, buckets), learned.load.task).nodes
 
 
 def task_depths(deployment: Deployment, plan: Plan, learned: LearnedState, buckets: Buckets) -> dict[str, int]:
     """Return the draft depth of every task of the spec at the present load."""
     concurrency, context = loads.present_row(learned.load, buckets)
-    depths = {}
-    for name in [task.name for task in deployment.spec.speculation.tasks]:
-        row = plan.row(concurrency, context, name)
-        depths[name] = row.shape.depth if row else plan.initial.depth
-    return depths
+    names = [task.name for task in deployment.spec.speculation.tasks]
+    return {name: plan.shape(concurrency, context, name).depth for name in names}
 
 
 def workers_to_push(observed: Observation, plan: Plan, uid: str, excluded: Collection[str]) -> tuple[str, ...]:

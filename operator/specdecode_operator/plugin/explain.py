@@ -86,8 +86,7 @@ def _unapplied(status: Status, learned: LearnedState | None) -> Iterator[str]:
         return
     plan, load = learned.plan, learned.load
     concurrency = bisect_left(plan.buckets.concurrency, load.sequences)
-    row = plan.row(concurrency, min(load.context_bucket, len(plan.buckets.context)), load.task)
-    shape = row.shape if row else plan.initial
+    shape = plan.shape(concurrency, min(load.context_bucket, len(plan.buckets.context)), load.task)
     if shape.depth != depth:
         yield f"Plan version {plan.version} has {shape} at this load. No worker has reported that it runs it yet."
 

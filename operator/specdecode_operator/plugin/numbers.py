@@ -77,8 +77,7 @@ def row_lines(learned: LearnedState) -> Iterator[str]:
 
 def _shapes(plan: Plan, task: str, context: int) -> Iterator[str]:
     for concurrency in range(len(plan.buckets.concurrency) + 1):
-        row = plan.row(concurrency, context, task)
-        yield str(row.shape if row else plan.initial)
+        yield str(plan.shape(concurrency, context, task))
 
 
 def _concurrency(buckets: Buckets, index: int) -> str:

@@ -83,8 +83,7 @@ def planned_depth(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, 
     """Return the planned depth of the task at this concurrency, according to the worker's plan."""
     plan = endpoint.plan(pod or endpoint.ready_pods()[0])
     bucket = sum(concurrency > edge for edge in plan.buckets.concurrency)
-    plan_row = plan.row(bucket, 0, task)
-    return plan_row.shape.depth if plan_row else plan.initial.depth
+    return plan.shape(bucket, 0, task).depth
 
 
 def names_load(entry: Manifest, concurrency: int) -> bool:

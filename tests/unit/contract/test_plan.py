@@ -19,10 +19,10 @@ def row(concurrency: int, context: int, task: str, depth: int) -> PlanRow:
 
 
 def test_row_of_the_task_takes_precedence_over_the_row_of_other() -> None:
-    plan = Plan(rows=(row(0, 0, "other", 2), row(0, 0, "code", 5)))
-    assert plan.row(0, 0, "code") == row(0, 0, "code", 5)
-    assert plan.row(0, 0, "prose") == row(0, 0, "other", 2)
-    assert plan.row(1, 0, "code") is None
+    plan = Plan(rows=(row(0, 0, "other", 2), row(0, 0, "code", 0)), initial=TreeShape.chain(4))
+    assert plan.shape(0, 0, "code").depth == 0
+    assert plan.shape(0, 0, "prose").depth == 2
+    assert plan.shape(1, 0, "code").depth == 4
 
 
 def test_rows_must_lie_in_buckets_that_exist() -> None:

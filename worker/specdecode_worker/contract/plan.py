@@ -115,7 +115,10 @@ class Plan(Received):
                 raise ValueError(f"row {row} names a context bucket that does not exist")
         return self
 
-    def row(self, concurrency: int, context: int, task: str = OTHER_TASK) -> PlanRow | None:
-        """Return the row of these bucket indices for the task, else for ``other``, else None."""
-        row_by_task = {row.task: row for row in self.rows if row.concurrency == concurrency and row.context == context}
-        return row_by_task.get(task) or row_by_task.get(OTHER_TASK)
+    def shape(self, concurrency: int, context: int, task: str = OTHER_TASK) -> TreeShape:
+        """Return the shape at these bucket indices: the row of the task, else that of ``other``, else ``initial``.
+
+        The draft must be the one that the rows were planned for.
+        """
+        shapes = {row.task: row.shape for row in self.rows if (row.concurrency, row.context) == (concurrency, context)}
+        return shapes.get(task, shapes.get(OTHER_TASK, self.initial))

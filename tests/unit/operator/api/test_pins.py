@@ -86,9 +86,9 @@ def test_a_pin_of_one_task_does_not_change_the_rows_of_others() -> None:
     before = Plan(initial=chain(3), max_depth=3, rows=rows)
     plan = Pin(by_task={"code": chain(6)}).over(before)
     loads = [(c, x) for c in range(len(plan.buckets.concurrency) + 1) for x in range(len(plan.buckets.context) + 1)]
-    assert all(row.shape == chain(6) for load in loads if (row := plan.row(*load, "code")) is not None)
+    assert all(plan.shape(*load, "code") == chain(6) for load in loads)
     assert len(plan.rows) == len(loads) + 1
-    assert plan.row(0, 0, "chat") == rows[1]
+    assert plan.shape(0, 0, "chat") == rows[1].shape
     assert (plan.initial, plan.max_depth) == (chain(3), 6)
 
 

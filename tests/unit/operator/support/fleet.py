@@ -84,8 +84,8 @@ class SimulatedWorker:
     def depth(self) -> int:
         concurrency = sum(self.truth.sequences > edge for edge in self.plan.buckets.concurrency)
         context = sum(self.truth.context > edge for edge in self.plan.buckets.context)
-        row = self.plan.row(concurrency, context) if self.plan.draft == self.truth.draft else None
-        return (row.shape if row else self.plan.initial).depth
+        is_planned = self.plan.draft == self.truth.draft
+        return (self.plan.shape(concurrency, context) if is_planned else self.plan.initial).depth
 
     def passes(self, depth: int) -> int:
         return draft_passes(self.truth.method, depth)

@@ -59,8 +59,8 @@ class MergingWorker(SimulatedWorker):
     @property
     def depth(self) -> int:
         concurrency = sum(self.truth.sequences > edge for edge in self.plan.buckets.concurrency)
-        row = self.plan.row(concurrency, 0, TASK) if self.plan.draft == self.truth.draft else None
-        return (row.shape if row else self.plan.initial).depth
+        is_planned = self.plan.draft == self.truth.draft
+        return (self.plan.shape(concurrency, 0, TASK) if is_planned else self.plan.initial).depth
 
     def passes(self, depth: int) -> int:
         heads = (self.merged[name].method for name in self.running if self.merged[name].method != "ngram")

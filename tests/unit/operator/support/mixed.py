@@ -46,8 +46,7 @@ class MixedWorker(SimulatedWorker):
     def shape(self, task: str) -> TreeShape:
         sequences = sum(truth.sequences for truth in self.tasks.values())
         concurrency = sum(sequences > edge for edge in self.plan.buckets.concurrency)
-        row = self.plan.row(concurrency, 0, task) if self.plan.draft == self.truth.draft else None
-        return row.shape if row else self.plan.initial
+        return self.plan.shape(concurrency, 0, task) if self.plan.draft == self.truth.draft else self.plan.initial
 
     def shapes(self) -> dict[str, TreeShape]:
         return {task: self.shape(task) for task in self.tasks}

@@ -61,8 +61,7 @@ class PilotedWorker:
 
     @property
     def depth(self) -> int:
-        row = self.plan.row(sum(self.truth.sequences > edge for edge in self.plan.buckets.concurrency), 0)
-        return (row.shape if row else self.plan.initial).depth
+        return self.plan.shape(sum(self.truth.sequences > edge for edge in self.plan.buckets.concurrency), 0).depth
 
     def run(self, seconds: float) -> None:
         end = self.clock + seconds
