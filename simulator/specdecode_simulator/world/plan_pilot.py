@@ -15,7 +15,7 @@ from specdecode_simulator.world.segment import Group, Load, Outcome, Segment
 from specdecode_worker.contract import Plan, PlanState
 from specdecode_worker.speculation.dispatch import Dispatcher, PlanRefused
 from specdecode_worker.speculation.dispatch import Load as PlanLoad
-from specdecode_worker.speculation.exploration import BURST_STEPS, DROPPED_STEPS, Exploration
+from specdecode_worker.speculation.exploration import BURST_STEPS, DROPPED_STEPS, Exploration, changed_loads
 from specdecode_worker.speculation.guard import Guard
 from specdecode_worker.speculation.plain_step_times import PlainStepTimes
 
@@ -80,6 +80,7 @@ class PlanPilot:
             return
         if plan.buckets != before.buckets:
             self.guard = Guard()
+        self.exploration.restart(changed_loads(before, plan))
         self._forms = {}
         planned: dict[tuple[int, int], set[object]] = {}
         for row in plan.rows:
@@ -145,9 +146,9 @@ class PlanPilot:
         budget = self.exploration.shadow
         deeper = most > max(form.depth for form in forms.values())
         due = deeper and self._since_shadow >= SHADOW_STEPS
-        if not (due and budget.affords(share / 2, self.exploration.total_seconds)):
+        if not (due and budget.affords(share / 2, self.exploration.counted_seconds)):
             return 0
-        room = share / 2 * self.exploration.total_seconds - budget.spent_seconds
+        room = share / 2 * self.exploration.counted_seconds - budget.spent_seconds
         extra = self._shadow_seconds(load, forms.values(), most)
         return 1 + int(min(room / max(extra, 1e-9), SHADOW_STEPS - 1))
 

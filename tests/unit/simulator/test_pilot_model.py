@@ -10,7 +10,7 @@ from specdecode_simulator.world.guard_schedule import steps_until_decision
 from specdecode_simulator.world.plan_pilot import SHADOW_STEPS, PlanPilot
 from specdecode_simulator.world.segment import Group, Load, Outcome
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
-from specdecode_worker.speculation.exploration import BURST_STEPS, Exploration
+from specdecode_worker.speculation.exploration import BURST_STEPS, FULL_PACE_STEPS, Exploration
 from specdecode_worker.speculation.guard import Guard, TimePerToken
 
 
@@ -139,13 +139,14 @@ def test_shadow_passes_take_their_share_of_the_time() -> None:
     group = Group(0, 0, 0)
     load = Load(0.0, 0, 1, {group: 1}, 100.0)
     total = shadow = 0.0
-    rest = SHADOW_STEPS
-    for _ in range(4000):
+    rest, steps = SHADOW_STEPS, 0
+    while steps < FULL_PACE_STEPS:
         segment = pilot.next(load)
         assert not segment.shadow or rest >= SHADOW_STEPS
         rest = 0 if segment.shadow else rest + segment.most_steps
         extra = 0.002 * 3 if segment.shadow else 0.0
         seconds = segment.most_steps * (0.02 + extra)
         total, shadow = total + seconds, shadow + segment.most_steps * extra
+        steps += segment.most_steps
         pilot.measured(load, segment, Outcome(segment.most_steps, seconds, 1.0, float(segment.most_steps), {}))
     assert shadow / total == pytest.approx(0.02, rel=0.05), "half of the share"

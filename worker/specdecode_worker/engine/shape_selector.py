@@ -13,7 +13,7 @@ from typing import Protocol
 from specdecode_worker.contract import GuardCell, Plan, PlanState, TreeShape
 from specdecode_worker.engine.request import Request
 from specdecode_worker.speculation.dispatch import Dispatcher, Load
-from specdecode_worker.speculation.exploration import DROPPED_STEPS, Exploration
+from specdecode_worker.speculation.exploration import DROPPED_STEPS, Exploration, changed_loads
 from specdecode_worker.speculation.guard import Guard
 from specdecode_worker.speculation.plain_step_times import PlainStepTimes
 from specdecode_worker.speculation.trees import PLAIN, Tree, extended, tree_of
@@ -122,6 +122,7 @@ class ShapeSelector:
         self._dispatcher.set_plan(plan)
         if plan.buckets != before.buckets:
             self._guard = Guard()
+        self._exploration.restart(changed_loads(before, plan))
         self._guard.retain_planned(lambda cell, shape: shape in planned_shapes(plan, *cell))
 
     def set_draft_hash(self, first_hash: str) -> None:
@@ -134,6 +135,7 @@ class ShapeSelector:
         """
         self._dispatcher.draft_hash = first_hash
         self._guard = self._guard.without_shapes()
+        self._exploration.restart()
 
     def set_trial(self, *, active: bool) -> None:
         """Begin or end a draft trial.

@@ -1,11 +1,18 @@
-"""Budget of exploration: shadow passes and bursts of steps of other shapes, within a share of the worker's time."""
+"""Budget of exploration: shadow passes and bursts of steps of other shapes, within a share of the worker's time.
+
+Exploration diminishes while nothing changes, and starts again with a new plan or a change in the steps themselves
+(Diminishing Exploration, arXiv 2410.05734). Most of what it costs on a steady load is thereby saved.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import sqrt
 
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import Plan, TreeShape
+from specdecode_worker.speculation.change_detector import ChangeDetector
 from specdecode_worker.speculation.guard import TimePerToken
 
 BURST_STEPS = 16
@@ -15,6 +22,10 @@ DROPPED_STEPS = 2
 EXPECTED_LOSS = 0.5
 """Expected loss of one step of a burst, in steps at the usual time per token. A burst starts when the budget covers
 this loss for all of its steps.
+"""
+FULL_PACE_STEPS = 4000
+"""Number of steps at a load, after a change, during which all of the time counts for exploration. Later
+sqrt(FULL_PACE_STEPS / steps) of it counts.
 """
 
 
@@ -28,17 +39,42 @@ class Burst:
 
 @dataclass(slots=True)
 class TimeBudget:
-    """Account of the extra seconds spent on exploration, compared with a share of all seconds."""
+    """Account of the extra seconds spent on exploration, compared with a share of the time that counts for it."""
 
     spent_seconds: float = 0.0
 
-    def affords(self, share: float, total_seconds: float, price_seconds: float = 0.0) -> bool:
-        """Return whether a further ``price_seconds`` keeps the spent time below ``share`` of the total."""
-        return self.spent_seconds + price_seconds < share * total_seconds
+    def affords(self, share: float, counted_seconds: float, price_seconds: float = 0.0) -> bool:
+        """Return whether a further ``price_seconds`` keeps the spent time below ``share`` of the counted time."""
+        return self.spent_seconds + price_seconds < share * counted_seconds
 
     def pay(self, seconds: float) -> None:
         """Add ``seconds`` to the spent time. A negative amount (a gain) is no credit."""
         self.spent_seconds += max(seconds, 0.0)
+
+
+@dataclass(slots=True)
+class LoadHistory:
+    """Steps of the planned shapes at one load: their time per token, and how many there were since the last change."""
+
+    baseline: TimePerToken = field(default_factory=TimePerToken)
+    steps_since_change: int = 0
+    detector: ChangeDetector = field(default_factory=ChangeDetector)
+
+    @property
+    def pace(self) -> float:
+        """Share of the time that counts for exploration."""
+        return min(1.0, sqrt(FULL_PACE_STEPS / max(self.steps_since_change, 1)))
+
+    def add(self, seconds: float, tokens: float, steps: int) -> None:
+        """Add steps with the sums of their seconds and of their tokens per sequence."""
+        self.baseline.add(seconds, tokens, steps)
+        self.steps_since_change += steps
+        if self.detector.add(tokens, steps):
+            self.restart()
+
+    def restart(self) -> None:
+        """Count from now on: something has changed."""
+        self.steps_since_change, self.detector = 0, ChangeDetector()
 
 
 @dataclass(slots=True)
@@ -55,15 +91,17 @@ class Exploration:
     burst: Burst | None = None
     shadow: TimeBudget = field(default_factory=TimeBudget)
     bursts: TimeBudget = field(default_factory=TimeBudget)
-    total_seconds: float = 0.0
+    counted_seconds: float = 0.0
+    """Time of all steps that counts for exploration."""
     _rested: bool = True  # True if the previous step drafted no shadow nodes.
     _since_burst: int = BURST_STEPS
-    _baseline: dict[int, TimePerToken] = field(default_factory=dict)
+    _pace: float = 1.0
+    _loads: defaultdict[int, LoadHistory] = field(default_factory=lambda: defaultdict(LoadHistory))
     _counts: Counter[tuple[int, TreeShape]] = field(default_factory=Counter)
 
     def shadows(self, share: float) -> bool:
         """Return whether the next step may draft shadow nodes. At most every second step may."""
-        due = self._rested and self.shadow.affords(share / 2, self.total_seconds)
+        due = self._rested and self.shadow.affords(share / 2, self.counted_seconds)
         self._rested = not due
         return due
 
@@ -77,14 +115,15 @@ class Exploration:
         candidate because the guard may hold it back, while the planner learns only from steps. There is no burst if
         ``max_depth`` is 0.
         """
+        # Plain steps show nothing of a draft that became better, so exploration then goes on as before.
+        self._pace = self._loads[concurrency].pace if running.nodes else 1.0
         burst = self.burst
         if burst is not None and (max_depth == 0 or burst.done >= BURST_STEPS or burst.shape.depth > max_depth):
             self.burst = None
         due = self.burst is None and max_depth > 0 and self._since_burst >= BURST_STEPS
-        record = self._baseline.get(concurrency)
-        baseline = record.seconds if record else None
+        baseline = self._loads[concurrency].baseline.seconds
         price = EXPECTED_LOSS * BURST_STEPS * (baseline or 0.0)
-        if due and baseline is not None and self.bursts.affords(share / 2, self.total_seconds, price):
+        if due and baseline is not None and self.bursts.affords(share / 2, self.counted_seconds, price):
             near = (0, running.depth - 1, running.depth + 1, planned.depth, max_depth)
             depths = {min(max(depth, 0), max_depth) for depth in near} - {running.depth}
             shapes = [TreeShape.chain(depth) for depth in sorted(depths)]
@@ -93,6 +132,11 @@ class Exploration:
                 self._counts[concurrency, shape] += 1
                 self.burst, self._since_burst = Burst(shape), 0
         return self.burst
+
+    def restart(self, concurrencies: Iterable[int] | None = None) -> None:
+        """Explore at full pace again at these loads, or at all: the plan or the draft is another."""
+        for concurrency in self._loads if concurrencies is None else concurrencies:
+            self._loads[concurrency].restart()
 
     def passed(
         self,
@@ -114,11 +158,18 @@ class Exploration:
             shadow_seconds: Part of ``seconds`` that was spent on shadow passes.
             steps: Number of equal steps that the other arguments are the sums of.
         """
-        self.total_seconds += seconds
+        self.counted_seconds += self._pace * seconds
         self.shadow.pay(shadow_seconds)
-        baseline = self._baseline.setdefault(concurrency, TimePerToken())
+        history = self._loads[concurrency]
         if not explores:
             self._since_burst += steps
-            baseline.add(seconds - shadow_seconds, tokens, steps)
-        elif baseline.seconds is not None:
-            self.bursts.pay(seconds - tokens * baseline.seconds)
+            history.add(seconds - shadow_seconds, tokens, steps)
+        elif history.baseline.seconds is not None:
+            self.bursts.pay(seconds - tokens * history.baseline.seconds)
+
+
+def changed_loads(before: Plan, after: Plan) -> set[int]:
+    """Return the concurrency buckets at which two plans have different rows."""
+    if (before.buckets, before.initial) != (after.buckets, after.initial):
+        return set(range(len(after.buckets.concurrency) + 1))
+    return {row.concurrency for row in set(before.rows) ^ set(after.rows)}

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation.exploration import BURST_STEPS, EXPECTED_LOSS, Burst, Exploration, TimeBudget
+from specdecode_worker.contract import Plan, PlanRow, TreeShape
+from specdecode_worker.speculation.change_detector import MIN_WINDOWS, WINDOW_STEPS, ChangeDetector
+from specdecode_worker.speculation.exploration import (
+    BURST_STEPS,
+    EXPECTED_LOSS,
+    FULL_PACE_STEPS,
+    Burst,
+    Exploration,
+    TimeBudget,
+    changed_loads,
+)
 from specdecode_worker.speculation.guard import MIN_STEPS
 
 CHAIN = TreeShape.chain
@@ -143,3 +155,94 @@ def test_burst_waits_until_its_expected_loss_is_affordable() -> None:
         account.passed(0, 0.01, 1.0, explores=False)
         steps += 1
     assert steps == pytest.approx(EXPECTED_LOSS * BURST_STEPS / (share / 2), abs=1)
+
+
+def bursts_in(account: Exploration, steps: int, running: TreeShape = RUNNING, tokens: float = 2.0) -> int:
+    """Return the number of bursts that a share of 5 % pays within ``steps`` steps; a burst doubles the time per token."""
+    count = 0
+    for _ in range(steps):
+        burst = account.burst_for(1, running, running, 5, 0.05)
+        if burst is not None:
+            count += not burst.done
+            burst.done += 1
+        account.passed(1, 0.02, tokens / 2 if burst else tokens, explores=burst is not None)
+    return count
+
+
+def test_exploration_diminishes_while_nothing_changes() -> None:
+    account = Exploration()
+    first, *_, last = [bursts_in(account, FULL_PACE_STEPS) for _ in range(16)]
+    assert first >= 10
+    assert last <= first / 3
+
+
+def test_plain_decoding_is_explored_at_full_pace_as_it_shows_nothing_of_the_draft() -> None:
+    account = Exploration()
+    first, *_, last = [bursts_in(account, FULL_PACE_STEPS, CHAIN(0)) for _ in range(16)]
+    assert last >= first - 1
+
+
+@pytest.mark.parametrize("tokens", [1.7, 2.4])
+def test_a_change_of_the_tokens_per_step_restarts_exploration(tokens: float) -> None:
+    account = Exploration()
+    first, *_, last = [bursts_in(account, FULL_PACE_STEPS) for _ in range(16)]
+    assert bursts_in(account, FULL_PACE_STEPS, tokens=tokens) >= first - 2 > 2 * last
+
+
+def test_a_new_plan_restarts_exploration_at_the_loads_that_it_changes() -> None:
+    account = Exploration()
+    first, *_, last = [bursts_in(account, FULL_PACE_STEPS) for _ in range(16)]
+    account.restart({0, 2})
+    assert bursts_in(account, FULL_PACE_STEPS) <= last + 1
+    account.restart({1})
+    assert bursts_in(account, FULL_PACE_STEPS) >= first - 1
+    bursts_in(account, 15 * FULL_PACE_STEPS)
+    account.restart()
+    assert bursts_in(account, FULL_PACE_STEPS) >= first - 1
+
+
+def test_loads_that_a_plan_changes() -> None:
+    def plan(*depths: int, version: int = 1, initial: int = 3) -> Plan:
+        rows = (PlanRow(concurrency=load, context=0, shape=CHAIN(depth)) for load, depth in enumerate(depths))
+        return Plan(version=version, rows=tuple(rows), initial=CHAIN(initial))
+
+    assert changed_loads(plan(1, 2, 3), plan(1, 2, 3, version=2)) == set()
+    assert changed_loads(plan(1, 2, 3), plan(1, 4, 3, version=2)) == {1}
+    assert changed_loads(plan(1, 2), plan(1, 2, 3)) == {2}
+    assert changed_loads(plan(1), plan(1, initial=4)) == set(range(6))
+
+
+def windows(mean: float, count: int, seed: int = 0) -> Iterator[float]:
+    """Yield the tokens of windows of steps; their standard deviation is 0.1 a step."""
+    numbers = random.Random(seed)
+    yield from (WINDOW_STEPS * numbers.gauss(mean, 0.1) for _ in range(count))
+
+
+def test_noise_is_rarely_a_change() -> None:
+    alarms = 0
+    detector = ChangeDetector()
+    for tokens in windows(2.0, 20_000):
+        if detector.add(tokens, WINDOW_STEPS):
+            alarms, detector = alarms + 1, ChangeDetector()
+    assert alarms <= 5
+
+
+@pytest.mark.parametrize(("mean", "most"), [(1.0, 4), (3.0, 4), (1.6, 8), (2.4, 8), (1.75, 40)])
+def test_windows_until_a_shift_is_detected(mean: float, most: int) -> None:
+    for seed in range(20):
+        detector = ChangeDetector()
+        assert not any([detector.add(tokens, WINDOW_STEPS) for tokens in windows(2.0, 2 * MIN_WINDOWS, seed)])
+        assert any([detector.add(tokens, WINDOW_STEPS) for tokens in windows(mean, most, seed + 100)])
+
+
+def test_one_unusual_window_is_no_change() -> None:
+    detector = ChangeDetector()
+    series = [*windows(2.0, 20), WINDOW_STEPS * 8.0, *windows(2.0, 20, seed=1)]
+    assert not any([detector.add(tokens, WINDOW_STEPS) for tokens in series])
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 1000)), max_size=200))
+def test_any_steps_can_be_added(steps: list[tuple[float, int]]) -> None:
+    detector = ChangeDetector()
+    for tokens, count in steps:
+        assert detector.add(tokens, count) in (True, False)
