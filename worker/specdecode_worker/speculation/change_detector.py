@@ -1,7 +1,7 @@
 """Detection of a change in the tokens per step at one load, by cumulative sums (CUSUM).
 
-A cumulative sum adds how far each window lies from the mean of earlier ones, in standard deviations, less a slack (E. S.
-Page, Continuous inspection schemes, 1954). It reacts to a lasting shift, and not to one unusual window.
+A cumulative sum adds how far each window lies from the mean of earlier ones, in standard deviations, less a slack
+(E. S. Page, Continuous inspection schemes, 1954). It reacts to a lasting shift, and not to one unusual window.
 """
 
 from __future__ import annotations

@@ -112,6 +112,6 @@ def test_probes_do_not_count_towards_the_usual_step_time() -> None:
         assert selection.choice.explores
         selector.record_step(selection.choice, 0.014, 1.0, 0.0)
         selection = selector.select(of(1))
-    usual = selector._exploration._baseline[0].seconds
+    usual = selector._exploration._loads[0].baseline.seconds
     assert usual is not None
     assert abs(usual - 0.01) < 1e-6

@@ -158,7 +158,7 @@ def test_burst_waits_until_its_expected_loss_is_affordable() -> None:
 
 
 def bursts_in(account: Exploration, steps: int, running: TreeShape = RUNNING, tokens: float = 2.0) -> int:
-    """Return the number of bursts that a share of 5 % pays within ``steps`` steps; a burst doubles the time per token."""
+    """Return the number of bursts that 5 % pay within ``steps`` steps; a burst doubles the time per token."""
     count = 0
     for _ in range(steps):
         burst = account.burst_for(1, running, running, 5, 0.05)
@@ -231,14 +231,14 @@ def test_noise_is_rarely_a_change() -> None:
 def test_windows_until_a_shift_is_detected(mean: float, most: int) -> None:
     for seed in range(20):
         detector = ChangeDetector()
-        assert not any([detector.add(tokens, WINDOW_STEPS) for tokens in windows(2.0, 2 * MIN_WINDOWS, seed)])
-        assert any([detector.add(tokens, WINDOW_STEPS) for tokens in windows(mean, most, seed + 100)])
+        assert not any(detector.add(tokens, WINDOW_STEPS) for tokens in windows(2.0, 2 * MIN_WINDOWS, seed))
+        assert any(detector.add(tokens, WINDOW_STEPS) for tokens in windows(mean, most, seed + 100))
 
 
 def test_one_unusual_window_is_no_change() -> None:
     detector = ChangeDetector()
     series = [*windows(2.0, 20), WINDOW_STEPS * 8.0, *windows(2.0, 20, seed=1)]
-    assert not any([detector.add(tokens, WINDOW_STEPS) for tokens in series])
+    assert not any(detector.add(tokens, WINDOW_STEPS) for tokens in series)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 1000)), max_size=200))

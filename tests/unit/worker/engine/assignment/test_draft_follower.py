@@ -253,7 +253,7 @@ def test_requests_that_run_at_a_swap_belong_to_no_block(run: Harness) -> None:
 def test_both_drafts_run_the_rows_of_the_plan_and_nothing_is_explored(run: Harness) -> None:
     run.push(None, trial(block_requests=1), explore=0.5, max_depth=4, guard=True)
     assert run.engine.report().plan.matches_draft
-    run.engine._shape_selector._exploration.total_seconds = 1e6  # any burst or shadow pass is affordable
+    run.engine._shape_selector._exploration.counted_seconds = 1e6  # any burst or shadow pass is affordable
     run.serve(*(f"r{index}" for index in range(6)))
     report = run.engine.report(trial=run.follower.trial)
     assert report.plan.matches_draft
