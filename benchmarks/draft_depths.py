@@ -3,6 +3,8 @@
     python benchmarks/draft_depths.py --head eagle3=URI --head peagle=URI --head dflash=URI --out out/draft-depths.jsonl
     python benchmarks/draft_depths.py --report out/draft-depths.jsonl --plot out/draft-depths.png
 
+A second head of a method gets a name: ``--head shipped:eagle3=embedded://smollm2-135m-instruct-eagle3``.
+
 One engine with the embedded target holds all heads. Each cell answers the same prompts greedily, with a fixed number of
 requests at once, and its texts are compared with those of plain decoding at the same load. A cell is one line of the
 output, so a run that was stopped continues where it stopped. The first line says what was measured: the machine, and
@@ -19,6 +21,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +50,26 @@ WITHIN_95_PERCENT = 1.96
 Cell = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Head:
+    """A head to compare. Its name is unique among them."""
+
+    name: str
+    method: str
+    uri: str
+
+    @classmethod
+    def of(cls, text: str) -> Head:
+        """Read ``METHOD=URI`` or ``NAME:METHOD=URI``."""
+        key, _, uri = text.partition("=")
+        name, _, method = key.rpartition(":")
+        return cls(name or method, method, uri)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--head", action="append", default=[], metavar="METHOD=URI", help="a head, once for each method"
+        "--head", action="append", default=[], metavar="[NAME:]METHOD=URI", help="a head; its name is the method's"
     )
     parser.add_argument("--prompts", type=Path, default=Path("benchmarks/prompts/heldout.jsonl"))
     parser.add_argument("--every", type=int, default=4, help="use every n-th prompt")
@@ -75,7 +94,7 @@ def main() -> None:
 
 def measure(flags: argparse.Namespace) -> None:
     """Run all cells that the output file lacks, and append them to it."""
-    heads = dict(one.split("=", 1) for one in flags.head)
+    heads = [Head.of(text) for text in flags.head]
     local = load(heads, max(flags.loads), flags.dtype)
     prompts = local.prompts(flags.prompts)[:: flags.every]
     if len(prompts) < max(flags.loads):
@@ -84,7 +103,7 @@ def measure(flags: argparse.Namespace) -> None:
         "prompts": len(prompts),
         "max_tokens": flags.max_tokens,
         "dtype": flags.dtype,
-        "trained_tokens": {method: trained_tokens(uri) for method, uri in heads.items()},
+        "trained_tokens": {head.name: trained_tokens(head.uri) for head in heads},
     }}  # fmt: skip
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     if not flags.out.exists():
@@ -94,11 +113,11 @@ def measure(flags: argparse.Namespace) -> None:
         raise SystemExit(f"error: {flags.out} is of another run ({before}); name another --out")
     have = {(cell["method"], cell["depth"], cell["load"]) for cell in done}
     plain = {cell["load"]: cell["answers"] for cell in done if cell["method"] == PLAIN}
-    for method, depth, at_once in cells_of(list(heads), flags.depths, flags.loads):
+    for method, depth, at_once in cells_of([head.name for head in heads], flags.depths, flags.loads):
         if (method, depth, at_once) in have:
             continue
         shape = TreeShape.chain(depth) if depth else TreeShape.parse("none")
-        local.run_shape(shape, "" if method in (PLAIN, next(iter(heads))) else method)
+        local.run_shape(shape, "" if method in (PLAIN, heads[0].name) else method)
         cell, answers = answer(local, prompts, at_once, flags.max_tokens)
         plain.setdefault(at_once, answers)
         same = sum(one == other for one, other in zip(answers, plain[at_once], strict=True))
@@ -114,15 +133,15 @@ def cells_of(methods: Sequence[str], depths: Sequence[int], loads: Sequence[int]
         yield from ((method, depth, at_once) for depth in depths for method in methods)
 
 
-def load(heads: dict[str, str], most: int, dtype: Dtype) -> LocalEngine:
+def load(heads: Sequence[Head], most: int, dtype: Dtype) -> LocalEngine:
     """Load an engine with all heads, for at most this many requests at once. The first head is the default draft."""
-    first, *others = heads.items()
+    first, *others = heads
     config = WorkerConfig(
         model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype=dtype, max_model_len=1024),
-        draft=DraftConfig.model_validate({"method": first[0], "uri": first[1], "required": True}),
+        draft=DraftConfig.model_validate({"method": first.method, "uri": first.uri, "required": True}),
         drafts=tuple(
-            NamedDraft.model_validate({"name": method, "method": method, "uri": uri, "required": True})
-            for method, uri in others
+            NamedDraft.model_validate({"name": head.name, "method": head.method, "uri": head.uri, "required": True})
+            for head in others
         ),
         engine=EngineConfig(max_num_seqs=most, device="cpu", threads=1, kv_cache_tokens=1024 * most),
     )

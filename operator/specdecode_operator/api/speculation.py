@@ -246,7 +246,11 @@ class SpeculationSpec(Api):
     )
     hysteresis: HysteresisSpec = Field(default=HysteresisSpec(), description="Limits of how often the plan changes.")
     explore_percent: float = Field(
-        default=1, ge=0, le=20, description="Share of the device's time for measuring other depths, in percent."
+        default=1,
+        ge=0,
+        le=20,
+        description="Largest share of the device's time for measuring other depths, in percent. Workers take less of it "
+        "the longer nothing changes.",
     )
     tasks: Annotated[tuple[TaskSpec, ...], Field(max_length=7)] = Field(
         default=(),

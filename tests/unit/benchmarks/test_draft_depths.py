@@ -54,20 +54,20 @@ def test_a_run_continues_where_it_stopped(
     folder, out = resolve(EMBEDDED_TARGET, default_cache_dir()), tmp_path / "depths.jsonl"
     target = load_llama(folder, dtype=torch.float32, device=torch.device("cpu"), max_model_len=512)
     write_draft(new_dflash(target, 1, 2), tmp_path / "head", folder)
-    words = ["--head", f"eagle3={EMBEDDED_DRAFT}", "--head", f"dflash=file://{tmp_path}/head"]
+    words = ["--head", f"shipped:eagle3={EMBEDDED_DRAFT}", "--head", f"dflash=file://{tmp_path}/head"]
     words += ["--dtype", "float32", "--every", "35", "--max-tokens", "5", "--depths", "2", "--loads", "1", "2"]
     words += ["--out", str(out)]
     run(*words)
     settings, *cells = lines(out)
     keys = [(cell["method"], cell["depth"], cell["load"]) for cell in cells]
-    assert keys == [(m, d, n) for n in (1, 2) for m, d in (("plain", 0), ("eagle3", 2), ("dflash", 2))]
+    assert keys == [(m, d, n) for n in (1, 2) for m, d in (("plain", 0), ("shipped", 2), ("dflash", 2))]
     assert [cell["same_text"] for cell in cells] == [2] * 6
     assert settings["settings"]["trained_tokens"]["dflash"] is None
     by_key = dict(zip(keys, cells, strict=True))
     for n in (1, 2):
         assert by_key["plain", 0, n]["tokens_per_step"] == 1.0
-        assert by_key["eagle3", 2, n]["tokens_per_step"] > 1.0
-        assert by_key["eagle3", 2, n]["milliseconds_per_token"] > 0
+        assert by_key["shipped", 2, n]["tokens_per_step"] > 1.0
+        assert by_key["shipped", 2, n]["milliseconds_per_token"] > 0
     first_run = out.read_text().splitlines()
     out.write_text("\n".join(first_run[:-1]) + "\n")
     run(*words)
@@ -80,6 +80,12 @@ def test_a_run_continues_where_it_stopped(
     run("--report", str(out), "--plot", str(tmp_path / "plot.png"))
     assert "Cells with the texts of plain decoding: 6 of 6" in capsys.readouterr().out
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_heads_are_named_by_their_method_or_by_a_name_of_their_own(draft_depths: Any) -> None:
+    own, named = draft_depths.Head.of("peagle=file:///a"), draft_depths.Head.of("shipped:eagle3=embedded://b")
+    assert (own.name, own.method, own.uri) == ("peagle", "peagle", "file:///a")
+    assert (named.name, named.method, named.uri) == ("shipped", "eagle3", "embedded://b")
 
 
 def test_report_compares_with_plain_decoding_at_the_same_load(draft_depths: Any) -> None:
