@@ -249,8 +249,8 @@ class SpeculationSpec(Api):
         default=1,
         ge=0,
         le=20,
-        description="Largest share of the device's time for measuring other depths, in percent. Workers take less of it "
-        "the longer nothing changes.",
+        description="Largest share of the device's time for measuring other depths, in percent. Workers take less of "
+        "it the longer nothing changes.",
     )
     tasks: Annotated[tuple[TaskSpec, ...], Field(max_length=7)] = Field(
         default=(),
