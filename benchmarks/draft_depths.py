@@ -226,7 +226,7 @@ def best(cells: Sequence[Cell]) -> str:
             mine = [cell for cell in cells if (cell["method"], cell["load"]) == (method, at_once)]
             if mine:
                 cell = min(mine, key=lambda cell: cell["milliseconds_per_token"])
-                lines.append(f"| {at_once} | {plain:.0f} | {method} | {cell['depth']} | {figures(cell, plain)} |")
+                lines.append(f"| {at_once} | {plain:.1f} | {method} | {cell['depth']} | {figures(cell, plain)} |")
     return "\n".join(lines)
 
 
@@ -247,7 +247,7 @@ def every(cells: Sequence[Cell]) -> str:
 def figures(cell: Cell, plain: float) -> str:
     """Return tokens per step, milliseconds per token and speed-up of a cell, as columns."""
     own = cell["milliseconds_per_token"]
-    return f"{cell['tokens_per_step']:.2f} ± {cell['bound']:.2f} | {own:.0f} | {plain / own:.2f}"
+    return f"{cell['tokens_per_step']:.2f} ± {cell['bound']:.2f} | {own:.1f} | {plain / own:.2f}"
 
 
 def plain_of(cells: Sequence[Cell], at_once: int) -> Cell:

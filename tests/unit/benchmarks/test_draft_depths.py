@@ -114,10 +114,10 @@ def test_report_compares_with_plain_decoding_at_the_same_load(draft_depths: Any)
     text = draft_depths.report(settings, cells)
     assert "trained on: eagle3 1,200, dflash unknown." in text
     assert "Cells with the texts of plain decoding: 5 of 6." in text
-    assert "| 1 | 20 | eagle3 | 3 | 2.25 ± 0.10 | 10 | 2.00 |" in text
-    assert "| 8 | 40 | eagle3 | 1 | 1.50 ± 0.10 | 50 | 0.80 |" in text
-    assert "| 1 | 3 | 2.25 ± 0.10 | 10 | 2.00 | 1.25 ± 0.10 | 25 | 0.80 |" in text
-    assert "| 1 | 1 | 1.50 ± 0.10 | 16 | 1.25 | | | |" in text
+    assert "| 1 | 20.0 | eagle3 | 3 | 2.25 ± 0.10 | 10.0 | 2.00 |" in text
+    assert "| 8 | 40.0 | eagle3 | 1 | 1.50 ± 0.10 | 50.0 | 0.80 |" in text
+    assert "| 1 | 3 | 2.25 ± 0.10 | 10.0 | 2.00 | 1.25 ± 0.10 | 25.0 | 0.80 |" in text
+    assert "| 1 | 1 | 1.50 ± 0.10 | 16.0 | 1.25 | | | |" in text
 
 
 def test_plain_decoding_comes_first_at_each_load(draft_depths: Any) -> None:
