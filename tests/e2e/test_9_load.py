@@ -58,7 +58,8 @@ def test_load_lowers_depth_then_adds_workers_and_reverts(endpoint: Endpoint) -> 
             wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= 1, timeout_s=60)
             assert replicas(endpoint) == 1, "depth first: one worker carries them"
         with load(MANY):
-            wait_for("more workers", lambda: serving(endpoint, MOST), timeout_s=240, every_s=2)
+            # One after the other: each times steps of 0.3 to 1.5 s for over a minute before it serves.
+            wait_for("more workers", lambda: serving(endpoint, MOST), timeout_s=400, every_s=2)
             wait_for_row(endpoint, "shallow for many", MANY, (0, 1))
         with load(ALONE):
             wait_for("one worker", lambda: serving(endpoint, 1), timeout_s=240, every_s=2)
