@@ -60,8 +60,14 @@ class Head:
 
     @classmethod
     def of(cls, text: str) -> Head:
-        """Read ``METHOD=URI`` or ``NAME:METHOD=URI``."""
+        """Read ``METHOD=URI`` or ``NAME:METHOD=URI``.
+
+        Raises:
+            ArgumentTypeError: There is no URI.
+        """
         key, _, uri = text.partition("=")
+        if not uri:
+            raise argparse.ArgumentTypeError(f"{text!r} has no URI; write METHOD=URI or NAME:METHOD=URI")
         name, _, method = key.rpartition(":")
         return cls(name or method, method, uri)
 
@@ -69,7 +75,12 @@ class Head:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--head", action="append", default=[], metavar="[NAME:]METHOD=URI", help="a head; its name is the method's"
+        "--head",
+        action="append",
+        default=[],
+        type=Head.of,
+        metavar="[NAME:]METHOD=URI",
+        help="a head; its name is the method's",
     )
     parser.add_argument("--prompts", type=Path, default=Path("benchmarks/prompts/heldout.jsonl"))
     parser.add_argument("--every", type=int, default=4, help="use every n-th prompt")
@@ -94,7 +105,7 @@ def main() -> None:
 
 def measure(flags: argparse.Namespace) -> None:
     """Run all cells that the output file lacks, and append them to it."""
-    heads = [Head.of(text) for text in flags.head]
+    heads: list[Head] = flags.head
     local = load(heads, max(flags.loads), flags.dtype)
     prompts = local.prompts(flags.prompts)[:: flags.every]
     if len(prompts) < max(flags.loads):

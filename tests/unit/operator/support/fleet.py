@@ -13,6 +13,7 @@ from specdecode_operator.state.learned import LearnedState, parse_state, render_
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Worker, Workload
 from specdecode_worker.contract import (
+    OTHER_TASK,
     AcceptanceCell,
     DraftState,
     Method,
@@ -84,8 +85,12 @@ class SimulatedWorker:
     def depth(self) -> int:
         concurrency = sum(self.truth.sequences > edge for edge in self.plan.buckets.concurrency)
         context = sum(self.truth.context > edge for edge in self.plan.buckets.context)
+        return self.planned_shape(concurrency, context).depth
+
+    def planned_shape(self, concurrency: int, context: int, task: str = OTHER_TASK) -> TreeShape:
+        """Return the shape of the plan at a load, which is its initial one if it was made for another draft."""
         is_planned = self.plan.draft == self.truth.draft
-        return (self.plan.shape(concurrency, context) if is_planned else self.plan.initial).depth
+        return self.plan.shape(concurrency, context, task) if is_planned else self.plan.initial
 
     def passes(self, depth: int) -> int:
         return draft_passes(self.truth.method, depth)

@@ -59,8 +59,7 @@ class MergingWorker(SimulatedWorker):
     @property
     def depth(self) -> int:
         concurrency = sum(self.truth.sequences > edge for edge in self.plan.buckets.concurrency)
-        is_planned = self.plan.draft == self.truth.draft
-        return (self.plan.shape(concurrency, 0, TASK) if is_planned else self.plan.initial).depth
+        return self.planned_shape(concurrency, 0, TASK).depth
 
     def passes(self, depth: int) -> int:
         heads = (self.merged[name].method for name in self.running if self.merged[name].method != "ngram")

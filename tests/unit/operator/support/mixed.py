@@ -46,7 +46,7 @@ class MixedWorker(SimulatedWorker):
     def shape(self, task: str) -> TreeShape:
         sequences = sum(truth.sequences for truth in self.tasks.values())
         concurrency = sum(sequences > edge for edge in self.plan.buckets.concurrency)
-        return self.plan.shape(concurrency, 0, task) if self.plan.draft == self.truth.draft else self.plan.initial
+        return self.planned_shape(concurrency, 0, task)
 
     def shapes(self) -> dict[str, TreeShape]:
         return {task: self.shape(task) for task in self.tasks}
