@@ -1,11 +1,11 @@
 """Measure what each rule and each constant of the planner is worth, in the simulator.
 
-Each variant switches one rule off, or halves or doubles one constant, and runs ``ours`` and the constrained oracle on
-the same traces and seeds as the planner as it is. Results are stored run by run, so that a stopped command continues
-where it was.
+Each variant switches one rule off, or halves or doubles a group of constants, and runs ``ours`` and the constrained
+oracle on the same traces and seeds as the planner as it is. Results are stored run by run, so that a stopped command
+continues where it was.
 
     .venv/bin/python benchmarks/planner_ablation.py rules --jobs 2          # 25 traces, three seeds, one hour each
-    .venv/bin/python benchmarks/planner_ablation.py constants --jobs 2      # six traces
+    .venv/bin/python benchmarks/planner_ablation.py constants --jobs 2      # six traces, groups of constants
     .venv/bin/python benchmarks/planner_ablation.py rules --only "as it is" --first-seed 10 --seeds 10 --hours 4
     .venv/bin/python benchmarks/planner_ablation.py table                   # what is stored so far, as Markdown
 
@@ -22,7 +22,7 @@ import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,11 @@ from specdecode_operator.planning import (
     workload,
 )
 from specdecode_operator.planning.decision_rule import LoadDecision
-from specdecode_operator.planning.tuning import TUNING, Tuning
+from specdecode_operator.planning.tuning import TUNING
 from specdecode_simulator.policies.registry import SCALERS
 from specdecode_simulator.records.recordings import library, nearest, tuned
 from specdecode_simulator.scoring.run import as_json, of_json, run_trace
 from specdecode_simulator.traces.catalogue import TRACES, named
-from specdecode_worker.contract import draft_passes
 
 SIX_TRACES = ("steady-cpu-quiet", "acceptance-step", "task-mix", "load-swings", "steady-gpu-tasks", "mislabelled")
 BASE = "as it is"
@@ -78,10 +77,10 @@ def _no_suspended_loads() -> None:
     setattr(LoadDecision, "is_suspended", property(lambda _: False, lambda *_: None))  # noqa: B010 - typed read-only
 
 
-def _mean_batches(shapes: Any, methods: Any, shares: Any, sequences: float) -> list[Any]:
+def _mean_batches(shapes: Any, bounds: Any, shares: Any, sequences: float) -> list[Any]:
     """Return one batch, with the deepest shape and the mean nodes."""
     verified = 1 + sum(shares[name] * shape.nodes for name, shape in shapes)
-    passes = max(draft_passes(methods[name], shape.depth) for name, shape in shapes)
+    passes = max(bounds[name].passes(shape.depth) for name, shape in shapes)
     batch = step_time_model.Batch(passes, round(verified, 1))
     return [shape_search.Met(name, batch, 1.0) for name, _ in shapes]
 
@@ -101,7 +100,7 @@ RULES: dict[str, Callable[[], None]] = {
     "trial": _set_rule("_trial_value", -1.0),
     "outdated": _set_rule("_is_outdated", False),
     "growth": lambda: set_tuning(growth=1.0),
-    "order of loads": lambda: set_everywhere(plan_rows, "_size", lambda shape: (0, 0)),
+    "order of loads": lambda: set_everywhere(plan_rows, "attrgetter", lambda *_: lambda shape: 0),
     "design effect": lambda: set_everywhere(acceptance_model, "design_effect", lambda learned, task: 1.0),
     "request variance": lambda: set_tuning(request_spread=0.0),
     "doubt of deeper rates": lambda: set_everywhere(learning, "_doubted", lambda cell: cell),
@@ -123,6 +122,27 @@ RULES: dict[str, Callable[[], None]] = {
     "drift": lambda: set_tuning(drift_per_dwell=0.0),
 }
 
+GROUPS = {
+    "priors of acceptance": ("prior_drafts", "task_prior_drafts", "rank_share"),
+    "design effect": ("prior_effect", "prior_requests"),
+    "correlations": ("depth_correlation", "request_spread"),
+    "half-lives": ("half_life_drafts", "half_life_samples"),
+    "recent seconds": ("recent_seconds",),
+    "change points": ("rate_change_errors", "time_change_errors", "contradicted_weight"),
+    "fewest samples": ("min_samples",),
+    "errors of step times": ("model_error", "carried_error"),
+    "wander": ("wander_share", "wander_limit"),
+    "confidence": ("z", "z_changed"),
+    "error of a trial": ("measured_error",),
+    "drift": ("drift_per_dwell",),
+    "growth": ("growth",),
+    "window": ("window_seconds",),
+    "least share": ("least_share",),
+    "samples of figures": ("fleet_samples", "task_samples"),
+}
+"""Constants that are halved and doubled together: all but ``load_ratio``, which must be above 1, ``least_seconds`` and
+``context_edges``."""
+
 
 def variants(kind: str) -> dict[str, Callable[[], None]]:
     """Return the variants of a kind by name, the planner as it is first."""
@@ -130,12 +150,14 @@ def variants(kind: str) -> dict[str, Callable[[], None]]:
     if kind == "rules":
         return base | {f"without {name}": apply for name, apply in RULES.items()}
     return base | {
-        f"{field.name} x {factor:g}": (
-            lambda name=field.name, by=factor: set_tuning(**{name: by * getattr(TUNING, name)})
-        )
-        for field in fields(Tuning)
+        f"{group} x {factor:g}": (lambda names=names, by=factor: set_tuning(**_scaled(names, by)))
+        for group, names in GROUPS.items()
         for factor in (0.5, 2.0)
     }
+
+
+def _scaled(names: Iterable[str], by: float) -> dict[str, float]:
+    return {name: by * getattr(TUNING, name) for name in names}
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,43 @@
+"""The ablation of the planner: every variant still changes the planner that there is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdecode_operator.planning.tuning import Tuning
+
+TRACE, HOURS = "task-mix", 0.02
+LEFT_OUT = {"load_ratio", "least_seconds", "context_edges"}
+
+
+@pytest.fixture
+def ablation(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    return importlib.import_module("planner_ablation")
+
+
+@pytest.mark.parametrize("kind", ["rules", "constants"])
+def test_every_variant_runs(ablation: Any, kind: str, tmp_path: Path) -> None:
+    """A variant that names what the planner no longer has, or calls it in an outdated way, fails."""
+    names = list(ablation.variants(kind))
+    jobs = [(kind, name, (TRACE,), (0,), HOURS, tmp_path) for name in names]
+    # A process for each variant, as the command has: a variant changes the planner's modules for good.
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        assert pool.map(ablation.run_variant, jobs, chunksize=1) == names
+    files = sorted(tmp_path.rglob("*.json"))
+    assert len(files) == len(names)
+    assert all(set(json.loads(file.read_text())["runs"]) == {"ours", "constrained"} for file in files)
+    rows = ablation.table(tmp_path).splitlines()[4:]
+    assert rows[0].startswith("| as it is | 1 |")
+    assert len(rows) == len(names)
+
+
+def test_groups_hold_every_constant_once(ablation: Any) -> None:
+    names = [name for group in ablation.GROUPS.values() for name in group]
+    assert sorted((*names, *LEFT_OUT)) == sorted(Tuning.__slots__)
