@@ -40,10 +40,10 @@ test).
 ![tokens per step of a chain of 3 on validation answers](curve.png)
 
 Validation is on greedy answers that its stage did not train on: 24 of them in the first three stages, the same in the
-second and the third; 57 from the fourth on. The second and the third stage also trained on what those before them had
-recorded, and so did the fifth: the tokens are those of all. Of the fourth stage's prompts those of the first 200,000
-tokens were the built-in ones. Every stage unrolls one token deep at first. The fourth put six heads beside the nine,
-which begin by finding where the last tokens stood before (docs/training.md).
+second and the third; 57 in the fourth and the fifth, others in the sixth. Stages two, three and five also trained on
+what those before them had recorded: the tokens are those of all. The fourth and the sixth recorded anew, with the
+built-in prompts for the first 200,000 and 160,000 tokens. Every stage unrolls one token deep at first. The fourth put
+six heads beside the nine, which begin by finding where the last tokens stood before (docs/training.md).
 
 ## Acceptance on held-out prompts
 
@@ -102,10 +102,10 @@ def _plot(history: list[dict[str, Any]], path: Path) -> None:
     start = 0.0
     for number, stage in enumerate(history, start=1):
         lines = stage["validation"]
-        minutes = [start + line["minutes"] for line in lines]
-        axes.plot(minutes, [line["tokens_per_step"] for line in lines], marker=".", label=f"stage {number}")
-        start = minutes[-1]
-    axes.set_xlabel("minutes of training")
+        millions = [start + line["tokens"] / 1e6 for line in lines]
+        axes.plot(millions, [line["tokens_per_step"] for line in lines], marker=".", label=f"stage {number}")
+        start = millions[-1]
+    axes.set_xlabel("tokens of training, in millions")
     axes.set_ylabel("tokens per step, chain of 3")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -104,6 +104,14 @@ def test_heads_of_all_families_draft_identically(
     assert len(ranks[0].unique()) > 3
 
 
+def test_all_files_of_a_head_are_readable_by_other_users(head: Eagle3Head, tmp_path: Path) -> None:
+    """A draft is trained by one user, for example root, and served by another."""
+    write_head(head, tmp_path)
+    files = list(tmp_path.iterdir())
+    assert {file.name for file in files} >= {"config.json", "model.safetensors"}
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in files)
+
+
 def test_head_with_the_whole_vocabulary_has_no_token_maps(target: Llama, tmp_path: Path) -> None:
     write_head(new_head(target, torch.arange(64)), tmp_path)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))

@@ -90,4 +90,5 @@ def _save(tensors: dict[str, Tensor], folder: Path) -> None:
     """Write model.safetensors through a temporary file and one rename."""
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, {"format": "pt"})
+    partial.chmod(0o644)  # safetensors writes files that only their owner can read; a worker is often another user
     os.rename(partial, folder / "model.safetensors")
