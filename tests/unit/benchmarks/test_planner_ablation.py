@@ -27,8 +27,11 @@ def test_every_variant_runs(ablation: Any, kind: str, tmp_path: Path) -> None:
     """A variant that names what the planner no longer has, or calls it in an outdated way, fails."""
     names = list(ablation.variants(kind))
     jobs = [(kind, name, (TRACE,), (0,), HOURS, tmp_path) for name in names]
-    # A process for each variant, as the command has: a variant changes the planner's modules for good.
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+    # A process for each variant, as the command has: a variant changes the planner's modules for good. They are forked
+    # from a process that has imported the simulator, and has no threads as this one may have.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["specdecode_simulator.policies.registry", "specdecode_simulator.scoring.run"])
+    with context.Pool(2, maxtasksperchild=1) as pool:
         assert pool.map(ablation.run_variant, jobs, chunksize=1) == names
     files = sorted(tmp_path.rglob("*.json"))
     assert len(files) == len(names)
