@@ -128,12 +128,12 @@ class PlanPilot:
             self.plan.guard
             and any(self.guard.is_probe(self._bucket, context, form.shape) for form in segment.forms.values())
         )
+        same = {form.shape for form in segment.forms.values()}
+        shape = same.pop() if len(same) == 1 else None
         self.exploration.passed(
-            self._bucket, seconds, tokens, explores=explores, shadow_seconds=shadow, steps=outcome.steps
+            self._bucket, seconds, tokens, explores=explores, shape=shape, shadow_seconds=shadow, steps=outcome.steps
         )
-        same = set(segment.forms.values())
-        if len(same) == 1:
-            shape = same.pop().shape
+        if shape is not None:
             self.guard.record_step(self._bucket, context, shape, seconds - shadow, tokens, outcome.steps)
 
     def _loads(self, most: int) -> list[int]:

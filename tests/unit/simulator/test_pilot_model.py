@@ -90,7 +90,7 @@ def test_bursts_in_one_segment_take_the_share_that_they_take_step_by_step() -> N
         depth = burst.shape.depth if burst else 2
         if burst:
             burst.done += 1
-        stepwise.passed(0, cost[depth], 1.0, explores=burst is not None)
+        stepwise.passed(0, cost[depth], 1.0, explores=burst is not None, shape=TreeShape.chain(depth))
         counts["steps"][depth] += 1
     assert counts["segments"] == pytest.approx(counts["steps"], rel=0.06, abs=96)
 

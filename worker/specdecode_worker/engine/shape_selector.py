@@ -202,7 +202,9 @@ class ShapeSelector:
         edge = self._edge(choice.concurrency)
         full, shadow = (self._curve.scaled(part, choice.sequences, edge) for part in (seconds, shadow_seconds))
         if self._explores:  # else the share of a whole trial would be explored at once after it
-            self._exploration.passed(choice.concurrency, full, tokens, explores=choice.explores, shadow_seconds=shadow)
+            self._exploration.passed(
+                choice.concurrency, full, tokens, explores=choice.explores, shape=choice.shape, shadow_seconds=shadow
+            )
         if choice.shape is not None and choice.counted:
             self._guard.record_step(choice.concurrency, choice.context, choice.shape, full - shadow, tokens)
 

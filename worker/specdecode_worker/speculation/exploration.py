@@ -1,17 +1,19 @@
 """Budget of exploration: shadow passes and bursts of steps of other shapes, within a share of the worker's time.
 
-Exploration diminishes while nothing changes, and starts again with a new plan or a change in the steps themselves
-(Diminishing Exploration, arXiv 2410.05734). Most of what it costs on a steady load is thereby saved.
+Bursts go to the shapes whose comparison with the plan is least sure (`burst_allocation`). Exploration diminishes while
+nothing changes, and starts again with a new plan or a change in the steps themselves (Diminishing Exploration, arXiv
+2410.05734). Most of what it costs on a steady load is thereby saved.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import sqrt
+from math import log, sqrt
 
 from specdecode_worker.contract import Plan, TreeShape
+from specdecode_worker.speculation.burst_allocation import BurstAllocation
 from specdecode_worker.speculation.change_detector import ChangeDetector
 from specdecode_worker.speculation.guard import TimePerToken
 
@@ -19,11 +21,13 @@ BURST_STEPS = 16
 """Number of steps of a burst, and fewest steps of the plan after it."""
 DROPPED_STEPS = 2
 """Number of steps at the start of a burst that warm caches and are not counted."""
+MIN_SERIES_STEPS = 8
+"""Fewest measured steps of a burst or a probe that say what its shape loses."""
 EXPECTED_LOSS = 0.5
 """Expected loss of one step of a burst, in steps at the usual time per token. A burst starts when the budget covers
 this loss for all of its steps.
 """
-FULL_PACE_STEPS = 4000
+FULL_PACE_STEPS = 1000
 """Number of steps at a load, after a change, during which all of the time counts for exploration. Later
 sqrt(FULL_PACE_STEPS / steps) of it counts.
 """
@@ -35,6 +39,25 @@ class Burst:
 
     shape: TreeShape
     done: int = 0
+
+
+@dataclass(slots=True)
+class Series:
+    """Sums over the measured steps of a burst or of a guard probe. ``shape`` is None if they ran different shapes."""
+
+    concurrency: int
+    shape: TreeShape | None
+    seconds: float = 0.0
+    tokens: float = 0.0
+    usual_seconds: float = 0.0
+    """Time of as many tokens in steps of the plan."""
+    steps: int = 0
+
+    def add(self, shape: TreeShape | None, seconds: float, tokens: float, usual_seconds: float, steps: int) -> None:
+        """Add steps with the sums of their seconds and of their tokens per sequence."""
+        self.shape = self.shape if shape == self.shape else None
+        self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
+        self.usual_seconds, self.steps = self.usual_seconds + usual_seconds, self.steps + steps
 
 
 @dataclass(slots=True)
@@ -59,6 +82,7 @@ class LoadHistory:
     baseline: TimePerToken = field(default_factory=TimePerToken)
     steps_since_change: int = 0
     detector: ChangeDetector = field(default_factory=ChangeDetector)
+    allocation: BurstAllocation = field(default_factory=BurstAllocation)
 
     @property
     def pace(self) -> float:
@@ -74,7 +98,7 @@ class LoadHistory:
 
     def restart(self) -> None:
         """Count from now on: something has changed."""
-        self.steps_since_change, self.detector = 0, ChangeDetector()
+        self.steps_since_change, self.detector, self.allocation = 0, ChangeDetector(), BurstAllocation()
 
 
 @dataclass(slots=True)
@@ -82,7 +106,7 @@ class Exploration:
     """Exploration state of a worker. Half of the share pays for shadow passes, half for bursts.
 
     Durations are measured by the caller. The loss of a guard probe is paid like that of a burst, because both try a
-    shape that may lose.
+    shape that may lose. It is paid once the burst or the probe is over: a single step loses or gains by chance.
 
     Whatever exploration costs, a burst is followed by at least as many steps of the plan. The shape of the plan must be
     timed above all, and exploration that happens to be faster than the plan would otherwise never end.
@@ -97,7 +121,7 @@ class Exploration:
     _since_burst: int = BURST_STEPS
     _pace: float = 1.0
     _loads: defaultdict[int, LoadHistory] = field(default_factory=lambda: defaultdict(LoadHistory))
-    _counts: Counter[tuple[int, TreeShape]] = field(default_factory=Counter)
+    _series: Series | None = None
 
     def shadows(self, share: float) -> bool:
         """Return whether the next step may draft shadow nodes. At most every second step may."""
@@ -110,10 +134,9 @@ class Exploration:
     ) -> Burst | None:
         """Return the burst in progress, start a new one if it is affordable, or return None.
 
-        A new burst runs the shape with the fewest bursts at this load. The candidates are plain decoding, the
-        neighbours of the running depth, the planned depth, and the deepest chain allowed. The planned shape is a
-        candidate because the guard may hold it back, while the planner learns only from steps. There is no burst if
-        ``max_depth`` is 0.
+        The candidates of a new burst are plain decoding, the neighbours of the running depth, the planned depth, and
+        the deepest chain allowed. The planned shape is a candidate because the guard may hold it back, while the
+        planner learns only from steps. There is no burst if ``max_depth`` is 0.
         """
         # Plain steps show nothing of a draft that became better, so exploration then goes on as before.
         self._pace = self._loads[concurrency].pace if running.nodes else 1.0
@@ -124,12 +147,12 @@ class Exploration:
         baseline = self._loads[concurrency].baseline.seconds
         price = EXPECTED_LOSS * BURST_STEPS * (baseline or 0.0)
         if due and baseline is not None and self.bursts.affords(share / 2, self.counted_seconds, price):
-            near = (0, running.depth - 1, running.depth + 1, planned.depth, max_depth)
-            depths = {min(max(depth, 0), max_depth) for depth in near} - {running.depth}
+            wanted = (0, running.depth - 1, running.depth + 1, planned.depth, max_depth)
+            depths = {min(max(depth, 0), max_depth) for depth in wanted} - {running.depth}
             shapes = [TreeShape.chain(depth) for depth in sorted(depths)]
             if shapes:
-                shape = min(shapes, key=lambda shape: self._counts[concurrency, shape])
-                self._counts[concurrency, shape] += 1
+                near = [shape for shape in shapes if abs(shape.depth - running.depth) == 1 or shape == planned]
+                shape = self._loads[concurrency].allocation.next(shapes, near)
                 self.burst, self._since_burst = Burst(shape), 0
         return self.burst
 
@@ -145,6 +168,7 @@ class Exploration:
         tokens: float,
         *,
         explores: bool,
+        shape: TreeShape | None = None,
         shadow_seconds: float = 0.0,
         steps: int = 1,
     ) -> None:
@@ -155,6 +179,7 @@ class Exploration:
             seconds: Duration of the step.
             tokens: Emitted tokens per sequence.
             explores: The step belongs to a burst or a guard probe, and pays its loss against the usual time per token.
+            shape: Shape of all requests of the step; None if they differ, or if a request had no draft ready.
             shadow_seconds: Part of ``seconds`` that was spent on shadow passes.
             steps: Number of equal steps that the other arguments are the sums of.
         """
@@ -162,10 +187,24 @@ class Exploration:
         self.shadow.pay(shadow_seconds)
         history = self._loads[concurrency]
         if not explores:
+            self._end_series()
             self._since_burst += steps
             history.add(seconds - shadow_seconds, tokens, steps)
         elif history.baseline.seconds is not None:
-            self.bursts.pay(seconds - tokens * history.baseline.seconds)
+            if self._series is None or self._series.concurrency != concurrency:
+                self._end_series()
+                self._series = Series(concurrency, shape)
+            self._series.add(shape, seconds, tokens, tokens * history.baseline.seconds, steps)
+
+    def _end_series(self) -> None:
+        """Pay for the burst or probe that is over. What it lost decides how often its shape runs."""
+        series, self._series = self._series, None
+        if series is None:
+            return
+        self.bursts.pay(series.seconds - series.usual_seconds)
+        if series.shape is not None and series.steps >= MIN_SERIES_STEPS and series.tokens > 0 and series.seconds > 0:
+            loss = log(series.seconds / series.usual_seconds)
+            self._loads[series.concurrency].allocation.add(series.shape, loss)
 
 
 def changed_loads(before: Plan, after: Plan) -> set[int]:

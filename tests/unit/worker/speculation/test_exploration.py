@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
+from math import log
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
+from specdecode_worker.speculation.burst_allocation import BurstAllocation
 from specdecode_worker.speculation.change_detector import MIN_WINDOWS, WINDOW_STEPS, ChangeDetector
 from specdecode_worker.speculation.exploration import (
     BURST_STEPS,
     EXPECTED_LOSS,
-    FULL_PACE_STEPS,
     Burst,
     Exploration,
     TimeBudget,
@@ -25,6 +27,8 @@ from specdecode_worker.speculation.guard import MIN_STEPS
 CHAIN = TreeShape.chain
 SECONDS = {0: 0.010, 1: 0.011, 2: 0.012, 3: 0.014, 4: 0.017, 5: 0.030}
 RUNNING = CHAIN(2)
+PERIOD = 4000
+"""Steps in which bursts are counted; exploration has full pace during the first quarter of the first period."""
 
 
 def cost(depth: int) -> tuple[float, float]:
@@ -52,7 +56,7 @@ def run(
         seconds, tokens = cost((burst.shape if burst else running).depth)
         lost += max(seconds - tokens * baseline, 0) if burst else 0
         total += seconds
-        account.passed(1, seconds, tokens, explores=burst is not None)
+        account.passed(1, seconds, tokens, explores=burst is not None, shape=burst.shape if burst else running)
     return account, bursts, (lost - BURST_STEPS * max(SECONDS.values())) / total
 
 
@@ -80,11 +84,13 @@ def test_a_burst_lasts_its_steps_and_is_one_shape() -> None:
     assert all(burst.shape != RUNNING for burst in bursts)
 
 
-def test_bursts_alternate_between_shapes() -> None:
+def test_bursts_run_neighbours_first_and_often_and_every_shape_now_and_then() -> None:
     shapes = [burst.shape.depth for burst in run(20_000, 0.5)[1]]
+    assert set(shapes[:2]) == {1, 3}, "plain decoding and the deepest chain were timed before the first request"
     assert set(shapes) == {0, 1, 3, 5}
-    counts = [shapes.count(depth) for depth in set(shapes)]
-    assert max(counts) - min(counts) <= 1
+    assert min(shapes.count(1), shapes.count(3)) > 2 * max(shapes.count(0), shapes.count(5))
+    last = shapes[-len(shapes) // 3 :]
+    assert set(last) == {0, 1, 3, 5}
 
 
 @given(st.integers(0, 12), st.integers(0, 8))
@@ -127,13 +133,84 @@ def test_shadow_time_is_charged_and_excluded_from_the_baseline() -> None:
         account.passed(0, 0.014, 1.0, explores=False, shadow_seconds=0.004)
     assert account.shadow.spent_seconds == pytest.approx(0.004 * MIN_STEPS)
     account.passed(0, 0.03, 1.0, explores=True)
+    account.passed(0, 0.01, 1.0, explores=False)
     assert account.bursts.spent_seconds == pytest.approx(0.03 - 0.01)
+
+
+def test_a_burst_pays_for_what_all_of_its_steps_lose_together() -> None:
+    """Steps of the same shape yield one token or three. Each alone loses or gains; together they cost nothing."""
+    account = Exploration()
+    for tokens in (1.0, 3.0) * MIN_STEPS:
+        account.passed(0, 0.02, tokens, explores=False)
+    usual = account._loads[0].baseline.seconds
+    assert usual == pytest.approx(0.01, rel=0.05)
+    for tokens in (1.0, 3.0) * (BURST_STEPS // 2):
+        account.passed(0, 0.02, tokens, explores=True, shape=CHAIN(3))
+    assert account.bursts.spent_seconds == 0.0, "the burst may go on"
+    account.passed(0, 0.02, 2.0, explores=False)
+    assert account.bursts.spent_seconds == pytest.approx(0.0, abs=0.02)
 
 
 def test_exploration_that_wins_does_not_crowd_out_the_plan() -> None:
     _, bursts, _ = run(1000, 0.5, running=CHAIN(0))
     assert cost(2)[0] / cost(2)[1] < cost(0)[0] / cost(0)[1], "bursts of chain:2 cost nothing here"
     assert 2 < len(bursts) <= 1000 / (2 * BURST_STEPS) + 1
+
+
+def allocated(losses: dict[int, tuple[float, float]], bursts: int, near: set[int], seed: int = 0) -> Counter[int]:
+    """Return the number of bursts by depth. ``losses`` are means and standard deviations of one burst's loss."""
+    allocation, numbers, counts = BurstAllocation(), random.Random(seed), Counter[int]()
+    shapes = [CHAIN(depth) for depth in sorted(losses)]
+    for _ in range(bursts):
+        shape = allocation.next(shapes, [CHAIN(depth) for depth in near])
+        allocation.add(shape, numbers.gauss(*losses[shape.depth]))
+        counts[shape.depth] += 1
+    return counts
+
+
+def test_bursts_follow_variance_over_squared_loss() -> None:
+    counts = allocated({0: (0.6, 0.1), 1: (0.1, 0.1), 3: (0.2, 0.1), 7: (1.0, 0.1)}, 400, near={1, 3})
+    assert counts[1] / counts[3] == pytest.approx(4, rel=0.5), "variance / loss^2"
+    assert counts[0] < counts[3] / 2
+    assert min(counts.values()) >= 0.02 * 400
+
+
+def test_a_noisier_shape_gets_more_bursts() -> None:
+    counts = allocated({1: (0.2, 0.3), 3: (0.2, 0.1)}, 600, near={1, 3})
+    assert counts[1] > 3 * counts[3]
+
+
+def test_a_far_shape_that_turns_out_to_be_close_gets_as_many_bursts_as_a_neighbour() -> None:
+    counts = allocated({1: (0.1, 0.1), 3: (0.1, 0.1), 7: (0.0, 0.1)}, 400, near={1, 3})
+    assert counts[7] > max(counts[1], counts[3])
+
+
+def test_bursts_that_are_never_measured_do_not_hold_up_the_others() -> None:
+    allocation = BurstAllocation()
+    begun = {allocation.next([CHAIN(0), CHAIN(2), CHAIN(4)], [CHAIN(2), CHAIN(4)]).depth for _ in range(60)}
+    assert begun == {0, 2, 4}
+
+
+@pytest.mark.parametrize(("shapes", "steps", "is_known"), [([3], 16, True), ([3, 4], 16, False), ([3], 4, False)])
+def test_only_a_burst_of_one_shape_says_what_the_shape_loses(shapes: list[int], steps: int, is_known: bool) -> None:
+    account = Exploration()
+    for _ in range(MIN_STEPS):
+        account.passed(0, 0.01, 1.0, explores=False)
+    for step in range(steps):
+        account.passed(0, 0.02, 1.0, explores=True, shape=CHAIN(shapes[step % len(shapes)]))
+    account.passed(0, 0.01, 1.0, explores=False)
+    losses = account._loads[0].allocation._losses
+    assert {shape.depth: loss._mean for shape, loss in losses.items()} == (
+        {3: pytest.approx(log(2))} if is_known else {}
+    )
+
+
+def test_a_change_outdates_what_shapes_lost_at_that_load() -> None:
+    account = run(20_000, 0.5)[0]
+    account.restart({0})
+    assert account._loads[1].allocation._losses
+    account.restart({1})
+    assert not account._loads[1].allocation._losses
 
 
 @given(st.lists(st.floats(-1, 1), max_size=20))
@@ -171,34 +248,34 @@ def bursts_in(account: Exploration, steps: int, running: TreeShape = RUNNING, to
 
 def test_exploration_diminishes_while_nothing_changes() -> None:
     account = Exploration()
-    first, *_, last = [bursts_in(account, FULL_PACE_STEPS) for _ in range(16)]
-    assert first >= 10
+    first, *_, last = [bursts_in(account, PERIOD) for _ in range(16)]
+    assert first >= 8
     assert last <= first / 3
 
 
 def test_plain_decoding_is_explored_at_full_pace_as_it_shows_nothing_of_the_draft() -> None:
     account = Exploration()
-    first, *_, last = [bursts_in(account, FULL_PACE_STEPS, CHAIN(0)) for _ in range(16)]
+    first, *_, last = [bursts_in(account, PERIOD, CHAIN(0)) for _ in range(16)]
     assert last >= first - 1
 
 
 @pytest.mark.parametrize("tokens", [1.7, 2.4])
 def test_a_change_of_the_tokens_per_step_restarts_exploration(tokens: float) -> None:
     account = Exploration()
-    first, *_, last = [bursts_in(account, FULL_PACE_STEPS) for _ in range(16)]
-    assert bursts_in(account, FULL_PACE_STEPS, tokens=tokens) >= first - 2 > 2 * last
+    first, *_, last = [bursts_in(account, PERIOD) for _ in range(16)]
+    assert bursts_in(account, PERIOD, tokens=tokens) >= first - 2 > 2 * last
 
 
 def test_a_new_plan_restarts_exploration_at_the_loads_that_it_changes() -> None:
     account = Exploration()
-    first, *_, last = [bursts_in(account, FULL_PACE_STEPS) for _ in range(16)]
+    first, *_, last = [bursts_in(account, PERIOD) for _ in range(16)]
     account.restart({0, 2})
-    assert bursts_in(account, FULL_PACE_STEPS) <= last + 1
+    assert bursts_in(account, PERIOD) <= last + 1
     account.restart({1})
-    assert bursts_in(account, FULL_PACE_STEPS) >= first - 1
-    bursts_in(account, 15 * FULL_PACE_STEPS)
+    assert bursts_in(account, PERIOD) >= first - 1
+    bursts_in(account, 15 * PERIOD)
     account.restart()
-    assert bursts_in(account, FULL_PACE_STEPS) >= first - 1
+    assert bursts_in(account, PERIOD) >= first - 1
 
 
 def test_loads_that_a_plan_changes() -> None:
