@@ -160,6 +160,8 @@ class Exploration:
         """Explore at full pace again at these loads, or at all: the plan or the draft is another."""
         for concurrency in self._loads if concurrencies is None else concurrencies:
             self._loads[concurrency].restart()
+        if self._series is not None:
+            self._series.shape = None  # What is measured so far belongs to the plan before.
 
     def passed(
         self,

@@ -213,6 +213,17 @@ def test_a_change_outdates_what_shapes_lost_at_that_load() -> None:
     assert not account._loads[1].allocation._losses
 
 
+def test_a_burst_that_a_new_plan_interrupts_says_nothing_of_its_shape() -> None:
+    account = run(MIN_STEPS, 0.5)[0]
+    for _ in range(BURST_STEPS):
+        account.passed(1, 0.02, 1.0, explores=True, shape=CHAIN(3))
+    account.restart({0, 1})
+    account.passed(1, 0.02, 1.0, explores=True, shape=CHAIN(3))
+    account.passed(1, 0.012, 2.0, explores=False, shape=RUNNING)
+    assert not account._loads[1].allocation._losses
+    assert account.bursts.spent_seconds > 0
+
+
 @given(st.lists(st.floats(-1, 1), max_size=20))
 def test_gains_add_no_budget(payments: list[float]) -> None:
     budget = TimeBudget()
