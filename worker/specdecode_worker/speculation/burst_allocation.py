@@ -18,7 +18,7 @@ PRIOR_BURSTS, PRIOR_VARIANCE = 4.0, 0.15**2
 one sequence err by about 15 %.
 """
 FAR_LOSS = 0.15
-"""Expected loss of a shape that is no neighbour of the running one, before it was measured."""
+"""Expected loss of a shape that is neither plain nor a neighbour of the running one, before it was measured."""
 LEAST_LOSS = 0.05
 """Loss, or gain, below which a shape gets no more bursts than at this one."""
 LEAST_SHARE = 0.1
@@ -55,7 +55,7 @@ class BurstAllocation:
     _losses: defaultdict[TreeShape, MeasuredLoss] = field(default_factory=lambda: defaultdict(MeasuredLoss))
 
     def next(self, shapes: Sequence[TreeShape], near: Collection[TreeShape]) -> TreeShape:
-        """Return the one of the ``shapes`` that the next burst runs. ``near`` are neighbours of the running shape."""
+        """Return the one of the ``shapes`` that the next burst runs. ``near`` are those that may be as fast."""
         losses = [self._losses[shape] for shape in shapes]
         needs = [loss.need(0.0 if shape in near else FAR_LOSS) for shape, loss in zip(shapes, losses, strict=True)]
         least = LEAST_SHARE * max(needs)

@@ -151,7 +151,9 @@ class Exploration:
             depths = {min(max(depth, 0), max_depth) for depth in wanted} - {running.depth}
             shapes = [TreeShape.chain(depth) for depth in sorted(depths)]
             if shapes:
-                near = [shape for shape in shapes if abs(shape.depth - running.depth) == 1 or shape == planned]
+                # Plain steps show whether the drafts became slower or the machine: they wait for no other shape.
+                close = {0, running.depth - 1, running.depth + 1, planned.depth}
+                near = [shape for shape in shapes if shape.depth in close]
                 shape = self._loads[concurrency].allocation.next(shapes, near)
                 self.burst, self._since_burst = Burst(shape), 0
         return self.burst

@@ -135,6 +135,19 @@ def test_plain_steps_and_steps_without_comparison_save_nothing() -> None:
     assert saved_seconds(Delta(steps=dict([steps(3, 1000, 0.016, 2.0)])), _remembered()) == pytest.approx(4.0)
 
 
+def test_steps_that_claim_tokens_of_no_sequence_are_left_out() -> None:
+    """Found by test_any_report."""
+    impossible = []
+    for passes in (0, 3):
+        key, moments = steps(passes, 1000, 0.016, 2.0)
+        values = list(moments.values)
+        values[4 + FEATURES.index("sequences")] = 0.0
+        impossible.append((key._replace(tokens_bucket=1), Moments(tuple(values))))
+    assert saved_seconds(Delta(steps=dict(impossible)), ()) == 0
+    real = [PLAIN, steps(3, 1000, 0.016, 2.0)]
+    assert speedup(dict([*impossible, *real]), ()) == speedup(dict(real), ())
+
+
 def _remembered() -> tuple[StepTimeCell, ...]:
     key, moments = PLAIN
     return (StepTimeCell(**key._asdict(), values=moments.values, at=0),)

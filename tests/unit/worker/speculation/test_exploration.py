@@ -86,7 +86,7 @@ def test_a_burst_lasts_its_steps_and_is_one_shape() -> None:
 
 def test_bursts_run_neighbours_first_and_often_and_every_shape_now_and_then() -> None:
     shapes = [burst.shape.depth for burst in run(20_000, 0.5)[1]]
-    assert set(shapes[:2]) == {1, 3}, "plain decoding and the deepest chain were timed before the first request"
+    assert set(shapes[:3]) == {0, 1, 3}, "plain steps show whether the drafts became slower or the machine"
     assert set(shapes) == {0, 1, 3, 5}
     assert min(shapes.count(1), shapes.count(3)) > 2 * max(shapes.count(0), shapes.count(5))
     last = shapes[-len(shapes) // 3 :]
