@@ -103,20 +103,15 @@ def _compared(
     known |= {key: fresh for key, fresh in steps.items() if key not in known or fresh.count >= TUNING.min_samples}
     points: dict[int, list[tuple[float, float]]] = {}
     for key, moments in known.items():
-        if not key.prefill and not key.draft_passes and _has_decoded(moments):
+        if not key.prefill and not key.draft_passes and min(moments.count, moments.emitted, moments.x[_SEQUENCES]) >= 1:
             sequences = moments.mean_of(_SEQUENCES)
             points.setdefault(key.context_bucket, []).append((sequences, moments.seconds * sequences / moments.emitted))
     for key, moments in steps.items():
-        if not key.prefill and _has_decoded(moments):
+        if not key.prefill and min(moments.count, moments.emitted, moments.x[_SEQUENCES]) >= 1:
             sequences = moments.mean_of(_SEQUENCES)
             plain = interpolated(points.get(key.context_bucket, ()), sequences)
             plain_seconds = None if plain is None else plain * moments.emitted / sequences
             yield moments, plain_seconds if plain is None or key.draft_passes else moments.seconds
-
-
-def _has_decoded(moments: Moments) -> bool:
-    """Return whether these steps emitted tokens. A report can claim tokens of no sequence."""
-    return min(moments.count, moments.emitted) >= 1 and moments.mean_of(_SEQUENCES) > 0
 
 
 def _task(total: Delta, task: str, depths: Mapping[str, int], overall: float | None) -> TaskFigures:
