@@ -48,16 +48,16 @@ class Series:
     concurrency: int
     shape: TreeShape | None
     seconds: float = 0.0
-    tokens: float = 0.0
     usual_seconds: float = 0.0
     """Time of as many tokens in steps of the plan."""
     steps: int = 0
 
-    def add(self, shape: TreeShape | None, seconds: float, tokens: float, usual_seconds: float, steps: int) -> None:
-        """Add steps with the sums of their seconds and of their tokens per sequence."""
+    def add(self, shape: TreeShape | None, seconds: float, usual_seconds: float, steps: int) -> None:
+        """Add steps with the sums of their seconds and of their usual seconds."""
         self.shape = self.shape if shape == self.shape else None
-        self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
-        self.usual_seconds, self.steps = self.usual_seconds + usual_seconds, self.steps + steps
+        self.seconds += seconds
+        self.usual_seconds += usual_seconds
+        self.steps += steps
 
 
 @dataclass(slots=True)
@@ -138,23 +138,23 @@ class Exploration:
         the deepest chain allowed. The planned shape is a candidate because the guard may hold it back, while the
         planner learns only from steps. There is no burst if ``max_depth`` is 0.
         """
+        history = self._loads[concurrency]
         # Plain steps show nothing of a draft that became better, so exploration then goes on as before.
-        self._pace = self._loads[concurrency].pace if running.nodes else 1.0
+        self._pace = history.pace if running.nodes else 1.0
         burst = self.burst
         if burst is not None and (max_depth == 0 or burst.done >= BURST_STEPS or burst.shape.depth > max_depth):
             self.burst = None
         due = self.burst is None and max_depth > 0 and self._since_burst >= BURST_STEPS
-        baseline = self._loads[concurrency].baseline.seconds
+        baseline = history.baseline.seconds
         price = EXPECTED_LOSS * BURST_STEPS * (baseline or 0.0)
         if due and baseline is not None and self.bursts.affords(share / 2, self.counted_seconds, price):
-            wanted = (0, running.depth - 1, running.depth + 1, planned.depth, max_depth)
-            depths = {min(max(depth, 0), max_depth) for depth in wanted} - {running.depth}
+            # Plain steps show whether the drafts became slower or the machine: they wait for no other shape.
+            close = {0, running.depth - 1, running.depth + 1, planned.depth}
+            depths = {min(max(depth, 0), max_depth) for depth in (*close, max_depth)} - {running.depth}
             shapes = [TreeShape.chain(depth) for depth in sorted(depths)]
             if shapes:
-                # Plain steps show whether the drafts became slower or the machine: they wait for no other shape.
-                close = {0, running.depth - 1, running.depth + 1, planned.depth}
                 near = [shape for shape in shapes if shape.depth in close]
-                shape = self._loads[concurrency].allocation.next(shapes, near)
+                shape = history.allocation.next(shapes, near)
                 self.burst, self._since_burst = Burst(shape), 0
         return self.burst
 
@@ -198,7 +198,7 @@ class Exploration:
             if self._series is None or self._series.concurrency != concurrency:
                 self._end_series()
                 self._series = Series(concurrency, shape)
-            self._series.add(shape, seconds, tokens, tokens * history.baseline.seconds, steps)
+            self._series.add(shape, seconds, tokens * history.baseline.seconds, steps)
 
     def _end_series(self) -> None:
         """Pay for the burst or probe that is over. What it lost decides how often its shape runs."""
@@ -206,7 +206,8 @@ class Exploration:
         if series is None:
             return
         self.bursts.pay(series.seconds - series.usual_seconds)
-        if series.shape is not None and series.steps >= MIN_SERIES_STEPS and series.tokens > 0 and series.seconds > 0:
+        is_timed = series.steps >= MIN_SERIES_STEPS and min(series.seconds, series.usual_seconds) > 0
+        if series.shape is not None and is_timed:
             loss = log(series.seconds / series.usual_seconds)
             self._loads[series.concurrency].allocation.add(series.shape, loss)
 
