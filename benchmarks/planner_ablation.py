@@ -21,7 +21,7 @@ import json
 import math
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,19 @@ RULES: dict[str, Callable[[], None]] = {
     "drift": lambda: set_tuning(drift_per_dwell=0.0),
 }
 
+OF_SEVERAL_TASKS = {
+    f"without {rule}"
+    for rule in (
+        "stop of idle rows",
+        "idle tasks",
+        "other batches",
+        "error of the mix",
+        "prior of all tasks",
+        "tasks that are active",
+    )
+}
+"""Variants that equal the planner as it is on traces of one task, whose runs they take from there."""
+
 GROUPS = {
     "priors of acceptance": ("prior_drafts", "task_prior_drafts", "rank_share"),
     "design effect": ("prior_effect", "prior_requests"),
@@ -174,14 +187,22 @@ def run_variant(job: tuple[str, str, tuple[str, ...], Sequence[int], float, Path
             file = folder / f"{kind}-{hours:g}h" / _slug(name) / f"{trace}-{seed}.json"
             if file.exists():
                 continue
+            file.parent.mkdir(parents=True, exist_ok=True)
+            base = file.parent.parent / _slug(BASE) / file.name
+            if name in OF_SEVERAL_TASKS and base.exists() and len(named(trace, hours).kinds) == 1:
+                _store(file, json.loads(base.read_text()) | {"variant": name})
+                continue
             known = {ORACLE: oracle} if (oracle := _stored_oracle(file, trace, hours)) else {}
             ran = run_trace(trace, hours, seed, (OURS, ORACLE), shared, settings, known)
             runs = {policy: as_json(run) for policy, run in ran}
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(".part")
-            part.write_text(json.dumps({"variant": name, "trace": trace, "seed": seed, "runs": runs}))
-            part.rename(file)
+            _store(file, {"variant": name, "trace": trace, "seed": seed, "runs": runs})
     return name
+
+
+def _store(file: Path, document: Mapping[str, Any]) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(document))
+    part.rename(file)
 
 
 def _stored_oracle(file: Path, trace: str, hours: float) -> Any:

@@ -100,7 +100,7 @@ class StepTimeModel:
         return StepTimeModel(cells, tuple(coefficients.tolist()), covariance / np.outer(scale, scale), wander, floor)
 
     def predict(self, load: Load, shapes: Iterable[Batch]) -> dict[Batch, Estimate]:
-        """Return the step time of every shape at one load. A step with more passes and tokens never takes less."""
+        """Return the step time of every shape at one load. A larger step takes no less time, up to noise."""
         order = sorted(set(shapes))
         x = np.array([_with_drafting(features(load, *batch)) for batch in order])
         spreads = np.maximum(0.0, ((x @ self.covariance) * x).sum(axis=1)).tolist()
@@ -187,18 +187,18 @@ def _inverse(precision: Array) -> Array:
 def _rising(order: Sequence[Batch], lines: Sequence[float], found: Sequence[Estimate]) -> list[Estimate]:
     """Return step times that rise with the shapes.
 
-    Where two contradict that, the one that was timed later is right: a change of step times shows first in the shape
-    in use. The older one becomes the newer times the ratio of the linear model, with a wide error.
+    Where two contradict that by more than noise, the one that was timed later is right: a change of step times shows
+    first in the shape in use. The older one becomes the newer times the ratio of the linear model, with a wide error.
     """
     rising = list(found)
     for newest in sorted(range(len(found)), key=lambda index: -found[index].at):
         for index, other in enumerate(rising):
             known = rising[newest]
             direction = _direction(order[newest], order[index]) if other.at < known.at else 0
-            if direction * (other.mean - known.mean) < 0:
+            if direction * (known.mean - other.mean) > TUNING.measured_error * known.mean:
                 ratio = lines[index] / lines[newest]
                 mean = known.mean * (max(1.0, ratio) if direction > 0 else min(1.0, ratio))
-                # A slight contradiction is noise: then the correction itself is all the doubt that it adds.
+                # The correction itself is all the doubt that it adds, where that is less.
                 carried = (known.relative_variance + TUNING.carried_error**2) * mean**2
                 variance = min(carried, other.variance + (mean - other.mean) ** 2)
                 rising[index] = other._replace(mean=mean, variance=variance)

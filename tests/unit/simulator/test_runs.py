@@ -170,5 +170,5 @@ def test_a_step_is_answered_and_no_later_where_more_is_allowed(library: Library)
         assert near["seconds"] < 120
         assert 0 <= near["drafts"] <= strict["drafts"]
         taken += [strict["seconds"]] if strict["answered"] else []
-    assert len(taken) >= 3, "the gain between neighbouring depths is small, and ten minutes are short: 14 of 24 seeds"
+    assert len(taken) >= 4, "the gain between neighbouring depths is small, and ten minutes are short: 17 of 24 seeds"
     assert max(taken) < 300
