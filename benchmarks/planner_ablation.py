@@ -9,9 +9,9 @@ continues where it was.
     .venv/bin/python benchmarks/planner_ablation.py rules --only "as it is" --first-seed 10 --seeds 10 --hours 4
     .venv/bin/python benchmarks/planner_ablation.py table                   # what is stored so far, as Markdown
 
-The columns of the table: time per token over the constrained oracle's (mean over traces, and the worst trace), plan
-changes an hour on stationary traces, and steps of acceptance that were answered in time. ``specdecode-simulate
---against`` compares the planner with another version of it.
+The columns of the table: time per token over the constrained oracle's (mean over traces, the worst trace, and the
+largest loss on a trace against the planner as it is), plan changes an hour on stationary traces, and steps of
+acceptance that were answered in time. ``specdecode-simulate --against`` compares the planner with another version.
 """
 
 from __future__ import annotations
@@ -231,16 +231,30 @@ def _table_of(folder: Path) -> str:
     lines = [
         f"### {folder.name}",
         "",
-        "| variant | runs | mean | worst trace | changes/h | answered |",
-        "|---|---|---|---|---|---|",
+        "| variant | runs | mean | worst trace | largest loss | changes/h | answered |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows_, key=lambda row: (row["variant"] != BASE, -row["mean"])):
         change = f" ({row['mean'] - base['mean']:+.4f})" if base and row is not base else ""
         lines.append(
-            f"| {row['variant']} | {row['runs']} | {row['mean']:.4f}{change} | {row['worst']:.3f} {row['on']} "
-            f"| {row['changes']:.1f} | {row['answered']} of {row['steps']} |"
+            f"| {row['variant']} | {row['runs']} | {row['mean']:.4f}{change} | {_worst(row['means'])} "
+            f"| {_largest_loss(row, base)} | {row['changes']:.1f} | {row['answered']} of {row['steps']} |"
         )
     return "\n".join(lines)
+
+
+def _worst(means: Mapping[str, float]) -> str:
+    worst = max(means, key=lambda trace: means[trace])
+    return f"{means[worst]:.3f} {worst}"
+
+
+def _largest_loss(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
+    """Return what the variant loses against the planner as it is on the trace where that is most."""
+    if base is None or row is base:
+        return ""
+    losses = {trace: mean - base["means"][trace] for trace, mean in row["means"].items() if trace in base["means"]}
+    most = max(losses, key=lambda trace: losses[trace])
+    return f"{losses[most]:+.3f} {most}" if losses[most] > 0 else "none"
 
 
 def _row(folder: Path) -> dict[str, Any]:
@@ -254,14 +268,12 @@ def _row(folder: Path) -> dict[str, Any]:
             changes.append(ours["plan_changes_per_hour"])
         answers += document["runs"][OURS]["answers"]
     means = {trace: sum(values) / len(values) for trace, values in ratios.items()}
-    worst = max(means, key=lambda trace: means[trace])
     wide = [answer for answer in answers if answer["within"] > 1.05]
     return {
         "variant": documents[0]["variant"],
         "runs": len(documents),
         "mean": sum(means.values()) / len(means),
-        "worst": means[worst],
-        "on": worst,
+        "means": means,
         "changes": sum(changes) / len(changes) if changes else math.nan,
         "answered": int(sum(answer["answered"] for answer in wide)),
         "steps": len(wide),
