@@ -18,7 +18,7 @@ from specdecode_operator.measurements import (
     UnhealthyWorker,
 )
 from specdecode_operator.state.session import Baseline, Session
-from specdecode_worker.contract import CheckVerdict, Plan, Report
+from specdecode_worker.contract import CheckVerdict, Plan, Report, TreeShape
 from specdecode_worker.contract.demand import HeldRequests
 
 __all__ = [
@@ -214,6 +214,8 @@ class Decision:
     """Shape that mode Auto would run at the present load, in Advisory mode and while Auto is overridden by a pin."""
     depth: int | None = None
     """Draft depth at the present load. None while no worker reports that it runs the plan."""
+    suspended: TreeShape | None = None
+    """Shape of the plan at the present load that the guards of all workers suspend. None if they suspend none."""
     task_depths: Mapping[str, int] = field(default_factory=dict)
     """Draft depth of each task of the spec at the present load."""
     merges: Mapping[str, str] | None = None

@@ -192,6 +192,7 @@ def _decision(
         changes=recorded.changes,
         recommended=planned.recommended,
         depth=depth,
+        suspended=in_use.suspended_shape(observed, learned, current, buckets),
         nodes=in_use.nodes_in_use(current, learned, buckets, depth),
         task_depths=in_use.task_depths(deployment, current, learned, buckets),
         figures=figures,

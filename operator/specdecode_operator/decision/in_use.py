@@ -8,7 +8,7 @@ from specdecode_operator.planning import loads
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry.plan_push import RunningPlan, needs_plan
 from specdecode_operator.types import Deployment, Observation
-from specdecode_worker.contract import Buckets, Plan
+from specdecode_worker.contract import Buckets, Plan, TreeShape
 
 
 def held_back_loads(observed: Observation, plan: Plan | None) -> set[tuple[int, int]]:
@@ -39,6 +39,13 @@ def depth_in_use(
     if not any(report.plan.matches_draft for report in running):
         return plan.initial.depth
     return plan.shape(concurrency, context, learned.load.task).depth
+
+
+def suspended_shape(observed: Observation, learned: LearnedState, plan: Plan, buckets: Buckets) -> TreeShape | None:
+    """Return the plan's shape at the present load if it speculates and the guards of all workers suspend it."""
+    present = loads.present_row(learned.load, buckets)
+    shape = plan.shape(*present, learned.load.task)
+    return shape if shape.nodes and present in held_back_loads(observed, plan) else None
 
 
 def nodes_in_use(plan: Plan, learned: LearnedState, buckets: Buckets, depth: int | None) -> int | None:

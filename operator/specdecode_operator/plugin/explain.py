@@ -64,7 +64,7 @@ def _depth(
     yield _deciding_mode(mode_of(resource), spec)
     if speculation.recommended:
         yield f"Mode Auto would run {speculation.recommended} at the current load."
-    yield from _guard(status, learned)
+    yield from _guard(status)
     yield from _unapplied(status, learned)
     yield from _rollout(status)
     lack = measuring(status.conditions)
@@ -127,17 +127,11 @@ def _rollout(status: Status) -> Iterator[str]:
         yield f"Rollout of another draft: {phase}. {run_line(status.draft) or trial_line(status.draft)}".rstrip()
 
 
-def _guard(status: Status, learned: LearnedState | None) -> Iterator[str]:
-    """Yield a line if the plan speculates and the guards of the workers run plain decoding."""
-    speculation = status.speculation
-    if learned is None or learned.plan is None or speculation is None or speculation.depth != 0:
-        return
-    planned = [row.shape for row in learned.plan.rows] or [learned.plan.initial]
-    if all(shape.nodes for shape in planned):
-        yield (
-            "Every row of the plan speculates, but the guards of the workers run plain decoding at this load: they"
-            " measured that speculation is slower."
-        )
+def _guard(status: Status) -> Iterator[str]:
+    """Yield a line if the guards of the workers suspend the planned shape: the depth above is then not the plan's."""
+    suspended = next((one for one in status.conditions if one.reason == "SuspendedByGuards"), None)
+    if suspended:
+        yield f"{suspended.message[0].upper()}{suspended.message[1:]}."
 
 
 def _saved(resource: dict[str, Any]) -> Iterator[str]:

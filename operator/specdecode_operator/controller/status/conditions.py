@@ -151,6 +151,12 @@ def speculation_effective(deployment: Deployment, decision: Decision) -> Conditi
     known = deployment.status.speculation
     now = decision.figures.speedup if decision.figures else None
     speedup = rounded(now if now is not None else (known.speedup if known else None))
+    if decision.depth == 0 and decision.suspended:
+        message = (
+            f"the workers suspend {decision.suspended} of the plan at the current load: by their guards' latest"
+            " measurement plain decoding is faster"
+        )
+        return ConditionState(kind, "False", "SuspendedByGuards", message)
     if decision.depth == 0:
         message = "plain decoding is faster at the current load, so no draft is used"
         return ConditionState(kind, "False", "PlainIsFaster", message)

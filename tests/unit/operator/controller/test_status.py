@@ -24,7 +24,7 @@ from specdecode_operator.types import (
     Worker,
     Workload,
 )
-from specdecode_worker.contract import DraftState, Report
+from specdecode_worker.contract import DraftState, GuardCell, Report
 
 
 def status_with(
@@ -298,6 +298,30 @@ def test_a_decision_is_shown_with_its_reason() -> None:
     assert status.speculation.history[-1].before == "chain:3"
     assert "loses" in (status.speculation.last_decision or "")
     assert condition(status, "SpeculationEffective").reason == "PlainIsFaster"
+
+
+def test_the_condition_names_the_shape_that_the_guards_suspend() -> None:
+    loop = loop_over(Truth(chances=[0.9] * 5))
+    statuses(loop, 12)
+    report = loop.worker.report()
+
+    def after(suppressed: bool) -> Status:
+        verdicts = tuple(
+            GuardCell(concurrency=row.concurrency, context=row.context, speculative=2, plain=1, suppressed=suppressed)
+            for row in loop.worker.plan.rows
+        )
+        workers = (pod(report=report.model_copy(update={"guard": verdicts})),)
+        observed = Observation(workload=workload_with(), workers=workers, session=loop.memory)
+        decision, _ = decide(loop.deployment, observed, DEFAULTS, now=loop.now)
+        assert decision.plan == loop.worker.plan
+        return status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
+
+    held, free = after(suppressed=True), after(suppressed=False)
+    assert (held.speculation and held.speculation.depth, free.speculation and free.speculation.depth) == (0, 5)
+    effective = condition(held, "SpeculationEffective")
+    assert (effective.status, effective.reason) == ("False", "SuspendedByGuards")
+    assert "suspend chain:5 of the plan" in effective.message
+    assert condition(free, "SpeculationEffective").reason != "SuspendedByGuards"
 
 
 def test_the_condition_says_what_the_estimates_lack_until_the_first_decision() -> None:

@@ -229,6 +229,17 @@ def test_explain_says_that_the_depth_is_of_an_earlier_plan(deepened: Loop) -> No
     assert sentence in text()
 
 
+def test_explain_says_that_the_guards_suspend_the_planned_shape(deepened: Loop) -> None:
+    resource = resource_of(deepened)
+    resource["status"]["speculation"]["depth"] = 0
+    sentence = "The workers suspend chain:5 of the plan at the current load"
+    for condition in resource["status"]["conditions"]:
+        if condition["type"] == "SpeculationEffective":
+            assert sentence not in "\n".join(explain(resource, remembered(deepened), deepened.now))
+            condition.update(status="False", reason="SuspendedByGuards", message="t" + sentence[1:])
+    assert sentence in "\n".join(explain(resource, remembered(deepened), deepened.now))
+
+
 def test_explain_without_the_memory_says_why(deepened: Loop) -> None:
     text = "\n".join(
         explain(resource_of(deepened), None, deepened.now, "you do not have the rights for this: configmaps")
