@@ -31,7 +31,6 @@ from specdecode_operator.planning import (
     estimates,
     learning,
     plan_rows,
-    row_states,
     shape_search,
     step_time_model,
     workload,
@@ -89,17 +88,12 @@ def _unknown_requests(learned: Any, tasks: Iterable[str]) -> dict[str, float]:
     return dict.fromkeys(tasks, math.inf)
 
 
-def _all_changes(self: Any, row: Any) -> tuple[float, ...]:
-    return row_states.recent_changes(row.moves, self.now)
-
-
 RULES: dict[str, Callable[[], None]] = {
     "stop": _set_rule("_stopped", []),
     "fewer passes": _no_suspended_loads,
     "gain": _set_rule("_is_worth_it", False),
     "trial": _set_rule("_trial_value", -1.0),
     "outdated": _set_rule("_is_outdated", False),
-    "growth": lambda: set_tuning(growth=1.0),
     "order of loads": lambda: set_everywhere(plan_rows, "attrgetter", lambda *_: lambda shape: 0),
     "design effect": lambda: set_everywhere(acceptance_model, "design_effect", lambda learned, task: 1.0),
     "request variance": lambda: set_tuning(request_spread=0.0),
@@ -112,12 +106,10 @@ RULES: dict[str, Callable[[], None]] = {
     "stop of idle rows": lambda: set_everywhere(plan_rows, "_also_stopped", lambda row, speculation, now: None),
     "idle tasks": lambda: set_everywhere(workload, "idle", lambda learned, tasks: frozenset()),
     "other batches": lambda: set_everywhere(shape_search, "batches", _mean_batches),
-    "error of the mix": lambda: set_everywhere(workload, "mix_requests", lambda learned: math.inf),
     "requests of a task": lambda: set_everywhere(workload, "_requests_by_task", _unknown_requests),
     "correlation of depths": lambda: set_tuning(depth_correlation=0.0),
     "prior of all tasks": lambda: set_tuning(task_prior_drafts=0.1),
     "tasks that are active": _set_rule("_is_active", True),
-    "change points against the dwell": lambda: setattr(LoadDecision, "_counted_changes", _all_changes),
     "measuring": _set_rule("_is_measuring", False),
     "drift": lambda: set_tuning(drift_per_dwell=0.0),
 }
@@ -128,7 +120,6 @@ OF_SEVERAL_TASKS = {
         "stop of idle rows",
         "idle tasks",
         "other batches",
-        "error of the mix",
         "prior of all tasks",
         "tasks that are active",
     )
@@ -148,7 +139,6 @@ GROUPS = {
     "confidence": ("z", "z_changed"),
     "error of a trial": ("measured_error",),
     "drift": ("drift_per_dwell",),
-    "growth": ("growth",),
     "window": ("window_seconds",),
     "least share": ("least_share",),
     "samples of figures": ("fleet_samples", "task_samples"),

@@ -12,9 +12,9 @@ from specdecode_operator.planning.tuning import Tuning
 
 PLANNING = Path(__file__).parents[2] / "operator" / "specdecode_operator" / "planning"
 MODULES = sorted(PLANNING.glob("*.py"))
-MAX_LINES = 2188
+MAX_LINES = 2168
 """Of all modules together, blank lines and comments included."""
-MAX_CONSTANTS = 30
+MAX_CONSTANTS = 29
 PLAIN = {0, 1, 2, 0.5, 100, 1000}
 """Numbers that are no tuning: identities, squares, halves, percent and milliseconds."""
 

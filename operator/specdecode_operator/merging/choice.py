@@ -19,7 +19,7 @@ from specdecode_operator.api.v1alpha1 import HysteresisSpec
 from specdecode_operator.merging.options import Option
 from specdecode_operator.merging.subsets import Names
 from specdecode_operator.merging.tuning import TUNING
-from specdecode_operator.planning.row_states import dwell_seconds, recent_changes
+from specdecode_operator.planning.row_states import recent_changes
 from specdecode_operator.planning.tuning import TUNING as PLANNING
 from specdecode_operator.state.cells import MergeChoice
 
@@ -88,7 +88,7 @@ def next_step(known: MergeChoice, options: Sequence[Option] | None, limits: Limi
     if len(moves) >= limits.hysteresis.max_changes_per_hour:
         return Step(known)
     age = now - known.since
-    if options and age >= dwell_seconds(len(moves), limits.hysteresis):
+    if options and age >= limits.hysteresis.min_dwell_seconds:
         best = max(options, key=lambda option: option.bound)
         if best.bound > limits.least_gain:
             return _changed(known, best, now, (*moves, now))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
 from specdecode_operator.planning.acceptance_model import lacking
 from specdecode_operator.planning.estimates import NORMAL, confidence
-from specdecode_operator.planning.row_states import dwell_seconds, next_row, recent_changes
+from specdecode_operator.planning.row_states import next_row, recent_changes
 from specdecode_operator.planning.shape_search import RANK, Choice, Found, ShapeSearch
 from specdecode_operator.planning.tuning import HOUR_SECONDS, TUNING
 from specdecode_operator.state.learned import LearnedState, RowState
@@ -141,14 +141,13 @@ class LoadDecision:
     def _trial_value(self, now: Choice, other: Choice) -> float:
         """Return the expected gain of a trial, E[max(0, gain)], less the cost of its changes.
 
-        It costs one change, and a second one if it is in vain. The cost doubles with each change of the last hour.
+        It costs one change, and a second one if it is in vain.
         """
         error = self._trial_error(now, other)
         if error <= 0:
             return -1.0
-        z, count = self.search.gain(now, other) / error, max(len(self._counted_changes(row)) for row in self.rows)
-        cost = self._least_gain * TUNING.growth ** max(0, count - 1)
-        return error * (z * NORMAL.cdf(z) + NORMAL.pdf(z)) - cost * (1 + NORMAL.cdf(-z))
+        z = self.search.gain(now, other) / error
+        return error * (z * NORMAL.cdf(z) + NORMAL.pdf(z)) - self._least_gain * (1 + NORMAL.cdf(-z))
 
     def _trial_error(self, now: Choice, other: Choice) -> float:
         """Return the standard error of a gain that only a trial can measure; 0 where it is measured anyway.
@@ -189,11 +188,7 @@ class LoadDecision:
             return False
         if self.is_suspended:
             return self._is_active(row)
-        return self.now - row.since >= dwell_seconds(len(self._counted_changes(row)), hysteresis)
-
-    def _counted_changes(self, row: RowState) -> tuple[float, ...]:
-        """Return the changes of the last hour; those before the last change point do not count."""
-        return recent_changes(row.moves, self.now, self._changed_at(row))
+        return self.now - row.since >= hysteresis.min_dwell_seconds
 
     def _is_active(self, row: RowState) -> bool:
         """Return whether the row's task was drafted for about as recently as any."""

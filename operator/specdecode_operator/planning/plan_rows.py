@@ -17,7 +17,7 @@ from specdecode_operator.planning.shape_search import ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import bounds_of, has_own, names, plans
 from specdecode_operator.planning.tuning import TUNING
-from specdecode_operator.planning.workload import Objective, idle, mix_requests, tasks_at
+from specdecode_operator.planning.workload import Objective, idle, tasks_at
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import (
     OTHER_TASK,
@@ -71,7 +71,7 @@ def choose(
         quiet = idle(learned, [row.task for row in group])
         busy = [row for row in group if row.task not in quiet]
         load = times.typical(found, *at, max_num_seqs)
-        search = ShapeSearch(times, load, tasks_at(model, busy, load, kv_tokens), objective, mix_requests(learned))
+        search = ShapeSearch(times, load, tasks_at(model, busy, load, kv_tokens), objective)
         is_present = at == present_row(learned.load, found)
         moved = LoadDecision(speculation, learned, search, busy, now, at in held_back, is_present).changes()
         shapes = {row.task: row.shape for row in (*busy, *(change.row for change in moved))}

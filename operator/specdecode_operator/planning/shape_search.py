@@ -84,13 +84,12 @@ Found = tuple[Choice, Choice, list[Choice]]
 
 @dataclass(frozen=True, slots=True)
 class ShapeSearch:
-    """Search at one load. ``requests`` is the number of requests that the mix of tasks was measured on."""
+    """Search at one load."""
 
     times: StepTimeModel
     load: Load
     tasks: tuple[TaskLoad, ...]
     objective: Objective
-    requests: float = math.inf
     known: dict[tuple[Shapes, tuple[str, ...]], Found] = field(default_factory=dict)
 
     def best(self, now: Shapes, free: Collection[str]) -> Found:
@@ -156,7 +155,7 @@ class ShapeSearch:
     def _tokens_variance(self, task: TaskLoad, one: Choice, two: Choice) -> float:
         """Return one task's part of the variance of log(tokens of two / tokens of one).
 
-        Acceptance rates err together over depths; requests differ in what a change brings; the mix is a sample.
+        Acceptance rates err together over depths, and requests differ in what a change brings.
         """
         before, after = self._slopes(task, one), self._slopes(task, two)
         errors = [
@@ -168,8 +167,7 @@ class ShapeSearch:
         change = abs(math.log(two.by_task[task.name] / one.by_task[task.name]))
         weight = (one.shares[task.name] + two.shares[task.name]) / 2
         requests = (weight * min(TUNING.request_spread, change)) ** 2 / max(1.0, task.requests)
-        mix = one.by_task[task.name] / one.tokens - two.by_task[task.name] / two.tokens
-        return rates + requests + task.share * mix**2 / self.requests
+        return rates + requests
 
     def _slopes(self, task: TaskLoad, choice: Choice) -> dict[Position, float]:
         """Return the derivatives of log(tokens) by the acceptance rates of one task.

@@ -14,7 +14,7 @@ from specdecode_operator.planning.plan_rows import rows_of
 from specdecode_operator.planning.shape_search import RANK, ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import bounds_of, follows
-from specdecode_operator.planning.workload import Objective, Request, mix_requests, prompt_token_seconds, tasks_at
+from specdecode_operator.planning.workload import Objective, Request, prompt_token_seconds, tasks_at
 from specdecode_operator.state.learned import LearnedState
 from specdecode_worker.contract import Buckets
 
@@ -58,7 +58,7 @@ def pace(
         here = [row for row in rows if row.concurrency == bucket_of(found.concurrency, sequences)]
         load = Load(sequences, request.context, context)
         tasks = tasks_at(model, here, load, kv_tokens)
-        search = ShapeSearch(times, load, tasks, objective, mix_requests(learned))
+        search = ShapeSearch(times, load, tasks, objective)
         free = [row.task for row in here] if follows(speculation) else []
         best = min(search.best(tuple((row.task, row.shape) for row in here), free)[2], key=RANK)
         error = math.sqrt(best.seconds.relative_variance + search.tokens_variance(best))

@@ -65,8 +65,6 @@ class Tuning:
     """Relative error that a trial leaves, and smallest loss that is believed: recorded noise of 15 s."""
     drift_per_dwell: float = 0.065
     """Standard deviation per square root of ``minDwellSeconds`` by which an unmeasured gain drifts. Trade."""
-    growth: float = 2.0
-    """Factor of the cost of a change per further change within an hour; the dwell grows by its square. Trade."""
     window_seconds: float = 60.0
     """Seconds between choices for loads other than the present one, after which a trial ends unmeasured, and without
     traffic after which a task is absent and no trial begins: as long as the window of measurements."""

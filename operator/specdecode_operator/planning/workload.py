@@ -171,11 +171,6 @@ def prompt_token_seconds(learned: LearnedState, times: StepTimeModel) -> float:
     return max(0.0, moments.mean_seconds - max(0.0, times.linear((*x[:_PREFILL_TOKENS], 0.0)))) / x[_PREFILL_TOKENS]
 
 
-def mix_requests(learned: LearnedState) -> float:
-    """Return the number of requests that say what the mix is. Lengths vary about as much as their mean: half of all."""
-    return max(1.0, _traffic(learned).finished / 2)
-
-
 def _traffic(learned: LearnedState) -> TrafficSums:
     return reduce(TrafficSums.plus, (TrafficSums(*cell.sums) for cell in learned.traffic), NO_TRAFFIC)
 

@@ -33,7 +33,6 @@ def test_the_end_of_a_trial_is_no_change() -> None:
 def test_changes_are_forgotten_after_an_hour() -> None:
     assert recent_changes(DRAFTING.moves, 3699.0) == (100.0,)
     assert recent_changes(DRAFTING.moves, 3700.0) == ()
-    assert recent_changes(DRAFTING.moves, 3699.0, after=100.0) == ()
 
 
 def test_rows_of_an_earlier_operator_are_read() -> None:

@@ -134,16 +134,6 @@ def test_speculation_is_not_stopped_where_the_bounds_forbid_it() -> None:
     assert depths_of(bounded, LearnedState(acceptance=chances(0.02), costs=FULL))[0] == 1
 
 
-@pytest.mark.parametrize("what", ["acceptance", "costs"])
-def test_who_moved_often_waits_long_until_something_is_seen_to_change(what: str) -> None:
-    """Four moves in two minutes, each because another kind of step turned out to be slow."""
-    restless = RowState(concurrency=0, context=0, task="other", depth=1, since=1940, moves=(1830, 1860, 1900, 1940))
-    learned = LearnedState(acceptance=chances(0.95), costs=FULL, rows=(restless,))
-    assert depths_of(spec(), learned, now=2060)[0] == 1
-    changed = tuple(cell.model_copy(update={"changed_at": 1935}) for cell in getattr(learned, what))
-    assert depths_of(spec(), learned.model_copy(update={what: changed}), now=2060)[0] == 5
-
-
 @pytest.mark.parametrize(
     ("slower", "held", "depth"),
     [(1.06, False, 1), (1.06, True, 1), (1.1, False, 1), (1.1, True, 0), (1.3, False, 0), (1.3, True, 0)],
@@ -196,20 +186,22 @@ def test_guards_that_hold_back_the_smallest_shape_leave_it_to_the_stop() -> None
     assert choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == 1
 
 
-def test_every_further_move_of_an_hour_waits_longer_until_acceptance_changes() -> None:
-    better = LearnedState(acceptance=chances(0.95), costs=FULL)
-
-    def depth(moves: tuple[float, ...], changed_at: float = 0) -> int:
-        row = RowState(concurrency=0, context=0, task="other", depth=2, since=moves[-1], moves=moves)
-        cells = tuple(cell.model_copy(update={"changed_at": changed_at}) for cell in better.acceptance)
-        return depths_of(spec(), better.model_copy(update={"rows": (row,), "acceptance": cells}), now=5000)[0]
-
-    assert depth((4930,)) == 5, "a minute is over"
-    assert depth((4000, 4930)) == 2
-    assert depth((4000, 4750)) == 5, "four of them are"
-    assert depth((4000, 4500, 4750)) == 2
-    assert depth((4000, 4500, 4930), changed_at=4910) == 5, "what was before the change counts no more"
-    assert depth((1000, 4930)) == 5, "nor does what was an hour ago"
+@pytest.mark.parametrize(
+    ("moves", "depth"),
+    [
+        pytest.param((4930,), 5, id="the dwell is over"),
+        pytest.param((4950,), 2, id="the dwell is not over"),
+        pytest.param((4000, 4100, 4930), 2, id="the changes of the hour are used up"),
+        pytest.param((1000, 4100, 4930), 5, id="the first was more than an hour ago"),
+    ],
+)
+def test_the_dwell_and_the_changes_of_the_hour_bound_how_often_a_row_changes(
+    moves: tuple[float, ...], depth: int
+) -> None:
+    row = RowState(concurrency=0, context=0, task="other", depth=2, since=moves[-1], moves=moves)
+    better = LearnedState(acceptance=chances(0.95), costs=FULL, rows=(row,))
+    limited = spec(hysteresis={"minDwellSeconds": 60, "maxChangesPerHour": 3})
+    assert depths_of(limited, better, now=5000)[0] == depth
 
 
 @pytest.mark.parametrize(
