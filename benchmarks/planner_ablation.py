@@ -178,7 +178,7 @@ def run_variant(job: tuple[str, str, tuple[str, ...], Sequence[int], float, Path
             if file.exists():
                 continue
             file.parent.mkdir(parents=True, exist_ok=True)
-            base = file.parent.parent / _slug(BASE) / file.name
+            base = _base_file(file)
             if name in OF_SEVERAL_TASKS and base.exists() and len(named(trace, hours).kinds) == 1:
                 _store(file, json.loads(base.read_text()) | {"variant": name})
                 continue
@@ -195,9 +195,14 @@ def _store(file: Path, document: Mapping[str, Any]) -> None:
     part.rename(file)
 
 
+def _base_file(file: Path) -> Path:
+    """Return the file of the planner as it is, for the trace and seed of a variant's file."""
+    return file.parent.parent / _slug(BASE) / file.name
+
+
 def _stored_oracle(file: Path, trace: str, hours: float) -> Any:
     """Return the oracle's run of the planner as it is. On traces that scale it follows the variant's replicas."""
-    base = file.parent.parent / _slug(BASE) / file.name
+    base = _base_file(file)
     if not base.exists() or named(trace, hours).family == "scaling":
         return None
     return of_json(json.loads(base.read_text())["runs"][ORACLE])
