@@ -64,7 +64,7 @@ def _depth(
     yield _deciding_mode(mode_of(resource), spec)
     if speculation.recommended:
         yield f"Mode Auto would run {speculation.recommended} at the current load."
-    yield from _guard(status)
+    yield from _not_planned(status)
     yield from _unapplied(status, learned)
     yield from _rollout(status)
     lack = measuring(status.conditions)
@@ -127,11 +127,12 @@ def _rollout(status: Status) -> Iterator[str]:
         yield f"Rollout of another draft: {phase}. {run_line(status.draft) or trial_line(status.draft)}".rstrip()
 
 
-def _guard(status: Status) -> Iterator[str]:
-    """Yield a line if the guards of the workers suspend the planned shape: the depth above is then not the plan's."""
-    suspended = next((one for one in status.conditions if one.reason == "SuspendedByGuards"), None)
-    if suspended:
-        yield f"{suspended.message[0].upper()}{suspended.message[1:]}."
+def _not_planned(status: Status) -> Iterator[str]:
+    """Yield a line if the workers decode plainly whatever is planned: the depth above is then not the plan's."""
+    reasons = ("NoDraft", "SuspendedByGuards")
+    for condition in status.conditions:
+        if condition.reason in reasons:
+            yield f"{condition.message[0].upper()}{condition.message[1:]}."
 
 
 def _saved(resource: dict[str, Any]) -> Iterator[str]:

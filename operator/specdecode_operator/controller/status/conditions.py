@@ -55,7 +55,7 @@ def conditions(
         rollout = draft_rollout(deployment, observed, outcome.job_problem)
         states += [state for state in (rollout, draft_fresh(deployment, observed, now)) if state]
     if speculation.method != "none" and speculation.mode != "Off":
-        states.append(speculation_effective(deployment, decision))
+        states.append(speculation_effective(deployment, observed, decision))
     if deployment.spec.scaling is not None and deployment.spec.scaling.owner == "Operator":
         states.append(scaling_limited(decision))
     if deployment.spec.router.replicas:
@@ -145,7 +145,7 @@ def draft_compatible(observed: Observation) -> ConditionState:
     )
 
 
-def speculation_effective(deployment: Deployment, decision: Decision) -> ConditionState:
+def speculation_effective(deployment: Deployment, observed: Observation, decision: Decision) -> ConditionState:
     """Return whether speculation is faster than plain decoding, by the latest measurement."""
     kind = ConditionType.speculation_effective
     known = deployment.status.speculation
@@ -157,6 +157,9 @@ def speculation_effective(deployment: Deployment, decision: Decision) -> Conditi
             " measurement plain decoding is faster"
         )
         return ConditionState(kind, "False", "SuspendedByGuards", message)
+    problems = [report.draft.problem for report in observed.last_reports]
+    if decision.depth == 0 and problems and all(problems):
+        return ConditionState(kind, "False", "NoDraft", "no worker can use the draft; DraftCompatible says why")
     if decision.depth == 0:
         message = "plain decoding is faster at the current load, so no draft is used"
         return ConditionState(kind, "False", "PlainIsFaster", message)

@@ -324,6 +324,23 @@ def test_the_condition_names_the_shape_that_the_guards_suspend() -> None:
     assert condition(free, "SpeculationEffective").reason != "SuspendedByGuards"
 
 
+def test_the_condition_says_that_no_worker_can_use_the_draft() -> None:
+    loop = loop_over()
+    statuses(loop, 12)
+    report = loop.worker.report()
+
+    def reason(*problems: str) -> str:
+        reports = [report.model_copy(update={"draft": DraftState(method="eagle3", problem=one)}) for one in problems]
+        workers = tuple(pod(uid=f"p{index}", report=each) for index, each in enumerate(reports))
+        observed = Observation(workload=workload_with(), workers=workers, session=loop.memory)
+        decision, _ = decide(loop.deployment, observed, DEFAULTS, now=loop.now)
+        status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
+        return condition(status, "SpeculationEffective").reason
+
+    assert reason("the vocabulary differs") == "NoDraft"
+    assert reason("the vocabulary differs", "") != "NoDraft"
+
+
 def test_the_condition_says_what_the_estimates_lack_until_the_first_decision() -> None:
     effective = condition(statuses(loop_over(), 1)[-1], "SpeculationEffective")
     assert (effective.status, effective.reason) == ("Unknown", "Measuring")

@@ -229,15 +229,25 @@ def test_explain_says_that_the_depth_is_of_an_earlier_plan(deepened: Loop) -> No
     assert sentence in text()
 
 
-def test_explain_says_that_the_guards_suspend_the_planned_shape(deepened: Loop) -> None:
-    resource = resource_of(deepened)
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("SuspendedByGuards", "the workers suspend chain:5 of the plan at the current load"),
+        ("NoDraft", "no worker can use the draft; DraftCompatible says why"),
+    ],
+)
+def test_explain_says_why_workers_do_not_run_the_plan(deepened: Loop, reason: str, message: str) -> None:
+    resource, sentence = resource_of(deepened), f"{message[0].upper()}{message[1:]}."
     resource["status"]["speculation"]["depth"] = 0
-    sentence = "The workers suspend chain:5 of the plan at the current load"
+
+    def text() -> str:
+        return " ".join(" ".join(explain(resource, remembered(deepened), deepened.now)).split())
+
+    assert sentence not in text()
     for condition in resource["status"]["conditions"]:
         if condition["type"] == "SpeculationEffective":
-            assert sentence not in "\n".join(explain(resource, remembered(deepened), deepened.now))
-            condition.update(status="False", reason="SuspendedByGuards", message="t" + sentence[1:])
-    assert sentence in "\n".join(explain(resource, remembered(deepened), deepened.now))
+            condition.update(status="False", reason=reason, message=message)
+    assert sentence in text()
 
 
 def test_explain_without_the_memory_says_why(deepened: Loop) -> None:
