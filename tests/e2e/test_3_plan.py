@@ -102,10 +102,10 @@ def test_depth_falls_when_deep_trees_cost_more_and_rises_again(endpoint: Endpoin
         endpoint.set_knobs(COSTLY)
         fallen = wait_for_row(endpoint, "shallow while deep is dear", 0, 1)
         why = decision(endpoint, fallen)
-        wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= fallen, timeout_s=60)
+        wait_for("DEPTH shows it", lambda: endpoint.depth() <= fallen, timeout_s=60)
         endpoint.set_knobs(CHEAP)
         wait_for_row(endpoint, "deep again", 2, 3, 4)
-        wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] >= 2, timeout_s=60)
+        wait_for("DEPTH shows it", lambda: endpoint.depth() >= 2, timeout_s=60)
     assert not traffic.failures
     assert_explained(endpoint, why)
 

@@ -52,10 +52,10 @@ def test_load_lowers_depth_then_adds_workers_and_reverts(endpoint: Endpoint) -> 
 
         with load(ALONE):
             deep = wait_for_row(endpoint, "deep for one", ALONE, (2, 3, 4))
-            wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] == deep, timeout_s=60)
+            wait_for("DEPTH shows it", lambda: endpoint.depth() == deep, timeout_s=60)
         with load(SOME):
             wait_for_row(endpoint, "shallow for some", SOME, (0, 1))
-            wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= 1, timeout_s=60)
+            wait_for("DEPTH shows it", lambda: endpoint.depth() <= 1, timeout_s=60)
             assert replicas(endpoint) == 1, "depth first: one worker carries them"
         with load(MANY):
             # One after the other: each times steps of 0.3 to 1.5 s for over a minute before it serves.
@@ -63,7 +63,7 @@ def test_load_lowers_depth_then_adds_workers_and_reverts(endpoint: Endpoint) -> 
             wait_for_row(endpoint, "shallow for many", MANY, (0, 1))
         with load(ALONE):
             wait_for("one worker", lambda: serving(endpoint, 1), timeout_s=240, every_s=2)
-            wait_for("DEPTH is back", lambda: endpoint.speculation()["depth"] >= 2, timeout_s=120)
+            wait_for("DEPTH is back", lambda: endpoint.depth() >= 2, timeout_s=120)
     assert not failures
     history = endpoint.speculation()["history"]
     scaled = [(entry["before"], entry["after"]) for entry in history if entry["kind"] == "Replicas"]

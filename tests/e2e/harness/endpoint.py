@@ -90,6 +90,12 @@ class Endpoint:
     def speculation(self) -> Manifest:
         return self.status().get("speculation", {})  # type: ignore[no-any-return]
 
+    def depth(self) -> int:
+        """Return the depth of the status, which has none before a worker reports that it runs the plan."""
+        depth = self.speculation().get("depth")
+        assert depth is not None, "the status has no depth"
+        return int(depth)
+
     def draft_status(self) -> Manifest:
         return self.status().get("draft") or {}
 
