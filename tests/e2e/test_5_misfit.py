@@ -81,6 +81,7 @@ def test_misfit_draft_serves_plainly_and_the_condition_names_the_tensor(misfit: 
     condition = misfit.wait_condition("DraftCompatible", "False")
     assert WRONG in condition["message"]
     assert WRONG in misfit.status()["reason"], "the REASON column tells"
+    assert misfit.wait_condition("SpeculationEffective", "False")["reason"] == "NoDraft"
     with misfit.namespace.reach("service", misfit.name, 80) as url:
         body = chat_body(model, "What is the capital of France?", 16)
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)

@@ -36,9 +36,14 @@ def bucket_of(edges: tuple[int, ...], value: float) -> int:
     return bisect_left(edges, value)
 
 
+def concurrency_bucket(found: Buckets, sequences: float) -> int:
+    """Return the index of the bucket of a mean number of sequences. A step has a whole number: the mean, rounded."""
+    return bucket_of(found.concurrency, round(sequences))
+
+
 def present_row(load: LoadState, found: Buckets) -> tuple[int, int]:
     """Return the buckets (concurrency, context) of the last observed load."""
-    return bucket_of(found.concurrency, load.sequences), min(load.context_bucket, len(found.context))
+    return concurrency_bucket(found, load.sequences), min(load.context_bucket, len(found.context))
 
 
 def observed_load(known: LoadState, delta: Delta, now: float) -> LoadState:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdecode_operator.planning.estimates import Estimate
-from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.loads import Load, concurrency_bucket
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import StepTimeCell
 from specdecode_operator.telemetry.counters import PAIRS, K, Moments
@@ -126,13 +126,12 @@ class StepTimeModel:
 
     def typical(self, found: Buckets, concurrency: int, context: int, max_num_seqs: int) -> Load:
         """Return the mean step measured in a bucket; its upper edge if there is none."""
-        low = found.concurrency[concurrency - 1] if concurrency else 0
-        high = found.concurrency[concurrency] if concurrency < len(found.concurrency) else max_num_seqs
         here = [cell for cell in self.cells if cell.context == context]
-        inside = [cell for cell in here if low < cell.sequences <= high]
+        inside = [cell for cell in here if concurrency_bucket(found, cell.sequences) == concurrency]
+        edge = (*found.concurrency, max(max_num_seqs, found.concurrency[-1] + 1))[concurrency]
         weights = {cell: cell.steps * cell.sequences for cell in inside or here}
         tokens = sum(weight * cell.context_tokens for cell, weight in weights.items()) / (sum(weights.values()) or 1)
-        sequences = sum(weights.values()) / sum(cell.steps for cell in inside) if inside else max(low + 1, high)
+        sequences = sum(weights.values()) / sum(cell.steps for cell in inside) if inside else edge
         return Load(max(1.0, sequences), tokens, context)
 
     def _estimate(self, load: Load, batch: Batch, line: float, spread: float) -> Estimate:
