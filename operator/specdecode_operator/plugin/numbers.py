@@ -113,6 +113,8 @@ class _Steps:
             return f"one pass, {self.nodes} nodes"
         if not self.nodes:
             return "plain" if not self.passes else f"plain, {self.passes} shadow passes"
+        if self.nodes < self.passes:
+            return f"depth {self.passes}, {self.nodes} verified"
         return f"depth {self.passes}" if self.nodes == self.passes else f"depth {self.passes}, {self.nodes} nodes"
 
     @property

@@ -191,6 +191,14 @@ def test_steps_that_workers_timed_before_they_served_count_for_no_tokens(deepene
     assert shown(0, 7)[tokens].strip() == "-", "no answer, no tokens"
 
 
+def test_explain_says_how_many_of_the_drafted_tokens_were_verified(deepened: Loop) -> None:
+    learned = remembered(deepened)
+    kind = next(cell for cell in learned.costs if cell.draft_passes == 3 and cell.values[0] >= 8)
+    deeper = learned.model_copy(update={"costs": (kind.model_copy(update={"draft_passes": 5}),)})
+    lines = explain(resource_of(deepened), deeper, deepened.now)
+    assert any(line.startswith("  depth 5, 3 verified ") for line in lines), lines
+
+
 def test_explain_names_the_steps_of_a_parallel_draft_by_their_nodes() -> None:
     loop = loop_over(Truth(method="peagle"), explore=0.1, speculation={"method": "peagle"})
     polled(loop, 20)
