@@ -37,7 +37,7 @@ def bucket_of(edges: tuple[int, ...], value: float) -> int:
 
 
 def concurrency_bucket(found: Buckets, sequences: float) -> int:
-    """Return the index of the bucket of a mean number of sequences. A step has a whole number: the mean, rounded."""
+    """Return the index of the bucket of a mean number of sequences. A step has a whole number: the nearest."""
     return bucket_of(found.concurrency, round(sequences))
 
 
