@@ -42,8 +42,12 @@ def concurrency_bucket(found: Buckets, sequences: float) -> int:
 
 
 def present_row(load: LoadState, found: Buckets) -> tuple[int, int]:
-    """Return the buckets (concurrency, context) of the last observed load."""
-    return concurrency_bucket(found, load.sequences), min(load.context_bucket, len(found.context))
+    """Return the buckets (concurrency, context) of the last observed load.
+
+    A mean between two whole numbers counts as the larger one here. Counted as the nearer one, fewer steps of acceptance
+    are answered in time (docs/simulator.md).
+    """
+    return bucket_of(found.concurrency, load.sequences), min(load.context_bucket, len(found.context))
 
 
 def observed_load(known: LoadState, delta: Delta, now: float) -> LoadState:

@@ -85,7 +85,7 @@ def _unapplied(status: Status, learned: LearnedState | None) -> Iterator[str]:
     if learned is None or learned.plan is None or not depth:
         return
     plan, load = learned.plan, learned.load
-    concurrency = bisect_left(plan.buckets.concurrency, round(load.sequences))
+    concurrency = bisect_left(plan.buckets.concurrency, load.sequences)
     shape = plan.shape(concurrency, min(load.context_bucket, len(plan.buckets.context)), load.task)
     if shape.depth != depth:
         yield f"Plan version {plan.version} has {shape} at this load. No worker has reported that it runs it yet."

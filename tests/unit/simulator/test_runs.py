@@ -161,16 +161,14 @@ def test_an_operator_that_is_away_decides_nothing_and_remembers(library: Library
 def test_a_step_is_answered_and_no_later_where_more_is_allowed(library: Library) -> None:
     kind = Kind(domain="qa", quality=square(1200.0, 0.6, -0.6), prompt=64, output=64)
     trace = small(seconds=1200.0, kinds=(kind,), steps_at=(600.0,))
-    taken, taken_near = [], []
-    for seed in range(24):
+    taken = []
+    for seed in range(6):
         strict, near = one("ours", trace, library, seed, {}, None).answers
         assert (strict["at"], strict["within"], near["within"]) == (600.0, *ANSWERED)
         assert near["answered"]
         assert 0 < near["seconds"] <= strict["seconds"]
-        taken_near.append(near["seconds"])
+        assert near["seconds"] < 120
         assert 0 <= near["drafts"] <= strict["drafts"]
         taken += [strict["seconds"]] if strict["answered"] else []
-    assert len(taken) >= 16, "the gain between neighbouring depths is small, and ten minutes are short"
+    assert len(taken) >= 4, "the gain between neighbouring depths is small, and ten minutes are short: 17 of 24 seeds"
     assert max(taken) < 300
-    assert sum(seconds < 120 for seconds in taken_near) >= 22
-    assert max(taken_near) < 150

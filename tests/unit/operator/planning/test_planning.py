@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from specdecode_operator.planning.acceptance_model import chain_rates, lacking
 from specdecode_operator.planning.estimates import Estimate, time_changed
 from specdecode_operator.planning.learning import learn
-from specdecode_operator.planning.loads import Load, bucket_of, bucket_text, buckets, present_row
+from specdecode_operator.planning.loads import Load, bucket_of, bucket_text, buckets
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, _rising, features
-from specdecode_operator.state.learned import AcceptanceCell, LearnedState, LoadState
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState
 from specdecode_operator.telemetry.counters import CellKey, Hits, K, Moments, RequestSums
 from specdecode_operator.telemetry.deltas import Delta
 
@@ -269,7 +269,6 @@ def test_steps_with_a_few_sequences_more_than_an_edge_are_of_the_bucket_below() 
     assert times is not None
     typical = [round(times.typical(found, concurrency, 0, 8).sequences, 2) for concurrency in range(4)]
     assert typical == [1, 2.04, 3.2, 8]
-    assert present_row(LoadState(sequences=2.04), found) == (1, 0)
 
 
 def test_loads_in_words() -> None:
