@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from specdecode_operator.api.v1alpha1 import Cause, Decision
 from specdecode_operator.planning.figures import interpolated
-from specdecode_operator.planning.loads import concurrency_bucket, present_row
+from specdecode_operator.planning.loads import bucket_of, present_row
 from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Moments
 from specdecode_operator.telemetry.deltas import Delta
@@ -166,7 +166,7 @@ def _with_steps(
             continue
         sequences = moments.mean_of(_SEQUENCES)
         old = _per_token(learned.costs, before, method, key.context_bucket, sequences)
-        if old is None or (concurrency_bucket(buckets, sequences), key.context_bucket) not in loads:
+        if old is None or (bucket_of(buckets.concurrency, round(sequences)), key.context_bucket) not in loads:
             continue
         follow = follow.model_copy(
             update={

@@ -36,17 +36,9 @@ def bucket_of(edges: tuple[int, ...], value: float) -> int:
     return bisect_left(edges, value)
 
 
-def concurrency_bucket(found: Buckets, sequences: float) -> int:
-    """Return the index of the bucket of a mean number of sequences. A step has a whole number: the nearest."""
-    return bucket_of(found.concurrency, round(sequences))
-
-
 def present_row(load: LoadState, found: Buckets) -> tuple[int, int]:
-    """Return the buckets (concurrency, context) of the last observed load.
-
-    A mean between two whole numbers counts as the larger one here. Counted as the nearer one, fewer steps of acceptance
-    are answered in time (docs/simulator.md).
-    """
+    """Return the buckets (concurrency, context) of the last observed load."""
+    # The mean counts as the next whole number: with the nearest one, changes are followed later (docs/simulator.md).
     return bucket_of(found.concurrency, load.sequences), min(load.context_bucket, len(found.context))
 
 

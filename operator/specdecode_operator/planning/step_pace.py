@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
-from specdecode_operator.planning.loads import Load, bucket_of, concurrency_bucket
+from specdecode_operator.planning.loads import Load, bucket_of
 from specdecode_operator.planning.plan_rows import rows_of
 from specdecode_operator.planning.shape_search import RANK, ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
@@ -55,7 +55,7 @@ def pace(
 
     @cache
     def decoding(sequences: float) -> Paced:
-        here = [row for row in rows if row.concurrency == concurrency_bucket(found, sequences)]
+        here = [row for row in rows if row.concurrency == bucket_of(found.concurrency, round(sequences))]
         load = Load(sequences, request.context, context)
         tasks = tasks_at(model, here, load, kv_tokens)
         search = ShapeSearch(times, load, tasks, objective)

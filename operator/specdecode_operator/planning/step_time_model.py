@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdecode_operator.planning.estimates import Estimate
-from specdecode_operator.planning.loads import Load, concurrency_bucket
+from specdecode_operator.planning.loads import Load, bucket_of
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import StepTimeCell
 from specdecode_operator.telemetry.counters import PAIRS, K, Moments
@@ -125,9 +125,9 @@ class StepTimeModel:
         return self.nearby[load]
 
     def typical(self, found: Buckets, concurrency: int, context: int, max_num_seqs: int) -> Load:
-        """Return the mean step measured in a bucket; its upper edge if there is none."""
+        """Return the mean step measured in a bucket, by the nearest number of sequences; its upper edge if none was."""
         here = [cell for cell in self.cells if cell.context == context]
-        inside = [cell for cell in here if concurrency_bucket(found, cell.sequences) == concurrency]
+        inside = [cell for cell in here if bucket_of(found.concurrency, round(cell.sequences)) == concurrency]
         edge = (*found.concurrency, max(max_num_seqs, found.concurrency[-1] + 1))[concurrency]
         weights = {cell: cell.steps * cell.sequences for cell in inside or here}
         tokens = sum(weight * cell.context_tokens for cell, weight in weights.items()) / (sum(weights.values()) or 1)
