@@ -151,18 +151,8 @@ def speculation_effective(deployment: Deployment, observed: Observation, decisio
     known = deployment.status.speculation
     now = decision.figures.speedup if decision.figures else None
     speedup = rounded(now if now is not None else (known.speedup if known else None))
-    if decision.depth == 0 and decision.suspended:
-        message = (
-            f"the workers suspend {decision.suspended} of the plan at the current load: by their guards' latest"
-            " measurement plain decoding is faster"
-        )
-        return ConditionState(kind, "False", "SuspendedByGuards", message)
-    problems = [report.draft.problem for report in observed.last_reports]
-    if decision.depth == 0 and problems and all(problems):
-        return ConditionState(kind, "False", "NoDraft", "no worker can use the draft; DraftCompatible says why")
     if decision.depth == 0:
-        message = "plain decoding is faster at the current load, so no draft is used"
-        return ConditionState(kind, "False", "PlainIsFaster", message)
+        return ConditionState(kind, "False", *_why_plain(observed, decision))
     if decision.measuring and speedup is None:
         return ConditionState(kind, "Unknown", "Measuring", f"{decision.measuring}; the depth stays until then")
     if speedup is None:
@@ -174,6 +164,17 @@ def speculation_effective(deployment: Deployment, observed: Observation, decisio
         message = "as fast as plain decoding; the workers' guards may be running plain decoding"
         return ConditionState(kind, "False", "NoGain", message)
     return ConditionState(kind, "False", "Slower", f"{speedup:.2f} times as fast as plain decoding")
+
+
+def _why_plain(observed: Observation, decision: Decision) -> Finding:
+    """Return why the workers decode plainly at the current load."""
+    if decision.suspended:
+        shape = f"the workers suspend {decision.suspended} of the plan at the current load"
+        return Finding("SuspendedByGuards", f"{shape}: by their guards' latest measurement plain decoding is faster")
+    problems = [report.draft.problem for report in observed.last_reports]
+    if problems and all(problems):
+        return Finding("NoDraft", "no worker can use the draft; DraftCompatible says why")
+    return Finding("PlainIsFaster", "plain decoding is faster at the current load, so no draft is used")
 
 
 def scaling_limited(decision: Decision) -> ConditionState:
