@@ -7,7 +7,7 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from estimates import OFF, chances, cost, moments, truth
+from estimates import FULL, OFF, chances, cost, moments, spec, truth
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +15,10 @@ from specdecode_operator.planning.acceptance_model import chain_rates, lacking
 from specdecode_operator.planning.estimates import Estimate, time_changed
 from specdecode_operator.planning.learning import learn
 from specdecode_operator.planning.loads import Load, bucket_of, bucket_text, buckets
+from specdecode_operator.planning.step_pace import pace
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, _rising, features
-from specdecode_operator.state.learned import AcceptanceCell, LearnedState
+from specdecode_operator.planning.workload import Objective, Request
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
 from specdecode_operator.telemetry.counters import CellKey, Hits, K, Moments, RequestSums
 from specdecode_operator.telemetry.deltas import Delta
 
@@ -269,6 +271,18 @@ def test_steps_with_a_few_sequences_more_than_an_edge_are_of_the_bucket_below() 
     assert times is not None
     typical = [round(times.typical(found, concurrency, 0, 8).sequences, 2) for concurrency in range(4)]
     assert typical == [1, 2.04, 3.2, 8]
+
+
+def test_scaling_expects_of_a_mean_of_sequences_the_row_of_the_nearest_number() -> None:
+    found, request = buckets(8), Request(100, 100, 150)
+    deep = RowState(concurrency=1, context=0, task="other", depth=5, since=1)
+    rows = (deep, deep.model_copy(update={"concurrency": 2, "depth": 0}))
+    learned = LearnedState(acceptance=chances(0.8), costs=FULL, rows=rows)
+    step_of = pace(spec(mode="Advisory"), learned, found, request, Objective(), kv_tokens=None)
+    assert step_of is not None
+    tokens = [step_of(sequences, 0).tokens for sequences in (2.0, 2.04, 2.6)]
+    assert tokens[0] == tokens[1] > 2
+    assert tokens[2] == 1
 
 
 def test_loads_in_words() -> None:
