@@ -116,8 +116,8 @@ def wait_for(what: str, condition: Callable[[], T], *, timeout_s: float = 60, ev
     """Return the first truthy result of `condition`, which is polled every ``every_s`` seconds.
 
     AssertionErrors, KubectlErrors, and connection errors in the condition mean "not yet"; for example, a pod may
-    disappear between being listed and being queried. After ``timeout_s`` seconds an AssertionError reports the last
-    result or error.
+    disappear between being listed and being queried. So do LookupErrors and ValueErrors: a status without its field
+    yet, or ``(only,) = ...`` of two. After ``timeout_s`` seconds an AssertionError reports the last result or error.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -127,7 +127,7 @@ def wait_for(what: str, condition: Callable[[], T], *, timeout_s: float = 60, ev
             if answer:
                 return answer
             seen = answer
-        except (AssertionError, KubectlError, OSError, httpx.TransportError) as error:
+        except (AssertionError, KubectlError, LookupError, OSError, ValueError, httpx.TransportError) as error:
             seen = error
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not after {timeout_s:.0f} s; last seen: {seen!r}")
