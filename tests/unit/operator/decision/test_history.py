@@ -117,12 +117,28 @@ def test_a_draft_of_one_pass_is_measured_at_every_depth(
     assert after.history[0].realised_gain_percent == (25.0 if is_measured else None)
 
 
-def steps_of(passes: int, *, nodes: int, seconds: float, emitted: int) -> tuple[CellKey, Moments]:
-    """Return 1000 equal steps of one sequence."""
-    count, x = 1000, (1.0, 1.0, nodes + 1.0, 100.0, float(passes), 0.0)
+def test_steps_with_a_few_sequences_more_than_an_edge_measure_the_row_below() -> None:
+    """A mean of 2.04 comes from many steps with two sequences and a few with three."""
+    old_key, old = steps_of(3, nodes=3, seconds=0.2, emitted=2, sequences=2.04)
+    key, new = steps_of(5, nodes=5, seconds=0.24, emitted=3, sequences=2.04)
+    costs = (StepTimeCell(**old_key._asdict(), values=old.values, at=0),)
+    gains = []
+    for row in (1, 2):  # of 2 sequences, and of 3 to 4
+        follow = GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((row, 0, "other"),))
+        learned = LearnedState(plan=plan_of(5), following=(follow,), history=(decision(),), costs=costs)
+        after = realised(learned, Delta(steps={key: new}), Plan().buckets, "eagle3")
+        gains.append(after.history[0].realised_gain_percent)
+    assert gains == [25.0, None]
+
+
+def steps_of(
+    passes: int, *, nodes: int, seconds: float, emitted: int, sequences: float = 1.0
+) -> tuple[CellKey, Moments]:
+    """Return 1000 equal steps. ``emitted`` is of one sequence."""
+    count, x = 1000, (1.0, sequences, sequences * (nodes + 1), 100 * sequences, float(passes), 0.0)
     products = [count * a * b for i, a in enumerate(x) for b in x[i:]]
     sums = [count * value for value in x], [count * value * seconds for value in x]
-    values = (count, count * seconds, count * seconds**2, count * emitted, *sums[0], *sums[1], *products)
+    values = (count, count * seconds, count * seconds**2, count * emitted * sequences, *sums[0], *sums[1], *products)
     return CellKey(8, passes, False, 0), Moments(values)
 
 
