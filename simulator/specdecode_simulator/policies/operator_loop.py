@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from specdecode_simulator.world.counters import DRAFT
 from specdecode_simulator.world.fleet import Fleet, Pod
 from specdecode_simulator.world.plan_pilot import PlanPilot
 from specdecode_simulator.world.worker import CALIBRATION_CONTEXT
-from specdecode_worker.contract import Plan
+from specdecode_worker.contract import Plan, Report
 
 START = 1_800_000_000.0
 """The operator's clock at the start of a trace."""
@@ -70,6 +71,30 @@ def deployment_for(trace: Trace, *, scaled: bool, given: Mapping[str, Any] | Non
     )
 
 
+class Look(NamedTuple):
+    """State after a poll in which workers reported that they run the plan."""
+
+    at: float
+    drafts: int
+    """Drafts so far."""
+    plan: Plan
+    suspended: set[tuple[int, int]]
+    """Loads (concurrency, context) at which the guards of all workers suspend speculation."""
+
+    @staticmethod
+    def at_poll(now: float, drafts: int, plan: Plan, reports: Iterable[Report]) -> Look:
+        """Return the state by the ``reports`` of workers that run the plan, of which there is at least one."""
+        guards = [report.guard for report in reports if report.plan.version == plan.version]
+        stopped = [{(cell.concurrency, cell.context) for cell in cells if cell.suppressed} for cells in guards]
+        return Look(now, drafts, plan, set.intersection(*stopped))
+
+    def depth(self, sequences: float, context_tokens: float, task: str) -> int:
+        """Return the depth in use for requests of ``task`` at a load."""
+        edges = self.plan.buckets
+        load = bisect_left(edges.concurrency, sequences), bisect_left(edges.context, context_tokens)
+        return 0 if load in self.suspended else self.plan.shape(*load, task).depth
+
+
 @dataclass(slots=True)
 class Ours:
     """``log`` keeps every decision with its time; ``versions`` counts plans that went out."""
@@ -81,8 +106,7 @@ class Ours:
     memory: Session = field(default_factory=lambda: Session(learned=LearnedState(uid="simulated")))
     versions: int = 0
     log: list[tuple[float, Any]] = field(default_factory=list)
-    depths: list[tuple[float, int | None, int]] = field(default_factory=list)
-    """Time, depth in use at the present load, drafts so far."""
+    looks: list[Look] = field(default_factory=list)
     decision: Decision | None = None
     _deployment: Deployment | None = None
     _coins: Any = None
@@ -119,7 +143,8 @@ class Ours:
         self.versions += before is not None and decision.plan.version != before
         self.log += [(now, change) for change in decision.changes]
         drafts = sum(worker.counters.drafts for worker in fleet.workers)
-        self.depths.append((now, decision.depth, drafts))
+        if decision.depth is not None:
+            self.looks.append(Look.at_poll(now, drafts, decision.plan, observed.reports))
         self.decision = decision
         for pod in fleet.pods:
             if f"10.0.0.{pod.index}" in decision.pushes:

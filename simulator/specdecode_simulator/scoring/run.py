@@ -47,7 +47,7 @@ class Run:
     figures: Figures
     decisions: tuple[Mapping[str, Any], ...] = ()
     answers: tuple[Mapping[str, float], ...] = ()
-    """For each step of acceptance: seconds and drafts until the plan's depth cost at most ``within`` times the best."""
+    """For each step of acceptance: seconds and drafts until the depth in use cost at most ``within`` times the best."""
     replicas: tuple[int, ...] = ()
 
 
@@ -135,33 +135,42 @@ def _missed(job: Job, trace: Trace) -> bool:
 
 
 def _answers(fleet: Fleet, ours: Ours) -> Iterator[Mapping[str, float]]:
-    """Only the first kind steps; the load is the trace's mean one."""
-    trace = fleet.trace
+    """Yield how long the plan took to follow each step of acceptance.
+
+    Only the first kind steps. Both the depth in use and the costs are those at the trace's mean load.
+    """
+    trace, load = fleet.trace, _mean_load(fleet)
     ends = [*trace.steps_at[1:], trace.seconds]
     for begin, end in zip(trace.steps_at, ends, strict=False):
-        looks = [look for look in ours.depths if begin < look[0] <= end and look[1] is not None]
-        before = [drafts for at, _, drafts in ours.depths if at <= begin]
+        looks = [look for look in ours.looks if begin < look.at <= end]
+        before = [look.drafts for look in ours.looks if look.at <= begin]
         if not looks or not before:
             continue
         costs = _costs(fleet, begin + 1.0)
         for within in ANSWERED:
-            good = next((look for look in looks if costs[look[1] or 0] <= within * min(costs)), None)
-            at, _, drafts = good or looks[-1]
-            taken = {"seconds": at - begin, "drafts": drafts - before[-1]}
+            most = within * min(costs)
+            good = next((look for look in looks if costs[look.depth(*load, trace.kinds[0].label)] <= most), None)
+            last = good or looks[-1]
+            taken = {"seconds": last.at - begin, "drafts": last.drafts - before[-1]}
             yield {"at": begin, "within": within, **taken, "answered": float(good is not None)}
 
 
 def _costs(fleet: Fleet, at: float) -> list[float]:
-    """Seconds per token of every depth, at the mean batch of this run and the acceptance at ``at``."""
+    """Return seconds per token of every depth, at the mean load and the acceptance at ``at``."""
     trace, kind = fleet.trace, fleet.trace.kinds[0]
     tokens = accepted_tokens(fleet.library.records, kind.domain, kind.quality(at))
-    busy = sum(worker.decode_seconds for worker in fleet.workers) / trace.seconds / max(1, len(fleet.pods))
-    batch = max(1.0, round(busy))
-    table, context = fleet.library.tables[trace.table], kind.prompt + kind.output / 2
+    (batch, context), table = _mean_load(fleet), fleet.library.tables[trace.table]
     return [
         table.seconds(batch, batch * (depth + 1), depth, batch * context) / (1 + tokens[depth])
         for depth in range(len(tokens))
     ]
+
+
+def _mean_load(fleet: Fleet) -> tuple[float, float]:
+    """Return the sequences of a mean step of this run, and the KV tokens of one."""
+    trace, kind = fleet.trace, fleet.trace.kinds[0]
+    busy = sum(worker.decode_seconds for worker in fleet.workers) / trace.seconds / max(1, len(fleet.pods))
+    return max(1.0, round(busy)), kind.prompt + kind.output / 2
 
 
 def as_json(run: Run) -> dict[str, Any]:

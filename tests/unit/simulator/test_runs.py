@@ -10,7 +10,7 @@ import pytest
 
 from specdecode_simulator.policies import operator_loop
 from specdecode_simulator.policies.engine_rules import Fixed
-from specdecode_simulator.policies.operator_loop import DEEPEST, Ours
+from specdecode_simulator.policies.operator_loop import DEEPEST, Look, Ours
 from specdecode_simulator.policies.registry import InEngine, controller
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.scoring.run import ANSWERED, one
@@ -18,7 +18,7 @@ from specdecode_simulator.traces.catalogue import TRACES, named
 from specdecode_simulator.traces.job import Limits
 from specdecode_simulator.traces.trace import Kind, Trace, flat, square
 from specdecode_simulator.world.fleet import Fleet
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import GuardCell, Plan, PlanRow, PlanState, Report, TreeShape
 
 
 def small(**fields: Any) -> Trace:
@@ -150,7 +150,7 @@ def test_an_operator_that_is_away_decides_nothing_and_remembers(library: Library
     trace = small(seconds=400.0, away=lambda t: 100 <= t < 300)
     decides = Ours(trace, 0, scaled=False)
     Fleet(trace, library, 0).run(decides)
-    looks = [at for at, _, _ in decides.depths]
+    looks = [look.at for look in decides.looks]
     assert not [at for at in looks if 100 <= at < 300]
     assert looks[-1] > 390
     plans = decides.memory.learned.plan
@@ -172,3 +172,21 @@ def test_a_step_is_answered_and_no_later_where_more_is_allowed(library: Library)
         taken += [strict["seconds"]] if strict["answered"] else []
     assert len(taken) >= 4, "the gain between neighbouring depths is small, and ten minutes are short: 17 of 24 seeds"
     assert max(taken) < 300
+
+
+def test_the_depth_in_use_is_that_of_the_load_that_is_asked_for() -> None:
+    rows = tuple(PlanRow(concurrency=c, context=0, shape=TreeShape.chain(depth)) for c, depth in enumerate((5, 2)))
+    look = Look(0.0, 0, Plan(version=1, rows=rows, initial=TreeShape.chain(3)), set())
+    assert [look.depth(sequences, 96, "other") for sequences in (1, 2, 3)] == [5, 2, 3]
+    assert look._replace(suspended={(0, 0)}).depth(1, 96, "other") == 0
+
+
+def test_speculation_is_suspended_where_all_guards_suspend_it() -> None:
+    def report(version: int, *suppressed: int) -> Report:
+        cells = tuple(
+            GuardCell(concurrency=c, context=0, speculative=2, plain=1, suppressed=c in suppressed) for c in range(3)
+        )
+        return Report(boot_id="b", worker="w", clock_seconds=1, plan=PlanState(version=version), guard=cells)
+
+    reports = [report(4, 0, 1), report(4, 1, 2), report(3)]
+    assert Look.at_poll(0.0, 0, Plan(version=4), reports).suspended == {(1, 0)}
