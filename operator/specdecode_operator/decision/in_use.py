@@ -8,18 +8,12 @@ from specdecode_operator.planning import loads
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry.plan_push import RunningPlan, needs_plan
 from specdecode_operator.types import Deployment, Observation
-from specdecode_worker.contract import Buckets, Plan, TreeShape
+from specdecode_worker.contract import Buckets, Plan, TreeShape, suppressed_loads
 
 
 def held_back_loads(observed: Observation, plan: Plan | None) -> set[tuple[int, int]]:
-    """Return the loads (concurrency, context) where every guard with a verdict on this plan suppresses speculation."""
-    verdicts: dict[tuple[int, int], bool] = {}
-    for report in observed.reports:
-        if plan is not None and report.plan.version == plan.version:
-            for cell in report.guard:
-                load = (cell.concurrency, cell.context)
-                verdicts[load] = verdicts.get(load, True) and cell.suppressed
-    return {load for load, suppressed in verdicts.items() if suppressed}
+    """Return the loads (concurrency, context) where the guards of all workers suppress speculation."""
+    return suppressed_loads(observed.reports, plan.version) if plan is not None else set()
 
 
 def depth_in_use(

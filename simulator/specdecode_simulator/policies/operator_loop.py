@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from specdecode_simulator.world.counters import DRAFT
 from specdecode_simulator.world.fleet import Fleet, Pod
 from specdecode_simulator.world.plan_pilot import PlanPilot
 from specdecode_simulator.world.worker import CALIBRATION_CONTEXT
-from specdecode_worker.contract import Plan, Report
+from specdecode_worker.contract import Plan, suppressed_loads
 
 START = 1_800_000_000.0
 """The operator's clock at the start of a trace."""
@@ -81,13 +81,6 @@ class Look(NamedTuple):
     suspended: set[tuple[int, int]]
     """Loads (concurrency, context) at which the guards of all workers suspend speculation."""
 
-    @staticmethod
-    def at_poll(now: float, drafts: int, plan: Plan, reports: Iterable[Report]) -> Look:
-        """Return the state by the ``reports`` of workers that run the plan, of which there is at least one."""
-        guards = [report.guard for report in reports if report.plan.version == plan.version]
-        stopped = [{(cell.concurrency, cell.context) for cell in cells if cell.suppressed} for cells in guards]
-        return Look(now, drafts, plan, set.intersection(*stopped))
-
     def depth(self, sequences: float, context_tokens: float, task: str) -> int:
         """Return the depth in use for requests of ``task`` at a load."""
         edges = self.plan.buckets
@@ -144,7 +137,8 @@ class Ours:
         self.log += [(now, change) for change in decision.changes]
         drafts = sum(worker.counters.drafts for worker in fleet.workers)
         if decision.depth is not None:
-            self.looks.append(Look.at_poll(now, drafts, decision.plan, observed.reports))
+            suspended = suppressed_loads(observed.reports, decision.plan.version)
+            self.looks.append(Look(now, drafts, decision.plan, suspended))
         self.decision = decision
         for pod in fleet.pods:
             if f"10.0.0.{pod.index}" in decision.pushes:

@@ -18,7 +18,7 @@ from specdecode_simulator.traces.catalogue import TRACES, named
 from specdecode_simulator.traces.job import Limits
 from specdecode_simulator.traces.trace import Kind, Trace, flat, square
 from specdecode_simulator.world.fleet import Fleet
-from specdecode_worker.contract import GuardCell, Plan, PlanRow, PlanState, Report, TreeShape
+from specdecode_worker.contract import Plan, PlanRow, TreeShape
 
 
 def small(**fields: Any) -> Trace:
@@ -179,14 +179,3 @@ def test_the_depth_in_use_is_that_of_the_load_that_is_asked_for() -> None:
     look = Look(0.0, 0, Plan(version=1, rows=rows, initial=TreeShape.chain(3)), set())
     assert [look.depth(sequences, 96, "other") for sequences in (1, 2, 3)] == [5, 2, 3]
     assert look._replace(suspended={(0, 0)}).depth(1, 96, "other") == 0
-
-
-def test_speculation_is_suspended_where_all_guards_suspend_it() -> None:
-    def report(version: int, *suppressed: int) -> Report:
-        cells = tuple(
-            GuardCell(concurrency=c, context=0, speculative=2, plain=1, suppressed=c in suppressed) for c in range(3)
-        )
-        return Report(boot_id="b", worker="w", clock_seconds=1, plan=PlanState(version=version), guard=cells)
-
-    reports = [report(4, 0, 1), report(4, 1, 2), report(3)]
-    assert Look.at_poll(0.0, 0, Plan(version=4), reports).suspended == {(1, 0)}

@@ -49,6 +49,7 @@ from specdecode_worker.contract.report import (
     StepCell,
     TaskCell,
     TrafficCell,
+    suppressed_loads,
 )
 from specdecode_worker.contract.revisions import Revisions
 from specdecode_worker.contract.shape import TreeShape
@@ -151,4 +152,5 @@ __all__ = [
     "Written",
     "candidate_first",
     "draft_passes",
+    "suppressed_loads",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -282,3 +283,12 @@ class Report(Received):
     tasks: tuple[TaskCell, ...] = ()
     """Latencies by task. Their sums over tasks are the histograms of ``latency``."""
     guard: tuple[GuardCell, ...] = ()
+
+
+def suppressed_loads(reports: Iterable[Report], version: int) -> set[tuple[int, int]]:
+    """Return the loads (concurrency, context) where every guard with a verdict on this plan suppresses speculation."""
+    verdicts: dict[tuple[int, int], bool] = {}
+    for cell in (cell for report in reports if report.plan.version == version for cell in report.guard):
+        load = (cell.concurrency, cell.context)
+        verdicts[load] = verdicts.get(load, True) and cell.suppressed
+    return {load for load, suppressed in verdicts.items() if suppressed}
