@@ -196,9 +196,9 @@ class LoadDecision:
         return seen.get(row.task, 0.0) > max(seen.values(), default=0.0) - TUNING.window_seconds
 
     def _is_outdated(self, row: RowState) -> bool:
-        """Return whether a change point, as recent as changes that are allowed, invalidated the row's evidence."""
+        """Return whether a change point invalidated the row's evidence lately, and no change came shortly before it."""
         age, changed_at = HOUR_SECONDS / self.speculation.hysteresis.max_changes_per_hour, self._changed_at(row)
-        return row.since < changed_at and self.now - changed_at < age <= self.now - row.since
+        return self.now - changed_at < age and not any(self.now - age < at < changed_at for at in row.moves)
 
     def _changed_at(self, row: RowState) -> float:
         """Return the time of the last change point of the task's acceptance or of step times here; 0 is never."""

@@ -155,7 +155,7 @@ class ShapeSearch:
     def _tokens_variance(self, task: TaskLoad, one: Choice, two: Choice) -> float:
         """Return one task's part of the variance of log(tokens of two / tokens of one).
 
-        Acceptance rates err together over depths, and requests differ in what a change brings.
+        Acceptance rates err together over depths, and requests differ in what a change brings; the larger doubt counts.
         """
         before, after = self._slopes(task, one), self._slopes(task, two)
         errors = [
@@ -167,7 +167,7 @@ class ShapeSearch:
         change = abs(math.log(two.by_task[task.name] / one.by_task[task.name]))
         weight = (one.shares[task.name] + two.shares[task.name]) / 2
         requests = (weight * min(TUNING.request_spread, change)) ** 2 / max(1.0, task.requests)
-        return rates + requests
+        return max(rates, requests)
 
     def _slopes(self, task: TaskLoad, choice: Choice) -> dict[Position, float]:
         """Return the derivatives of log(tokens) by the acceptance rates of one task.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from estimates import FULL, chances, cost, depths_of, spec, truth
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from specdecode_operator.planning.decision_rule import OUTDATED
 from specdecode_operator.planning.estimates import confidence
 from specdecode_operator.planning.loads import Load, buckets
 from specdecode_operator.planning.plan_rows import choose
-from specdecode_operator.planning.shape_search import ShapeSearch
+from specdecode_operator.planning.shape_search import Choice, ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.workload import Objective, tasks_at
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, LoadState, RowState, TrafficCell
@@ -108,17 +110,34 @@ def test_without_bursts_a_deeper_chain_is_tried_before_it_is_believed() -> None:
     assert chosen.rows[0].trial
 
 
+def _search(learned: LearnedState) -> tuple[ShapeSearch, Choice, Choice]:
+    """Return the search at one sequence, and the chains of 1 and 3."""
+    times, load = StepTimeModel.fit(learned.costs), Load(1, 500)
+    assert times is not None
+    rows = [RowState(concurrency=0, context=0, task="other", depth=1)]
+    search = ShapeSearch(times, load, tasks_at(AcceptanceModel(learned, spec()), rows, load, None), Objective())
+    one, three = search.evaluate((("other", TreeShape.chain(depth)),) for depth in (1, 3)).values()
+    return search, one, three
+
+
 def test_few_drafts_leave_doubt_about_acceptance() -> None:
     def sure(total: float) -> float:
-        learned = LearnedState(acceptance=chances(0.6, total=total), costs=FULL)
-        times, load = StepTimeModel.fit(learned.costs), Load(1, 500)
-        assert times is not None
-        rows = [RowState(concurrency=0, context=0, task="other", depth=1)]
-        search = ShapeSearch(times, load, tasks_at(AcceptanceModel(learned, spec()), rows, load, None), Objective())
-        one, three = search.evaluate((("other", TreeShape.chain(depth)),) for depth in (1, 3)).values()
+        search, one, three = _search(LearnedState(acceptance=chances(0.6, total=total), costs=FULL))
         return confidence(search.gain(one, three), search.gain_error(one, three))
 
     assert sure(4000) > 0.9 > sure(4)
+
+
+def test_few_drafts_and_few_requests_are_one_doubt() -> None:
+    def variance(total: float, arrivals: float) -> float:
+        traffic = (TrafficCell(task="other", sums=(arrivals, arrivals, 0, 0, 1)),)
+        search, one, three = _search(LearnedState(acceptance=chances(0.6, total=total), costs=FULL, traffic=traffic))
+        exact = [replace(choice, seconds=choice.seconds._replace(variance=0)) for choice in (one, three)]
+        return search.gain_error(*exact) ** 2
+
+    drafts, requests = variance(10, 1e9), variance(1e9, 4)
+    assert variance(10, 4) == pytest.approx(max(drafts, requests), rel=0.01)
+    assert min(drafts, requests) > 0.2 * max(drafts, requests), "or their sum would be as good"
 
 
 def test_the_dwell_holds_unless_speculation_loses() -> None:
@@ -209,7 +228,10 @@ def test_the_dwell_and_the_changes_of_the_hour_bound_how_often_a_row_changes(
     [
         pytest.param(1000, 0, 2, id="87 % are not sure"),
         pytest.param(1000, 4990, 4, id="but likely, and what it was chosen by has changed"),
-        pytest.param(4000, 3990, 2, id="before it was chosen"),
+        pytest.param(4000, 3990, 2, id="before it was chosen, long ago"),
+        pytest.param(4930, 4900, 4, id="just before it was chosen, from the first evidence"),
+        pytest.param(4930, 4920, 4, id="the same, as soon as the dwell allows"),
+        pytest.param(4950, 4940, 2, id="within the dwell"),
         pytest.param(1000, 4390, 2, id="long ago, and nothing came of it"),
         pytest.param(4410, 4990, 2, id="the last move was less than ten minutes ago"),
         pytest.param(4390, 4990, 4, id="more than ten minutes ago"),
@@ -219,7 +241,7 @@ def test_the_dwell_and_the_changes_of_the_hour_bound_how_often_a_row_changes(
 def test_a_shape_that_a_change_has_outdated_gives_way_to_less_evidence(
     what: str, since: float, changed_at: float, depth: int
 ) -> None:
-    row = RowState(concurrency=0, context=0, task="other", depth=2, since=since)
+    row = RowState(concurrency=0, context=0, task="other", depth=2, since=since, moves=(since,))
     learned = LearnedState(acceptance=chances(0.75, total=40), costs=FULL, rows=(row,))
     changed = tuple(cell.model_copy(update={"changed_at": changed_at}) for cell in getattr(learned, what))
     chosen = choose(spec(), learned.model_copy(update={what: changed}), buckets(16), max_num_seqs=16, now=5000)
