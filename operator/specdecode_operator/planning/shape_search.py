@@ -137,7 +137,7 @@ class ShapeSearch:
         time = one.seconds.relative_variance + two.seconds.relative_variance
         if one.passes == two.passes:
             time = min(time, (math.log(one.seconds.mean / two.seconds.mean) / 2) ** 2)
-        return math.sqrt(time + sum(self._tokens_variance(task, one, two) for task in self.tasks))
+        return math.sqrt(time + sum(self._gain_variance(task, one, two) for task in self.tasks))
 
     def moving_demand(self, one: Choice, two: Choice) -> float:
         """Return the share of the tokens that belongs to tasks with a different shape."""
@@ -152,7 +152,7 @@ class ShapeSearch:
             for at, slope in self._slopes(task, choice).items()
         )
 
-    def _tokens_variance(self, task: TaskLoad, one: Choice, two: Choice) -> float:
+    def _gain_variance(self, task: TaskLoad, one: Choice, two: Choice) -> float:
         """Return one task's part of the variance of log(tokens of two / tokens of one).
 
         Acceptance rates err together over depths, and requests differ in what a change brings; the larger doubt counts.
