@@ -101,7 +101,8 @@ class Matrix:
 
 
 def by_trace(ended: Iterable[Cell]) -> dict[str, dict[int, Mapping[str, Run]]]:
+    """Return the runs by trace and seed, in the order of the catalogue, whatever order they ended in."""
     grouped: dict[str, dict[int, Mapping[str, Run]]] = {}
     for trace, seed, runs in ended:
         grouped.setdefault(trace, {})[seed] = runs
-    return grouped
+    return {trace: dict(sorted(grouped[trace].items())) for trace in TRACES if trace in grouped}

@@ -13,6 +13,7 @@ from specdecode_simulator.policies.engine_rules import Fixed
 from specdecode_simulator.policies.operator_loop import DEEPEST, Look, Ours
 from specdecode_simulator.policies.registry import InEngine, controller
 from specdecode_simulator.records.recordings import Library
+from specdecode_simulator.scoring.matrix import Cell, by_trace
 from specdecode_simulator.scoring.run import ANSWERED, one
 from specdecode_simulator.traces.catalogue import TRACES, named
 from specdecode_simulator.traces.job import Limits
@@ -179,3 +180,13 @@ def test_the_depth_in_use_is_that_of_the_load_that_is_asked_for() -> None:
     look = Look(0.0, 0, Plan(version=1, rows=rows, initial=TreeShape.chain(3)), set())
     assert [look.depth(sequences, 96, "other") for sequences in (1, 2, 3)] == [5, 2, 3]
     assert look._replace(suspended={(0, 0)}).depth(1, 96, "other") == 0
+
+
+def test_runs_are_grouped_in_one_order() -> None:
+    """Two processes end their runs in any order; the document must not depend on it."""
+    ended: list[Cell] = [(trace, seed, {}) for trace in ("steady-gpu", "steady-cpu-quiet") for seed in (11, 10)]
+    found = by_trace(ended)
+    assert [(trace, list(runs)) for trace, runs in found.items()] == [
+        ("steady-cpu-quiet", [10, 11]),
+        ("steady-gpu", [10, 11]),
+    ]
