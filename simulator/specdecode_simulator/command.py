@@ -16,7 +16,7 @@ from specdecode_simulator.errors import SimulatorError
 from specdecode_simulator.policies.registry import ALL
 from specdecode_simulator.records.recordings import library, nearest
 from specdecode_simulator.scoring.earlier import compared
-from specdecode_simulator.scoring.matrix import Cell, Matrix, by_trace
+from specdecode_simulator.scoring.matrix import Cell, Matrix
 from specdecode_simulator.scoring.plots import plot, prepare
 from specdecode_simulator.scoring.table import markdown, text
 from specdecode_simulator.scoring.tune import HOURS, SEED, tuned
@@ -116,7 +116,7 @@ def _simulate(args: argparse.Namespace) -> int:
     )
     if args.plot:
         prepare(args.plot)
-    runs = by_trace(_run_with_progress(matrix, args.jobs))
+    runs = matrix.by_trace(_run_with_progress(matrix, args.jobs))
     document = matrix.document(runs, decisions=args.decisions)
     if args.against:
         document["against"] = compared(runs, args.against, args.hours, args.poll_seconds)

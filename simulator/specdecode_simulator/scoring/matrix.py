@@ -86,23 +86,19 @@ class Matrix:
             ended[policy] = run
         return trace, seed, ended
 
+    def by_trace(self, ended: Iterable[Cell]) -> dict[str, dict[int, Mapping[str, Run]]]:
+        """Return the runs by trace and seed in the order of this matrix, whatever order they ended in."""
+        by_cell = {(trace, seed): runs for trace, seed, runs in ended}
+        return {trace: {seed: by_cell[trace, seed] for seed in self.seed_range} for trace in self.traces}
+
     def document(self, runs: Mapping[str, TraceRuns], *, decisions: bool = False) -> dict[str, Any]:
         """Scores and targets; with ``decisions`` ours' plan changes of the first seed, too."""
         traces = {name: self._trace(name, runs[name], decisions) for name in self.traces}
         head = {"command": self.command, "hours": self.hours, "seeds": list(self.seed_range)}
         return {**head, "traces": traces, "policies": by_policy(traces), "targets": targets(traces)}
 
-    def _trace(self, trace: str, by_seed: TraceRuns, decisions: bool) -> dict[str, Any]:
-        runs = {seed: by_seed[seed] for seed in sorted(by_seed)}
+    def _trace(self, trace: str, runs: TraceRuns, decisions: bool) -> dict[str, Any]:
         ours = [policies["ours"] for policies in runs.values() if "ours" in policies]
         answers = [answer for run in ours for answer in run.answers]
         document = {"family": self.family(trace), "policies": scored(runs), "answers": answers}
         return {**document, "decisions": list(ours[0].decisions)} if ours and decisions else document
-
-
-def by_trace(ended: Iterable[Cell]) -> dict[str, dict[int, Mapping[str, Run]]]:
-    """Return the runs by trace and seed, in the order of the catalogue, whatever order they ended in."""
-    grouped: dict[str, dict[int, Mapping[str, Run]]] = {}
-    for trace, seed, runs in ended:
-        grouped.setdefault(trace, {})[seed] = runs
-    return {trace: dict(sorted(grouped[trace].items())) for trace in TRACES if trace in grouped}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from specdecode_simulator.policies.engine_rules import Fixed
 from specdecode_simulator.policies.operator_loop import DEEPEST, Look, Ours
 from specdecode_simulator.policies.registry import InEngine, controller
 from specdecode_simulator.records.recordings import Library
-from specdecode_simulator.scoring.matrix import Cell, by_trace
+from specdecode_simulator.scoring.matrix import Cell, Matrix
 from specdecode_simulator.scoring.run import ANSWERED, one
 from specdecode_simulator.traces.catalogue import TRACES, named
 from specdecode_simulator.traces.job import Limits
@@ -185,7 +186,8 @@ def test_the_depth_in_use_is_that_of_the_load_that_is_asked_for() -> None:
 def test_runs_are_grouped_in_one_order() -> None:
     """Two processes end their runs in any order; the document must not depend on it."""
     ended: list[Cell] = [(trace, seed, {}) for trace in ("steady-gpu", "steady-cpu-quiet") for seed in (11, 10)]
-    found = by_trace(ended)
+    traces = ("steady-cpu-quiet", "steady-gpu")
+    found = Matrix(traces=traces, first_seed=10, seeds=2, hours=1, recordings=Path()).by_trace(ended)
     assert [(trace, list(runs)) for trace, runs in found.items()] == [
         ("steady-cpu-quiet", [10, 11]),
         ("steady-gpu", [10, 11]),
