@@ -5,22 +5,36 @@ Tensor suffixes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdecode_kernels.small_linear.reference import InputNorm
+LEAST_TILE_ROWS = 16
+"""Rows of the smallest tile: the fewest that the matrix unit takes."""
 
-BLOCK_T = 16
-"""Rows of a tile: the least that the matrix unit takes."""
-BLOCK_N = 32
-"""Outputs of a program. 4096 outputs make 128 programs, about one for each multiprocessor of an H100."""
-BLOCK_K_BYTES = 256
-"""Bytes of a row of the matrix that a program reads at a time."""
-STAGES = 5
-"""Tiles in flight. Five of 8 KiB cover the latency of the memory with one program on a multiprocessor."""
-GATED_STAGES = 3
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program reads its part of the matrix."""
+
+    outputs: int = 32
+    """Outputs of a program. 4096 outputs make 128 programs, about one for each multiprocessor of an H100."""
+    row_bytes: int = 256
+    """Bytes of a row of the matrix that are read at a time."""
+    stages: int = 5
+    """Pipeline stages; one less is the number of tiles in flight."""
+    warps: int = 4
+    ahead: int = 0
+    """Bytes of each row of the matrix that are fetched into the L2 cache before the kernel before has ended; 0: the
+    launch waits for that kernel."""
+
+
+PLAIN = Tile()
+GATED = Tile(stages=3)
 
 
 @triton.jit
@@ -33,12 +47,22 @@ def _weights(weight_NK, n, column, size, outputs, EVEN: tl.constexpr):
     return tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
+@triton.jit
+def _fetch(weight_NK, n, size, outputs, LINES: tl.constexpr, LINE: tl.constexpr):
+    """Ask for the first LINES lines of LINE elements of the program's rows; nothing is read."""
+    column = tl.arange(0, LINES) * LINE
+    row = tl.minimum(n, outputs - 1).to(tl.int64)
+    place = weight_NK + row[:, None] * size + tl.minimum(column, size - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _small_linear_kernel(
     x_TK,
     weight_NK,
     bias_N,
-    norm_K,
     residual_TN,
     out_TN,
     rows,
@@ -46,13 +70,13 @@ def _small_linear_kernel(
     outputs,
     x_stride,
     residual_stride,
-    eps,
-    NORM: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
+    LINES: tl.constexpr,
+    LINE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -62,29 +86,26 @@ def _small_linear_kernel(
     t = tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)
     real = t < rows
+    up_NK = weight_NK + outputs.to(tl.int64) * size
+    if LINES > 0:
+        _fetch(weight_NK, n, size, outputs, LINES, LINE)
+        if GATED:
+            _fetch(up_NK, n, size, outputs, LINES, LINE)
+        gdc_wait()  # whatever another kernel wrote is read from here on
+        gdc_launch_dependents()
     acc_TN = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     up_TN = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    squares_T = tl.zeros([BLOCK_T], tl.float32)
     for start in range(0, size, BLOCK_K):
         column = start + k
         inside = real[:, None]
         if not EVEN:
             inside = inside & (column < size)[None, :]
         x = tl.load(x_TK + t[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares_T += tl.sum(wide * wide, 1)
-            factor = tl.load(norm_K + column, mask=column < size, other=0.0).to(tl.float32)
-            x = (wide * factor[None, :]).to(x.dtype)
         tile = _weights(weight_NK, n, column, size, outputs, EVEN)
         acc_TN = tl.dot(x, tl.trans(tile), acc_TN, input_precision=PRECISION)
         if GATED:
-            tile = _weights(weight_NK + outputs.to(tl.int64) * size, n, column, size, outputs, EVEN)
+            tile = _weights(up_NK, n, column, size, outputs, EVEN)
             up_TN = tl.dot(x, tl.trans(tile), up_TN, input_precision=PRECISION)
-    if NORM:
-        scale_T = tl.math.rsqrt(squares_T / size + eps)
-        acc_TN = acc_TN * scale_T[:, None]
-        up_TN = up_TN * scale_T[:, None]
     if BIAS:
         acc_TN += tl.load(bias_N + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -102,26 +123,25 @@ def small_linear(
     x_TK: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
-    norm: InputNorm | None,
     residual_TN: Tensor | None,
     *,
     gated: bool,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """Return the product [T, N] ([T, N / 2] if gated) of at most BLOCK_T rows; rows must be contiguous."""
+    """Return the product [T, N] ([T, N / 2] if gated); rows must be contiguous."""
     rows, size = x_TK.shape
     outputs = len(weight_NK) // 2 if gated else len(weight_NK)
-    assert rows <= BLOCK_T, "a program has one tile of rows"
     assert x_TK.stride(1) == 1, "rows must be contiguous"
     assert weight_NK.is_contiguous(), "rows of the matrix lie behind each other"
     assert residual_TN is None or residual_TN.stride(1) == 1, "rows must be contiguous"
+    tile = tile or (GATED if gated else PLAIN)
     out_TN = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
-    block_k = max(min(BLOCK_K_BYTES // x_TK.element_size(), triton.next_power_of_2(size)), 16)
+    block_k = max(min(tile.row_bytes // x_TK.element_size(), triton.next_power_of_2(size)), 16)
     if rows:
-        _small_linear_kernel[(triton.cdiv(outputs, BLOCK_N),)](
+        _small_linear_kernel[(triton.cdiv(outputs, tile.outputs),)](
             x_TK,
             weight_NK,
             weight_NK if bias_N is None else bias_N,
-            weight_NK if norm is None else norm.weight_K,
             x_TK if residual_TN is None else residual_TN,
             out_TN,
             rows,
@@ -129,17 +149,18 @@ def small_linear(
             outputs,
             x_TK.stride(0),
             0 if residual_TN is None else residual_TN.stride(0),
-            0.0 if norm is None else norm.eps,
-            NORM=norm is not None,
             BIAS=bias_N is not None,
             GATED=gated,
             RESIDUAL=residual_TN is not None,
             EVEN=size % block_k == 0,
             PRECISION="tf32x3" if x_TK.dtype == torch.float32 else "tf32",
-            BLOCK_T=BLOCK_T,
-            BLOCK_N=BLOCK_N,
+            LINES=tile.ahead // 128,
+            LINE=128 // x_TK.element_size(),
+            BLOCK_T=max(triton.next_power_of_2(rows), LEAST_TILE_ROWS),
+            BLOCK_N=tile.outputs,
             BLOCK_K=block_k,
-            num_warps=4,
-            num_stages=GATED_STAGES if gated else STAGES,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **({"launch_pdl": True} if tile.ahead else {}),
         )
     return out_TN

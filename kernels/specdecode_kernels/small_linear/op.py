@@ -7,15 +7,12 @@ from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.small_linear import reference
-from specdecode_kernels.small_linear.reference import InputNorm
-
-__all__ = ["MOST_ROWS", "InputNorm", "fits", "small_linear"]
 
 MOST_ROWS = 16
 """Maximum number of rows: the height of one tile of the matrix unit. Not measured yet; `make gpu` compares both."""
 LEAST_OUTPUTS = 2048
 """Fewest outputs of a matrix. One program serves 32, so a smaller matrix leaves most of a GPU idle."""
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def fits(x_TK: Tensor, weight_NK: Tensor) -> bool:
@@ -36,13 +33,12 @@ def small_linear(
     weight_NK: Tensor,
     bias_N: Tensor | None = None,
     *,
-    norm: InputNorm | None = None,
     residual_TN: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
     """Compute the product as `reference.small_linear` does, on a GPU in one launch. The caller asked `fits`."""
     if not dispatch.on_gpu(x_TK):
-        return reference.small_linear(x_TK, weight_NK, bias_N, norm=norm, residual_TN=residual_TN, gated=gated)
+        return reference.small_linear(x_TK, weight_NK, bias_N, residual_TN=residual_TN, gated=gated)
     from specdecode_kernels.small_linear import kernel
 
-    return kernel.small_linear(x_TK, weight_NK, bias_N, norm, residual_TN, gated=gated)
+    return kernel.small_linear(x_TK, weight_NK, bias_N, residual_TN, gated=gated)

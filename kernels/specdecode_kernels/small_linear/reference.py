@@ -5,19 +5,9 @@ Tensor suffixes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-
-@dataclass(frozen=True, slots=True)
-class InputNorm:
-    """RMS norm of the input rows."""
-
-    weight_K: Tensor
-    eps: float
 
 
 def small_linear(
@@ -25,7 +15,6 @@ def small_linear(
     weight_NK: Tensor,
     bias_N: Tensor | None = None,
     *,
-    norm: InputNorm | None = None,
     residual_TN: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
@@ -35,15 +24,11 @@ def small_linear(
         x_TK: Input rows.
         weight_NK: Matrix; with ``gated`` its first half are the rows of the gate.
         bias_N: Added to the product.
-        norm: Norm of the input rows.
         residual_TN: Added to the result.
         gated: Return SiLU(first half) * second half, [T, N / 2].
     """
     wide = torch.promote_types(x_TK.dtype, torch.float32)
-    x = x_TK.to(wide)
-    if norm is not None:
-        x = F.rms_norm(x, (x.shape[-1],), norm.weight_K.to(wide), norm.eps)
-    y = F.linear(x, weight_NK.to(wide), None if bias_N is None else bias_N.to(wide))
+    y = F.linear(x_TK.to(wide), weight_NK.to(wide), None if bias_N is None else bias_N.to(wide))
     if gated:
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up

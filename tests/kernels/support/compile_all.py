@@ -40,7 +40,6 @@ from specdecode_kernels.rope_cache import kernel as rope_cache
 from specdecode_kernels.sample import kernel as sample
 from specdecode_kernels.silu_mul import kernel as silu_mul
 from specdecode_kernels.small_linear import kernel as small_linear
-from specdecode_kernels.small_linear.reference import InputNorm
 from specdecode_kernels.step_tables import commit_kernel
 from specdecode_kernels.step_tables import kernel as step_tables
 from specdecode_kernels.step_tables.tables import SamplingTables, SlotState, Verified
@@ -176,18 +175,16 @@ def few_rows(
     outputs: int,
     size: int,
     *,
-    normed: bool = False,
     gated: bool = False,
     added: bool = False,
     biased: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Launch the fused product of few rows."""
-    norm = InputNorm(zeros(size, dtype=dtype), 1e-5) if normed else None
     residual = zeros(6, outputs // (1 + gated), dtype=dtype) if added else None
     bias = zeros(outputs, dtype=dtype) if biased else None
     small_linear.small_linear(
-        zeros(6, size, dtype=dtype), zeros(outputs, size, dtype=dtype), bias, norm, residual, gated=gated
+        zeros(6, size, dtype=dtype), zeros(outputs, size, dtype=dtype), bias, residual, gated=gated
     )
 
 
@@ -224,11 +221,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "rounds of the best": lambda: multi_round(4, drawn=False),
     "rms_norm": lambda: rms_norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-5, zeros(3, 4096)),
     "rms_norm without residual": lambda: rms_norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-5),
-    "small_linear": lambda: few_rows(6144, 4096, normed=True),
-    "small_linear, gated": lambda: few_rows(2 * 14336, 4096, normed=True, gated=True),
+    "small_linear": lambda: few_rows(6144, 4096),
+    "small_linear, gated": lambda: few_rows(2 * 14336, 4096, gated=True),
     "small_linear, onto a residual": lambda: few_rows(4096, 14336, added=True),
-    "small_linear, all at once": lambda: few_rows(2 * 3072, 8200, normed=True, gated=True, added=True, biased=True),
-    "small_linear, fp32": lambda: few_rows(2 * 4096, 4096, normed=True, gated=True, dtype=torch.float32),
+    "small_linear, all at once": lambda: few_rows(2 * 3072, 8200, gated=True, added=True, biased=True),
+    "small_linear, fp32": lambda: few_rows(2 * 4096, 4096, gated=True, dtype=torch.float32),
     "bookkeeping of a chain of 5": lambda: bookkeeping(cuts=True, depth=5),
     "bookkeeping of a plain step": lambda: bookkeeping(cuts=False, depth=0),
     "int4, an eighth of an FFN": lambda: quantised("int4", 3584, 4096),

@@ -130,8 +130,8 @@ def rows_of_a_pass(rows: int) -> None:
             quantised_linear.linear(x, quantise(floats(2 * SIZE, SIZE), kind))
         dequantise_kernel.dequantise(quantise(floats(2 * SIZE, SIZE), kind), x.dtype)
     scaled_kernel.linear(x, quantise(floats(2 * SIZE, SIZE), "fp8"))
-    if rows <= small_linear.BLOCK_T:
-        small_linear.small_linear(x, floats(2 * SIZE, SIZE), None, None, None, gated=False)
+    if rows <= small_linear_op.MOST_ROWS:
+        small_linear.small_linear(x, floats(2 * SIZE, SIZE), None, None, gated=False)
 
 
 def trees(batch: int, nodes: int, depth: int) -> None:

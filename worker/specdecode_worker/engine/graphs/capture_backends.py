@@ -5,6 +5,7 @@ The eager backend runs the same calls over the same tensors.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,14 +26,25 @@ class Captured:
 
 
 class CaptureFailed(Exception):
-    """A step cannot be captured on one of several ranks; the message gives the rank and its reason."""
+    """A step cannot be captured; other steps can be, and steps captured before can be replayed."""
+
+
+class RankCaptureFailed(CaptureFailed):
+    """A step cannot be captured on one of several ranks; no rank may capture or replay any step from now on.
+
+    The message gives the rank and its reason.
+    """
 
 
 class CaptureBackend(Protocol):
     """Backend that captures work for replay."""
 
     def capture(self, work: Work) -> Captured:
-        """Capture ``work``, which may run several times meanwhile and must be harmless then."""
+        """Capture ``work``, which may run several times meanwhile and must be harmless then.
+
+        Raises:
+            CaptureFailed: The work cannot be captured.
+        """
         ...
 
     def clear(self) -> None:
@@ -92,9 +104,19 @@ class CudaGraphBackend:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(self, work: Work) -> Captured:
-        """Run ``work`` once, capture it in a CUDA graph and time one replay."""
-        self.warm_up(work)
-        return self.timed(self.record(work))
+        """Run ``work`` once, capture it in a CUDA graph and time one replay.
+
+        Raises:
+            CaptureFailed: The device lacks memory for it, or the work calls what a capture forbids.
+        """
+        try:
+            self.warm_up(work)
+            replay = self.record(work)
+        except RuntimeError as error:  # torch's errors of memory and of CUDA are kinds of it
+            gc.collect()
+            torch.cuda.empty_cache()
+            raise CaptureFailed(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        return self.timed(replay)
 
     def warm_up(self, work: Work) -> None:
         """Run ``work`` once on the stream of captures and wait for it.

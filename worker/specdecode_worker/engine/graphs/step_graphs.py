@@ -15,7 +15,7 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.batch import Row, decoding_rows
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
-from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Captured, CaptureFailed
+from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Captured, CaptureFailed, RankCaptureFailed
 from specdecode_worker.engine.graphs.captured_step import CapturedStep, Proposals, StepParts
 from specdecode_worker.engine.graphs.feature_tables import MaskTable
 from specdecode_worker.engine.graphs.graph_key import GraphKey, keys_of_shapes
@@ -100,6 +100,8 @@ class StepGraphs:
         self._key_counts: Counter[GraphKey] = Counter()
         self._failed = False
         """True after a rank could not capture a step. Then none is captured again."""
+        self._refused: set[GraphKey] = set()
+        """Keys whose steps could not be captured; they run without a graph."""
         self.replayed = self.mixed = 0
         self.outside: Counter[OutsideReason] = Counter()
         self.eager: Counter[EagerReason] = Counter()
@@ -115,6 +117,7 @@ class StepGraphs:
         self._graphs.clear()
         self._backend.clear()
         self._key_counts.clear()
+        self._refused.clear()
         self._drafters.clear()
 
     def prepare(self, wanted: Iterable[TreeShape]) -> None:
@@ -129,16 +132,19 @@ class StepGraphs:
         shapes = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in drafters)}
         cuts = (False, True) if self._coupled else (False,)
         keys = [
-            key for key in keys_of_shapes(self._rows, shapes, self._max_tokens, cuts=cuts) if key not in self._graphs
+            key
+            for key in keys_of_shapes(self._rows, shapes, self._max_tokens, cuts=cuts)
+            if key not in self._graphs and key not in self._refused
         ]
         room = max(MOST_GRAPHS - len(self._graphs), 0)
         if len(keys) > room:
             log.warning("%d graphs are beyond %d and will not be captured", len(keys) - room, MOST_GRAPHS)
         chosen = sorted(keys[:room], key=lambda key: (key.tokens, key), reverse=True)
         for index, key in enumerate(chosen, start=1):
-            if self._capture(key, drafters.get(key.draft)) is None:
+            if self._capture(key, drafters.get(key.draft)) is not None:
+                log.info("captured graph %d of %d: %s", index, len(chosen), key)
+            elif self._failed:
                 return
-            log.info("captured graph %d of %d: %s", index, len(chosen), key)
 
     def plan(self, rows: Sequence[Row]) -> ReadyStep | None:
         """Return the graph that runs the decoding rows of a step. Return None and count the reason if there is none.
@@ -213,7 +219,7 @@ class StepGraphs:
         graph = self._graphs.get(key)
         if graph is not None:
             return graph
-        if self._failed:
+        if self._failed or key in self._refused:
             return EagerReason.FAILED
         if len(self._graphs) >= MOST_GRAPHS:
             return EagerReason.LIMIT
@@ -229,7 +235,7 @@ class StepGraphs:
     def _capture(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph | None:
         """Capture a graph for ``key``. The step that runs during the capture has padding rows only.
 
-        If a rank of several cannot capture it, discard all graphs for good and return None.
+        Return None if it cannot be captured. If a rank of several cannot, discard all graphs for good.
         """
         if key.passes:
             assert drafter is not None, "a key with passes has a draft"
@@ -240,10 +246,14 @@ class StepGraphs:
         step.inputs.write((), [], CatchUp(), None)
         try:
             graph = self._graphs[key] = Graph(step, self._backend.capture(step.run))
-        except CaptureFailed as error:
+        except RankCaptureFailed as error:
             log.warning("steps run without graphs from now on, as %s cannot be captured: %s", key, error)
             self._failed = True
             self.clear()
+            return None
+        except CaptureFailed as error:
+            log.warning("steps like %s run without a graph, as it cannot be captured: %s", key, error)
+            self._refused.add(key)
             return None
         return graph
 

@@ -53,7 +53,7 @@ class EagerReason(StrEnum):
     LIMIT = "limit"
     """The graph is not captured, and no further one may be."""
     FAILED = "failed"
-    """A rank of a replica on several devices could not capture a graph, so none are used."""
+    """The graph could not be captured; on several devices, no graph is used after one that a rank could not capture."""
 
 
 class OutsideReason(StrEnum):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 
-from specdecode_worker.engine.graphs.capture_backends import Captured, CaptureFailed, StagedBackend, Work
+from specdecode_worker.engine.graphs.capture_backends import Captured, RankCaptureFailed, StagedBackend, Work
 from specdecode_worker.engine.parallel.leader_target import LeaderTarget
 from specdecode_worker.engine.parallel.rank_graphs import problem_of
 from specdecode_worker.engine.parallel.rank_group import RankGroup
@@ -42,7 +42,7 @@ class LeaderBackend:
         """Capture ``work`` on this rank and the target's part of it on the others.
 
         Raises:
-            CaptureFailed: A rank cannot capture it. No rank may replay the steps that it captured before.
+            RankCaptureFailed: A rank cannot capture it. No rank may replay the steps that it captured before.
             RankLost: Another rank ended meanwhile.
         """
         self._require({0: problem_of(lambda: self._rehearse(work))})
@@ -80,10 +80,10 @@ class LeaderBackend:
 
     @staticmethod
     def _require(problems: dict[int, str]) -> None:
-        """Raise CaptureFailed if a rank has a problem."""
+        """Raise RankCaptureFailed if a rank has a problem."""
         failed = [f"rank {rank}: {problem}" for rank, problem in problems.items() if problem]
         if failed:
-            raise CaptureFailed("; ".join(failed))
+            raise RankCaptureFailed("; ".join(failed))
 
 
 def _problems(states: list[CaptureState]) -> dict[int, str]:

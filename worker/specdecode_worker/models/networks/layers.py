@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdecode_kernels.rms_norm.op import rms_norm
-from specdecode_kernels.small_linear.op import InputNorm, fits, small_linear
+from specdecode_kernels.small_linear.op import fits, small_linear
 from specdecode_worker.models.configs.target_config import BlockConfig
 from specdecode_worker.models.networks.rope import PassRotations
 
@@ -51,18 +51,13 @@ class RMSNorm(nn.Module):
         """Return ``(normed, summed)`` of ``x + residual``."""
         return rms_norm(x, self.weight, self.eps, residual)
 
-    def as_input_norm(self) -> InputNorm:
-        """Return this norm for a product that norms its input."""
-        return InputNorm(self.weight, self.eps)
-
 
 def normed_linear(norm: nn.Module | None, linear: nn.Module, x_TK: Tensor) -> Tensor:
-    """Return ``linear(norm(x))``, on a GPU in one launch for few rows."""
-    fused = type(linear) is nn.Linear and (norm is None or isinstance(norm, RMSNorm)) and fits(x_TK, linear.weight)
-    if fused:
-        input_norm = norm.as_input_norm() if isinstance(norm, RMSNorm) else None
-        return small_linear(x_TK, cast(Tensor, linear.weight), cast("Tensor | None", linear.bias), norm=input_norm)
-    result: Tensor = linear(x_TK if norm is None else norm(x_TK))
+    """Return ``linear(norm(x))``, on a GPU by the product of few rows if it serves the matrix."""
+    normed_TK: Tensor = x_TK if norm is None else norm(x_TK)
+    if type(linear) is nn.Linear and fits(normed_TK, linear.weight):
+        return small_linear(normed_TK, linear.weight, linear.bias)
+    result: Tensor = linear(normed_TK)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Decoder layers for GPUs: norms, gates and residual sums run inside of matrix products where these have few rows.
+"""Decoder layers for GPUs: gates and residual sums run inside of matrix products where these have few rows.
 
 With more rows, or matrices that the fused product does not serve, a layer runs the library's products. The residual sum
 after attention is then part of the next norm, and the one after the MLP part of the last product. If devices share a
@@ -80,7 +80,7 @@ def _tail(layer: GpuBlock | GpuMidlayer, attended: Tensor, residual_TE: Tensor) 
         normed_TE, x_TE = norm.of_sum(output(attended), residual_TE)
         return _add_linear(x_TE, down, silu_mul(joined(normed_TE)))
     x_TE = _add_few(residual_TE, output, attended)
-    inner = small_linear(x_TE, joined.weight, joined.bias, norm=norm.as_input_norm(), gated=True)
+    inner = small_linear(norm(x_TE), joined.weight, joined.bias, gated=True)
     return _add_few(x_TE, down, inner) if _few(down, inner) else _add_linear(x_TE, down, inner)
 
 

@@ -1,0 +1,56 @@
+"""A step that cannot be captured runs without a graph; the others keep theirs."""
+
+from __future__ import annotations
+
+import torch
+from small_llama import engine_of, networks, plan_of, submit, texts
+
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.graphs.capture_backends import Captured, CaptureFailed, EagerBackend, Work
+
+
+class FailingBackend(EagerBackend):
+    """Backend whose captures number ``failing`` (from 0) fail."""
+
+    def __init__(self, *failing: int) -> None:
+        self._failing, self.captures = failing, 0
+
+    def capture(self, work: Work) -> Captured:
+        self.captures += 1
+        if self.captures - 1 in self._failing:
+            raise CaptureFailed("out of memory")
+        return super().capture(work)
+
+
+def engine(*failing: int) -> tuple[Engine, FailingBackend]:
+    backend = FailingBackend(*failing)
+    made = engine_of(networks(torch.float64), backend=backend, rows=(1, 2, 4))
+    made.set_plan(plan_of("chain:2"))
+    return made, backend
+
+
+def test_only_the_steps_of_a_failed_capture_run_without_a_graph() -> None:
+    asked = [submit(index, sampled=True, tokens=12 + 4 * index) for index in range(4)]
+    whole, _ = engine()
+    wanted = texts(whole, asked)
+    made, backend = engine(0)  # the largest graph is captured first
+    assert whole._graphs is not None
+    assert made._graphs is not None
+    assert len(made._graphs) == len(whole._graphs) - 1
+    captures = backend.captures
+    assert texts(made, asked) == wanted
+    assert made._graphs.eager["failed"] > 3
+    assert made._graphs.replayed > 3
+    assert backend.captures == captures, "a failed capture is not tried again at every step"
+    made.set_plan(plan_of("chain:2"))
+    assert backend.captures == captures
+
+
+def test_an_engine_serves_without_any_graph() -> None:
+    asked = [submit(index, sampled=False, tokens=8) for index in range(2)]
+    whole, _ = engine()
+    made, _ = engine(*range(100))
+    assert made._graphs is not None
+    assert len(made._graphs) == 0
+    assert texts(made, asked) == texts(whole, asked)
+    assert made._graphs.replayed == 0
