@@ -1,4 +1,4 @@
-"""Program of `hack/gpu`: run the GPU tests and then each stage within its time. Write a JSON and a page after each.
+"""Program of `hack/gpu`: run each stage within its time, and write a JSON and a page after each.
 
 A run that is ended early leaves a valid document, which names the stages that are missing.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from device import described
 from gpu_tests import run_tests
 from page import page
-from stages import STAGES, TESTS_PROCESSES, TESTS_SECONDS, Stage
+from stages import PARTS, STAGES, TESTS, TESTS_PROCESSES, Stage
 from targets import judge
 from timings_file import timings_of
 
@@ -67,8 +67,8 @@ class Document:
 
     @property
     def rate(self) -> float:
-        """Bytes a second; 0 while unknown."""
-        return next((1e9 * float(row["gigabytes_per_second"]) for row in self.rows if row["kind"] == "copy"), 0.0)
+        """Bytes read a second, the reference of all floors; 0 while unknown."""
+        return next((1e9 * float(row["read_gigabytes_per_second"]) for row in self.rows if row["kind"] == "copy"), 0.0)
 
 
 def main() -> int:
@@ -80,23 +80,20 @@ def main() -> int:
         stand_in.install()
     machine = described(args.dry_run)
     stem = "dry-run" if args.dry_run else f"gpu-{machine['short_name']}-{machine['date']}"
+    stem += f"-part-{args.part}" if args.part else ""
     document = Document(args.out / f"{stem}.json", machine, args.dry_run)
     document.write()
     patience = DRY_PATIENCE if args.dry_run else 1
     until = time.monotonic() + patience * args.seconds
-    if _wanted("tests", args):
-        found = run_tests(
-            args.out / f"{stem}-tests.log",
-            patience * min(TESTS_SECONDS, args.seconds),
-            processes=1 if args.dry_run else TESTS_PROCESSES,
-            dry=args.dry_run,
-        )
-        document.stages.append(found)
-        document.write()
-    for stage in STAGES:
+    for stage in PARTS[args.part - 1] if args.part else STAGES:
         if not _wanted(stage.name, args):
             continue
-        _run(stage, document, min(patience * stage.budget_seconds, until - time.monotonic()))
+        seconds = min(patience * stage.budget_seconds, until - time.monotonic())
+        if stage.name == TESTS:
+            log, processes = args.out / f"{stem}-tests.log", 1 if args.dry_run else TESTS_PROCESSES
+            document.stages.append(run_tests(log, seconds, processes=processes, dry=args.dry_run))
+        else:
+            _run(stage, document, seconds)
         document.write()
     print(document.out)
     print(document.out.with_suffix(".md"))
@@ -146,11 +143,14 @@ def _read(part: Path) -> list[dict[str, Any]]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hack/gpu", description=__doc__)
-    names = ["tests", *(stage.name for stage in STAGES)]
+    names = [stage.name for stage in STAGES]
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU: no figure of it means anything")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=560, help="for all of it (default: %(default)s)")
-    parser.add_argument("--skip", action="append", default=[], choices=names, help="leave out tests, or a stage")
+    parser.add_argument("--seconds", type=float, default=600, help="for all of it (default: %(default)s)")
+    parser.add_argument(
+        "--part", type=int, choices=range(1, 1 + len(PARTS)), help="only the stages of this part (default: all)"
+    )
+    parser.add_argument("--skip", action="append", default=[], choices=names, help="leave out a stage")
     parser.add_argument(
         "--stage", action="append", default=[], choices=names, help="only this stage, and the copy rate"
     )

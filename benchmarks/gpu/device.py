@@ -31,6 +31,13 @@ def described(dry: bool) -> dict[str, Any]:
     }
 
 
+def clocks() -> dict[str, str]:
+    """Return the clocks, power and temperature at this moment, as the driver gives them."""
+    asked = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    said = _said("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader").split(", ")
+    return dict(zip(asked.split(","), said, strict=False))
+
+
 def _triton() -> str:
     try:
         import triton

@@ -24,18 +24,21 @@ _LOUD = 1000.0
 _STD = 0.02
 
 
-def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device, *, loud: bool = True) -> Llama:
-    """Made on the device itself: nothing of it is ever in a file. Without ``loud``, no token is preferred."""
+def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Llama:
+    """Made on the device itself: nothing of it is ever in a file. No token is preferred."""
     with meta_init():
         model = Llama(llama_config(shapes.target))
     weights = _random(model, dtype, device)
-    if loud:
-        weights["model.embed_tokens.weight"][:, 0] = _LOUD
-        weights["lm_head.weight"][ANSWER, 0] = 10
     model.load_state_dict(weights, assign=True)
     model.requires_grad_(False)
     model.rope.to(device)
     return model
+
+
+def make_loud(target: Llama) -> None:
+    """Make the target prefer one token, by the first number of its states."""
+    target.model.embed_tokens.weight[:, 0] = _LOUD
+    target.lm_head.weight[ANSWER, 0] = 10
 
 
 def write_head(shapes: Shapes, target: Llama, folder: Path, dtype: torch.dtype, device: torch.device) -> None:

@@ -26,7 +26,8 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
     )
     for row in document["rows"]:
         if row["kind"] == "copy":
-            yield f"\nA copy moves {row['gigabytes_per_second']:.0f} GB/s, read and written."
+            copied, read = row["gigabytes_per_second"], row["read_gigabytes_per_second"]
+            yield f"\nA copy moves {copied:.0f} GB/s, read and written; a sum reads {read:.0f} GB/s: the rate of all floors."
 
 
 def _stages(stages: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -9,9 +9,6 @@ from typing import Any
 Row = dict[str, Any]
 Found = Iterator[tuple[str, float | None, bool]]
 """(case, measured, synthetic)"""
-SHORT = "engine-8b-short"
-
-
 SGLANG = "SGLang, one H200"
 PAPER = "arXiv 2508.08192"
 
@@ -69,15 +66,21 @@ def _of_kind(kind: str, case: Callable[[Row], str], figure: str) -> Callable[[Se
     return of
 
 
-def _steps(rows: Sequence[Row], kind: str = "step", stage: str = "engine-8b") -> list[Row]:
+def _steps(rows: Sequence[Row], kind: str = "step", *, short: bool = False) -> list[Row]:
     """Return the rows of Llama-3.1-8B as it is served: with graphs, and the draft in bf16."""
-    mine = [row for row in rows if row["kind"] == kind and row["stage"] == stage]
+    contexts = {row["context"] for row in rows if row["kind"] == "step" and row["stage"] == "engine-8b"}
+    context = min(contexts, default=0) if short else max(contexts, default=0)
+    mine = [
+        row
+        for row in rows
+        if row["kind"] == kind and row["stage"] in ("engine-8b", "engine-8b-batches") and row["context"] == context
+    ]
     return sorted(mine, key=lambda row: (row["batch"], row["shape"]))
 
 
-def _roofline(shape: str, stage: str = "engine-8b") -> Callable[[Sequence[Row]], Found]:
+def _roofline(shape: str, *, short: bool = False) -> Callable[[Sequence[Row]], Found]:
     def of(rows: Sequence[Row]) -> Found:
-        for row in _steps(rows, stage=stage):
+        for row in _steps(rows, short=short):
             if row["shape"] == shape and "over_roofline" in row:
                 yield _step_case(row), row["over_roofline"], row["synthetic"]
 
@@ -88,7 +91,7 @@ def _per_second(shape: str) -> Callable[[Sequence[Row]], Found]:
     """Tokens per second of one text of little context: of plain decoding, or at the published tokens per step."""
 
     def of(rows: Sequence[Row]) -> Found:
-        for row in _steps(rows, stage=SHORT):
+        for row in _steps(rows, short=True):
             if row["shape"] == shape:
                 plain = 1e3 / row["step_milliseconds"]
                 yield _step_case(row), row.get("tokens_per_second_at_3_52", plain), row["synthetic"]
@@ -153,13 +156,6 @@ def _copy_share(rows: Sequence[Row]) -> Found:
             yield _attention_case(row), row["share_of_copy_rate"], False
 
 
-def _flex(rows: Sequence[Row]) -> Found:
-    ours = {_attention_case(row): row["microseconds"] for row in rows if row["kind"] == "attention"}
-    for row in rows:
-        if row["kind"] == "flex" and (case := _attention_case(row)) in ours:
-            yield case, ours[case] / row["microseconds"], False
-
-
 def _chunks(rows: Sequence[Row]) -> Found:
     """Our kernel over the fastest other way, for a chunk of a prompt."""
     for row in rows:
@@ -174,13 +170,14 @@ def _attention_case(row: Row) -> str:
 
 
 def _sampling(figure: str) -> Callable[[Sequence[Row]], Found]:
-    """The choice of as many tokens as a batch has texts, over its plain step: one text, and the largest batch."""
+    """The choice of as many tokens as a batch has texts, over its plain step: one short text, and the largest batch."""
 
     def of(rows: Sequence[Row]) -> Found:
         choices = {row["rows"]: row[figure] for row in rows if row["kind"] == "sampling"}
-        plain = [row for row in _steps(rows) if row["shape"] == "plain" and row["batch"] in choices]
-        for row in {row["batch"]: row for row in (*plain[:1], *plain[-1:])}.values():
-            yield f"batch {row['batch']}", choices[row["batch"]] / 1e3 / row["step_milliseconds"], False
+        short, long = ([row for row in _steps(rows, short=on) if row["shape"] == "plain"] for on in (True, False))
+        for row in (*short[:1], *long[-1:]):
+            if row["batch"] in choices:
+                yield _step_case(row), choices[row["batch"]] / 1e3 / row["step_milliseconds"], False
 
     return of
 
@@ -199,9 +196,9 @@ def _arrivals(row: Row) -> str:
 
 
 TARGETS = (
-    Target("P1 plain step over its floor, batch 1, short", 1.10, _roofline("plain", SHORT)),
+    Target("P1 plain step over its floor, batch 1, short", 1.10, _roofline("plain", short=True)),
     Target("P1 plain decoding, tokens/s", None, _per_second("plain"), anchor=f"about 190 ({SGLANG})"),
-    Target("P2 chain:5 over target once + draft five times, short", 1.15, _roofline("chain:5", SHORT)),
+    Target("P2 chain:5 over target once + draft five times, short", 1.15, _roofline("chain:5", short=True)),
     Target(
         "P2 chain:5 at 3.52 tokens a step, tokens/s",
         700,
@@ -223,7 +220,6 @@ TARGETS = (
     Target("chain:5 over its roofline, 8k", 1.15, _roofline("chain:5")),
     Target("tree attention over FlashInfer's unmasked decode", 1.1, _flash_decode),
     Target("tree attention, share of the copy rate (no FlashInfer)", 0.85, _copy_share, at_least=True),
-    Target("tree attention over FlexAttention", 1.0, _flex),
     Target("attention of a prompt chunk over the fastest other way", None, _chunks),
     Target("fused product over the library's and its surroundings", 1.0, _of_kind("product", _product, "over_library")),
     Target("bare product of the library over its roofline", None, _of_kind("product", _product, "bare_over_roofline")),

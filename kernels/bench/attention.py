@@ -1,7 +1,4 @@
-"""Tree attention of one layer: time relative to the copy rate, to FlexAttention and to FlashInfer.
-
-FlexAttention gets the same mask. FlashInfer, if installed, runs unmasked decode over the same prefix.
-"""
+"""Tree attention of one layer: time relative to the copy rate, and to FlashInfer's unmasked decode where installed."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any
 import torch
 from timing import DEVICE, buffers, seconds
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from specdecode_kernels.tree_attention import kernel
 from specdecode_kernels.tree_attention.plan import Plan, plan
@@ -90,22 +86,6 @@ def measure(given: Case, rate: float) -> dict[str, Any]:
     sizes = {"batch": given.batch, "context": given.context, "nodes": len(given.masks)}
     share = {"share_of_copy_rate": given.bytes_moved / took / rate} if rate else {}
     return {**sizes, "microseconds": 1e6 * took, **share}
-
-
-def measure_flex(given: Case) -> float:
-    """Return microseconds of FlexAttention over contiguous keys, without paging."""
-    layer, nodes, context = given.layer, len(given.masks), given.context
-    ancestors = torch.tensor(given.masks, device=DEVICE)
-    q = torch.randn(given.batch, layer.heads, nodes, layer.size, device=DEVICE, dtype=layer.dtype)
-    shape = (2, given.batch, layer.kv, context + nodes, layer.size)
-    caches = _copies(torch.randn(*shape, device=DEVICE, dtype=layer.dtype))
-
-    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key < context) | ((ancestors[query] >> (key - context).clamp(0, 63)) & 1 == 1)
-
-    mask = create_block_mask(seen, None, None, nodes, context + nodes, device=DEVICE)
-    run = torch.compile(flex_attention, dynamic=False) if DEVICE == "cuda" else flex_attention
-    return 1e6 * seconds(*(partial(run, q, *cache, block_mask=mask, enable_gqa=True) for cache in caches))
 
 
 def measure_flash_decode(given: Case) -> float | None:

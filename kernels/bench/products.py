@@ -1,4 +1,4 @@
-"""Fused products of few rows, compared with the library's product and the kernels around it."""
+"""Fused products of few rows in several tiles, compared with the library's product and the kernels around it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from timing import DEVICE, buffers, seconds
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_kernels.rms_norm import kernel as rms_norm
 from specdecode_kernels.silu_mul import kernel as silu_mul
 from specdecode_kernels.small_linear import kernel as small_linear
-from specdecode_kernels.small_linear.op import MOST_ROWS
-from specdecode_kernels.small_linear.reference import InputNorm
+from specdecode_kernels.small_linear.kernel import Tile
 
 MATRICES = {
     "qkv": (6144, 4096),
@@ -27,14 +25,40 @@ MATRICES = {
     "draft head": (32_000, 4096),
 }
 """(outputs, inputs) of Llama-3.1-8B and an EAGLE-3 head."""
-ROWS = (1, 2, 4, 6, 8, 16, 64)
+ROWS = (1, 6, 16, 24, 64)
+SWEPT_ROWS = (1, 6, 24)
+TILES = (
+    Tile(stages=3),
+    Tile(stages=5),
+    Tile(stages=8),
+    Tile(stages=5, warps=2),
+    Tile(stages=5, warps=8),
+    Tile(row_bytes=512, stages=3),
+    Tile(row_bytes=512, stages=4),
+    Tile(row_bytes=512, stages=5),
+    Tile(outputs=16, stages=5),
+    Tile(outputs=16, row_bytes=512, stages=4),
+    Tile(outputs=16, row_bytes=512, stages=4, warps=2),
+    Tile(outputs=16, row_bytes=1024, stages=3),
+    Tile(outputs=64, stages=4),
+    Tile(outputs=64, stages=5, warps=8),
+    Tile(stages=5, ahead=256),
+    Tile(stages=5, ahead=1024),
+    Tile(stages=3, ahead=512),
+    Tile(stages=3, ahead=1024),
+    Tile(row_bytes=512, stages=4, ahead=1024),
+    Tile(outputs=16, row_bytes=512, stages=4, ahead=1024),
+)
+"""Tiles to compare with those in use."""
 
 
-def measure(name: str, outputs: int, inputs: int, rate: float, dtype: torch.dtype, rows: int) -> dict[str, Any]:
-    """Return the times of a product and what surrounds it in a layer: fused, by the library, and the bare product.
+def measure(
+    name: str, outputs: int, inputs: int, rate: float, dtype: torch.dtype, rows: int, tiles: tuple[Tile, ...] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield the times of a product and what follows it in a layer: fused, by the library, and the bare product.
 
     ``over_roofline`` is the fused time, ``bare_over_roofline`` that of the library's product alone, over that of
-    reading the matrix at ``rate`` (bytes per second, 0 if unknown). More than ``MOST_ROWS`` rows are not fused.
+    reading the matrix at ``rate`` (bytes per second, 0 if unknown). A row of kind "tile" follows for each of ``tiles``.
     """
     count = buffers(outputs * inputs * dtype.itemsize)
     weights = [torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5 for _ in range(count)]
@@ -42,41 +66,46 @@ def measure(name: str, outputs: int, inputs: int, rate: float, dtype: torch.dtyp
     ways = [_ways(name, x, weight) for weight in weights]
     bare, base = seconds(*(partial(F.linear, x, weight) for weight in weights)), seconds(*(way[1] for way in ways))
     row: dict[str, Any] = {"matrix": name, "outputs": outputs, "inputs": inputs, "rows": rows}
-    row |= {"bare_microseconds": 1e6 * bare, "library_microseconds": 1e6 * base}
     read = rate / weights[0].nbytes
-    if rate:
-        row["bare_over_roofline"] = bare * read
-    if rows <= MOST_ROWS:
-        took = seconds(*(way[0] for way in ways))
-        row |= {"microseconds": 1e6 * took, "over_library": took / base}
-        row |= {"over_roofline": took * read} if rate else {}
-    return row
+    took = seconds(*(way[0] for way in ways))
+    times = {"microseconds": 1e6 * took, "bare_microseconds": 1e6 * bare, "library_microseconds": 1e6 * base}
+    over = {"over_roofline": took * read, "bare_over_roofline": bare * read} if rate else {}
+    yield {"kind": "product", **row, **times, "over_library": took / base, **over}
+    for tile in tiles:
+        took = seconds(*(partial(way[0], tile=tile) for way in ways))
+        over = {"over_roofline": took * read} if rate else {}
+        yield {"kind": "tile", **row, "tile": _described(tile), "microseconds": 1e6 * took, **over}
 
 
 def measure_all(
-    rate: float, dtype: torch.dtype, matrices: dict[str, tuple[int, int]], rows: tuple[int, ...]
+    rate: float,
+    dtype: torch.dtype,
+    matrices: dict[str, tuple[int, int]],
+    rows: tuple[int, ...],
+    swept: tuple[int, ...],
+    tiles: tuple[Tile, ...],
 ) -> Iterator[dict[str, Any]]:
-    """Yield one result for every matrix and number of rows."""
+    """Yield the results of every matrix and number of rows, with ``tiles`` for those in ``swept``."""
     for name, (outputs, inputs) in matrices.items():
         for count in rows:
-            yield measure(name, outputs, inputs, rate, dtype, count)
+            yield from measure(name, outputs, inputs, rate, dtype, count, tiles if count in swept else ())
 
 
-def _ways(name: str, x: Tensor, weight: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return the fused product and the library's, each with the norm, gate or residual that the matrix has."""
-    norm = InputNorm(torch.ones(x.shape[1], device=x.device, dtype=x.dtype), 1e-5)
+def _described(tile: Tile) -> str:
+    return f"{tile.outputs} x {tile.row_bytes} B, {tile.stages} stages, {tile.warps} warps, {tile.ahead} B ahead"
+
+
+def _ways(name: str, x: Tensor, weight: Tensor) -> tuple[Callable[..., object], Callable[[], object]]:
+    """Return the fused product and the library's, each with the gate or residual that the matrix has."""
     if name in ("output", "down"):
         residual = torch.zeros(len(x), len(weight), device=x.device, dtype=x.dtype)
         return (
-            lambda: small_linear.small_linear(x, weight, None, None, residual, gated=False),
+            partial(small_linear.small_linear, x, weight, None, residual, gated=False),
             lambda: residual + F.linear(x, weight),
         )
     if name == "gate and up":
         return (
-            lambda: small_linear.small_linear(x, weight, None, norm, None, gated=True),
-            lambda: silu_mul.silu_mul(F.linear(rms_norm.rms_norm(x, norm.weight_K, norm.eps)[0], weight)),
+            partial(small_linear.small_linear, x, weight, None, None, gated=True),
+            lambda: silu_mul.silu_mul(F.linear(x, weight)),
         )
-    return (
-        lambda: small_linear.small_linear(x, weight, None, norm, None, gated=False),
-        lambda: F.linear(rms_norm.rms_norm(x, norm.weight_K, norm.eps)[0], weight),
-    )
+    return partial(small_linear.small_linear, x, weight, None, None, gated=False), lambda: F.linear(x, weight)

@@ -59,3 +59,9 @@ def copy_rate() -> float:
     source = torch.empty(_COPIED_BYTES, dtype=torch.int8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * _COPIED_BYTES / seconds(lambda: target.copy_(source))
+
+
+def read_rate() -> float:
+    """Return the rate of reading device memory in bytes per second: the sum of a large tensor."""
+    source = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32, device=DEVICE)
+    return _COPIED_BYTES / seconds(lambda: torch.sum(source))

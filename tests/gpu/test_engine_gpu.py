@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_llama import Networks, engine_of, networks, plan_of, submit, texts
 
+from specdecode_kernels import dispatch
+from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.capture_backends import CudaGraphBackend
+from specdecode_worker.engine.graphs.capture_backends import CaptureFailed, CudaGraphBackend
 from specdecode_worker.engine.step import step_launcher
 
 SHAPE = {
@@ -23,6 +26,21 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+LLAMA = {
+    "vocab_size": 2304,
+    "hidden_size": 2048,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+ROOT = Path(__file__).parents[2]
 SHAPES = ("none", "chain:4", "tree:3,2,1")
 SAMPLED = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
 
@@ -124,3 +142,67 @@ def test_repeated_step_is_identical() -> None:
     asked = requests(8, sampled=True)
     made = engine(torch.float32, "tree:3,2,1", graphs=True)
     assert texts(made, asked) == texts(made, asked)
+
+
+def test_a_step_that_cannot_be_captured_leaves_the_backend_usable() -> None:
+    backend, x = CudaGraphBackend(), torch.ones(4, device="cuda")
+
+    def multiply(x: torch.Tensor) -> None:
+        x.mul_(1)
+
+    def add(x: torch.Tensor) -> None:
+        x.add_(2)
+
+    def waits() -> None:
+        x.add_(1)
+        torch.cuda.synchronize()  # forbidden while a stream is captured
+
+    def too_large() -> None:
+        torch.empty(2**45, dtype=torch.uint8, device="cuda")
+
+    replayed = backend.capture(lambda: multiply(x)).replay
+    for work in (waits, too_large):
+        with pytest.raises(CaptureFailed):
+            backend.capture(work)
+    x.zero_()
+    captured = backend.capture(lambda: add(x))
+    x.zero_()
+    captured.replay()
+    replayed()
+    assert x.tolist() == [2.0] * 4
+    torch.cuda.empty_cache()
+    assert torch.ones(2**20, device="cuda").sum().item() == 2**20
+
+
+def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Matrices that the product of few rows serves, heads of 128 numbers in groups of 4, and a real EAGLE-3 head.
+
+    The weights are random and the temperature is 1: the noise, which target and draft share, decides most tokens, so
+    that many drafts are accepted.
+    """
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
+    from harness import Asked, build
+    from shapes import Shapes
+
+    head = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 2304}
+    shapes = Shapes("small", {**LLAMA, "architectures": ["LlamaForCausalLM"]}, head, 0.0, 1.0)
+    found: dict[tuple[bool, str], Any] = {}
+    for on_kernels in (True, False):
+        if not on_kernels:
+            monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)
+        asked = Asked(
+            shapes=shapes, batches=(4,), context=64, dtype=torch.float32, device=torch.device("cuda"),
+            folder=tmp_path / str(on_kernels), always_right=False, filled=False, eager=not on_kernels,
+        )  # fmt: skip
+        bench = build(asked)
+        for shape in SHAPES:
+            bench.run_shape(TreeShape.parse(shape))
+            before = bench.engine.report()
+            text = texts(bench.engine, requests(4, sampled=True, vocabulary=2304, tokens=24))
+            after = bench.engine.report()
+            counts = after.drafts - before.drafts, after.accepted_tokens - before.accepted_tokens
+            found[on_kernels, shape] = text, counts
+    for shape in SHAPES:
+        assert found[True, shape] == found[False, shape]
+        assert found[True, shape][0] == found[False, "none"][0]
+    assert found[True, "chain:4"][1][1] > 10

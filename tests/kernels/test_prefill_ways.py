@@ -101,7 +101,7 @@ def test_queries_may_be_part_of_a_wider_tensor() -> None:
 
 
 @pytest.mark.usefixtures("on_kernels")
-@pytest.mark.parametrize("times", [{}, {"kernel": 1.0, "sdpa": 2.0, "flex": 2.0}, {"flashinfer": 1.0}])
+@pytest.mark.parametrize("times", [{}, {"kernel": 1.0, "sdpa": 2.0}, {"flashinfer": 1.0}])
 def test_our_kernel_attends_unless_another_way_is_faster(times: dict[str, float]) -> None:
     measure(**times)
     case = case_of("chunks behind decoding rows")
@@ -139,9 +139,9 @@ def test_choice_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ways_that_may_be_chosen_are_run_at_startup() -> None:
-    measure(kernel=2.0, flex=1.0)
-    assert prefill.warm_up(*KEY, torch.float32, torch.device("cpu")) == ["flex"]
-    measure(kernel=1.0, flex=2.0)
+    measure(kernel=2.0, sdpa=1.0)
+    assert prefill.warm_up(*KEY, torch.float32, torch.device("cpu")) == ["sdpa"]
+    measure(kernel=1.0, sdpa=2.0)
     assert prefill.warm_up(*KEY, torch.float32, torch.device("cpu")) == []
 
 

@@ -1,4 +1,4 @@
-"""Stages of `make gpu`, in the order of worth. A stage is a function that yields rows; every row is stored at once.
+"""Stages of `make gpu`, in two parts, each in the order of worth. A stage is a function that yields rows; every row is stored at once.
 
 Each stage runs in a process of its own (stage.py), so that a failure ends that stage alone. This module has names and
 times only, so that the process that starts the stages imports none of them.
@@ -21,25 +21,32 @@ class Stage:
     """In a dry run its kernels go through Triton's interpreter."""
 
 
-TESTS_SECONDS = 100.0
-"""For tests/gpu, which run first."""
+TESTS = "tests"
+"""Name of the stage that runs tests/gpu."""
 TESTS_PROCESSES = 6
-STAGES = (
-    Stage("copy", "kernels.copy", 20),
-    Stage("engine-8b-short", "steps.engine_8b_short", 60),
-    Stage("engine-8b", "steps.engine_8b", 140),
-    Stage("attention", "kernels.attention", 50, interpreted=True),
-    Stage("sampling", "kernels.sampling", 20),
-    Stage("profile", "profiles.profile_steps", 50),
-    Stage("serving", "serving.serving", 70),
-    Stage("prefill-attention", "kernels.prefill", 40, interpreted=True),
-    Stage("products", "kernels.products", 40, interpreted=True),
-    Stage("trees", "comparisons.trees", 50),
-    Stage("multi-round", "comparisons.multi_round", 40),
-    Stage("two-drafts", "comparisons.two_drafts", 40),
-    Stage("texts", "comparisons.texts", 40),
-    Stage("quantised", "kernels.quantised", 60, interpreted=True),
-    Stage("engine-8b-eager", "steps.engine_8b_eager", 30),
-    Stage("engine-8b-int4-draft", "steps.engine_8b_int4_draft", 30),
-    Stage("engine-70b-eighth", "steps.engine_70b", 65),
+PARTS = (
+    (
+        Stage("copy", "kernels.copy", 20),
+        Stage("engine-8b", "steps.engine_8b", 150),
+        Stage("attention", "kernels.attention", 30, interpreted=True),
+        Stage("products", "kernels.products", 70, interpreted=True),
+        Stage("sampling", "kernels.sampling", 20),
+        Stage(TESTS, "", 80),
+    ),
+    (
+        Stage("copy", "kernels.copy", 20),
+        Stage("serving", "serving.serving", 80),
+        Stage("engine-8b-batches", "steps.engine_8b_batches", 80),
+        Stage("texts", "comparisons.texts", 40),
+        Stage("prefill-attention", "kernels.prefill", 20, interpreted=True),
+        Stage("quantised", "kernels.quantised", 60, interpreted=True),
+        Stage("engine-8b-int4-draft", "steps.engine_8b_int4_draft", 40),
+        Stage("engine-70b-eighth", "steps.engine_70b", 65),
+        Stage("trees", "comparisons.trees", 50),
+        Stage("multi-round", "comparisons.multi_round", 40),
+        Stage("two-drafts", "comparisons.two_drafts", 40),
+        Stage("engine-8b-eager", "steps.engine_8b_eager", 30),
+    ),
 )
+"""Stages of the two parts of `make gpu`, each for under five minutes of a GPU."""
+STAGES = tuple({stage.name: stage for part in PARTS for stage in part}.values())

@@ -12,7 +12,8 @@ from harness import Bench, build
 from shapes import LLAMA_8B
 
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from stages.steps import Wanted, asked_of, parse, steps_of
+from stages.profiles import parse
+from stages.steps import Wanted, asked_of, steps_of
 
 Row = dict[str, Any]
 TREES_CONTEXT = 1024
@@ -44,7 +45,7 @@ def _memory(run: Run, wanted: Wanted, sampler: str) -> Iterator[Row]:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            found = bench.measure(batch, steps_of(run))
+            found = bench.measure(batch, steps_of(run, batch))
             peak = torch.cuda.max_memory_allocated() - before
             row = {"batch": batch, "shape": shape, "context": bench.context, **found, "peak_bytes": peak}
             yield {"kind": "memory", "sampler": sampler, "nodes": parse(shape).nodes + 1, **row, "synthetic": True}
@@ -59,7 +60,7 @@ def two_drafts(run: Run) -> Iterator[Row]:
             for shape in wanted.shapes:
                 bench.run_shape(parse(shape))
                 bench.accept_as(None)
-                found = bench.measure(batch, steps_of(run))
+                found = bench.measure(batch, steps_of(run, batch))
                 row = {
                     "batch": batch,
                     "shape": shape,

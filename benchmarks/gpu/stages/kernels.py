@@ -7,19 +7,25 @@ from itertools import product
 from typing import Any
 
 import torch
+from device import clocks
 from given import Run
 
 Row = dict[str, Any]
 
 
 def copy(run: Run) -> Iterator[Row]:
-    from timing import copy_rate
+    from timing import copy_rate, read_rate
 
-    yield {"kind": "copy", "gigabytes_per_second": copy_rate() / 1e9}
+    yield {
+        "kind": "copy",
+        "gigabytes_per_second": copy_rate() / 1e9,
+        "read_gigabytes_per_second": read_rate() / 1e9,
+        "clocks": clocks(),
+    }
 
 
 def attention(run: Run) -> Iterator[Row]:
-    """Trees over long contexts first; FlexAttention, which compiles for seconds, behind our own."""
+    """Trees over long contexts first."""
     import attention as bench
 
     layer = bench.Layer(2, 1, 16, torch.float32) if run.dry else bench.Layer()
@@ -32,9 +38,6 @@ def attention(run: Run) -> Iterator[Row]:
             prefix = prefix or row["microseconds"]
             row |= {"over_prefix_pass": row["microseconds"] / prefix, "flash_decode_microseconds": decoded}
             yield {"kind": "attention", **row}
-    for batch, context in sizes[:2]:
-        flex = bench.measure_flex(bench.case(batch, context, bench.CHAIN, layer))
-        yield {"kind": "flex", "batch": batch, "context": context, "nodes": len(bench.CHAIN), "microseconds": flex}
 
 
 def prefill(run: Run) -> Iterator[Row]:
@@ -65,10 +68,13 @@ def quantised(run: Run) -> Iterator[Row]:
 
 
 def products(run: Run) -> Iterator[Row]:
-    """Fused products of few rows against the library's: they say for which shapes the fused one is worth it."""
+    """Fused products of few rows against the library's, and other tiles: which sizes and tiles are worth it."""
     import products as bench
 
     tiny = {"gate and up": (40, 96), "down": (20, 96), "qkv": (20, 96)}
-    matrices, rows = (tiny, (1, 3, 17)) if run.dry else (bench.MATRICES, bench.ROWS)
-    for row in bench.measure_all(run.rate, torch.float32 if run.dry else torch.bfloat16, matrices, rows):
-        yield {"kind": "product", **row}
+    if run.dry:
+        yield from bench.measure_all(run.rate, torch.float32, tiny, (1, 3), (1,), bench.TILES[:2])
+        return
+    yield from bench.measure_all(
+        run.rate, torch.bfloat16, bench.MATRICES, bench.ROWS, bench.SWEPT_ROWS, bench.TILES
+    )

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from given import Run
-from harness import Bench, build
-from shapes import LLAMA_8B
+from harness import Bench
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from stages.steps import Wanted, asked_of, parse, steps_of
+from specdecode_worker.contract import TreeShape
 
 Row = dict[str, Any]
+STEPS = 24
 KERNELS = 30
 """Rows of a shape: the kernels that take the longest."""
 
@@ -29,20 +29,16 @@ class Kernel:
     launches: int
 
 
-def profile_steps(run: Run) -> Iterator[Row]:
-    """Plain and a chain of 5, one text of 8k and then 16."""
-    wanted = Wanted(shapes=("plain", "chain:5"), batches=(16, 1))
-    bench = build(asked_of(run, LLAMA_8B, wanted))
-    for batch in sorted(bench.batches):
-        for shape in wanted.shapes:
-            yield from _of_shape(bench, batch, shape, run)
+def parse(shape: str) -> TreeShape:
+    return TreeShape(()) if shape == "plain" else TreeShape.parse(shape)
 
 
-def _of_shape(bench: Bench, batch: int, shape: str, run: Run) -> Iterator[Row]:
-    steps = steps_of(run)
+def profile_shape(bench: Bench, batch: int, shape: str, context: int, run: Run) -> Iterator[Row]:
+    """Yield the kernels of a step, those that take the longest first."""
+    steps = 3 if run.dry else STEPS
     bench.run_shape(parse(shape))
     bench.accept_as(None)
-    bench.begin(batch)
+    bench.begin(batch, context)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         for _ in range(steps):
@@ -50,7 +46,7 @@ def _of_shape(bench: Bench, batch: int, shape: str, run: Run) -> Iterator[Row]:
         torch.cuda.synchronize()
     bench.end(batch)
     found = kernels_of(profiled.key_averages(), DeviceType.CPU if run.dry else DeviceType.CUDA)
-    common = {"batch": batch, "shape": shape, "context": bench.context}
+    common = {"batch": batch, "shape": shape, "context": context}
     busy, launches = sum(one.microseconds for one in found), sum(one.launches for one in found)
     yield {
         "kind": "kernels",

@@ -14,7 +14,8 @@ from harness import Bench, build
 from shapes import LLAMA_8B
 
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from stages.steps import CONTEXT, Wanted, asked_of, parse
+from stages.profiles import parse
+from stages.steps import CONTEXT, Wanted, asked_of
 
 Row = dict[str, Any]
 FIRST_TOKEN = 20

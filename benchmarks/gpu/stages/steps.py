@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from device import clocks
 from given import Run
-from harness import ROOM, Asked, Bench, build, kv_bytes_per_token
+from harness import Asked, Bench, build, kv_bytes_per_token, room
 from shapes import LLAMA_8B, LLAMA_70B_EIGHTH, TINY, Shapes
 
-from specdecode_worker.contract import TreeShape
+from stages.profiles import parse, profile_shape
 
 Row = dict[str, Any]
 CONTEXT = 8192
@@ -22,7 +23,7 @@ BATCHES = (64, 48, 32, 16, 8, 4, 2, 1)
 TOKENS_OF_CHAIN_5 = 3.52
 """Tokens per step of a chain of 5 that SGLang reports for Llama-3.1-8B with its EAGLE-3 head."""
 RIGHT = "every draft is right"
-_STEPS = 24
+MOST_LOGITS_ERROR = 0.05
 _SPARE_BYTES = 6 * 2**30
 """Beside weights and caches: activations, graphs, what the allocator cuts off."""
 
@@ -38,22 +39,43 @@ class Wanted:
     draft_quantization: str | None = None
 
 
-def engine_8b_short(run: Run) -> Iterator[Row]:
-    """One text of little context: the weights are all that a step reads. Then without launching ahead."""
-    wanted = Wanted(shapes=("plain", "chain:3", "chain:5"), batches=(1,), context=SHORT_CONTEXT)
-    bench = build(asked_of(run, LLAMA_8B, wanted))
-    yield from _rows(run, bench, wanted)
-    for shape in ("plain", "chain:5"):
-        for ahead in (True, False):
-            bench.run_shape(parse(shape))
-            bench.accept_as(None)
-            bench.launch_ahead(ahead)
-            found = bench.measure(1, steps_of(run))
-            yield {"kind": "launch-ahead", "batch": 1, "shape": shape, "ahead": ahead, **found}
-
-
 def engine_8b(run: Run) -> Iterator[Row]:
-    yield from rows(run, LLAMA_8B, Wanted(shapes=("plain", "chain:3", "chain:5", "tree:4,2,1")))
+    """One engine for all: little context first, where the weights are all that a step reads, then contexts of 8k.
+
+    Kernels of the smallest steps are listed as soon as they were timed, since they tell most of what is slow.
+    """
+    short = Wanted(shapes=("plain", "chain:3", "chain:5", "tree:4,2,1"), batches=(1,), context=SHORT_CONTEXT)
+    long = Wanted(shapes=short.shapes, batches=(1, 16, 64, 48, 32))
+    bench = build(asked_of(run, LLAMA_8B, long))
+    yield {"kind": "check", "case": "logits by the library", "error": bench.logits_error, "bound": MOST_LOGITS_ERROR}
+    if bench.logits_error > MOST_LOGITS_ERROR:
+        raise AssertionError(f"logits differ by {bench.logits_error:.3g}; a step with them would mean nothing")
+    yield from _rows(run, bench, short, (1,))
+    for shape in ("plain", "chain:5"):
+        yield from profile_shape(bench, 1, shape, SHORT_CONTEXT, run)
+    yield from _rows(run, bench, long, tuple(sorted(bench.batches)))
+    yield from profile_shape(bench, 1, "plain", bench.context, run)
+    for shape in ("plain", "chain:5"):
+        yield from _launch_ahead(bench, shape, run)
+
+
+def _launch_ahead(bench: Bench, shape: str, run: Run) -> Iterator[Row]:
+    for ahead in (True, False):
+        bench.run_shape(parse(shape))
+        bench.accept_as(None)
+        bench.launch_ahead(ahead)
+        found = bench.measure(1, steps_of(run, 1), SHORT_CONTEXT)
+        yield {"kind": "launch-ahead", "batch": 1, "shape": shape, "ahead": ahead, **found}
+    bench.launch_ahead(True)
+
+
+def engine_8b_batches(run: Run) -> Iterator[Row]:
+    """Batches between those of `engine_8b`, and the kernels of larger ones."""
+    wanted = Wanted(shapes=("plain", "chain:3", "chain:5"), batches=(2, 4, 8, 32))
+    bench = build(asked_of(run, LLAMA_8B, wanted))
+    yield from _rows(run, bench, wanted, tuple(sorted(bench.batches)))
+    for batch, shape in ((8, "plain"), (8, "chain:5"), (32, "plain")):
+        yield from profile_shape(bench, min(batch, bench.batches[0]), shape, bench.context, run)
 
 
 def engine_8b_eager(run: Run) -> Iterator[Row]:
@@ -71,7 +93,8 @@ def engine_70b(run: Run) -> Iterator[Row]:
 
 def rows(run: Run, shapes: Shapes, wanted: Wanted) -> Iterator[Row]:
     """A row for each shape and batch. Where something is drafted it is synthetic, and says so."""
-    yield from _rows(run, build(asked_of(run, shapes, wanted)), wanted)
+    bench = build(asked_of(run, shapes, wanted))
+    yield from _rows(run, bench, wanted, bench.batches)
 
 
 def asked_of(run: Run, shapes: Shapes, wanted: Wanted, **more: Any) -> Asked:
@@ -93,36 +116,33 @@ def asked_of(run: Run, shapes: Shapes, wanted: Wanted, **more: Any) -> Asked:
     )
 
 
-def steps_of(run: Run) -> int:
-    """Steps to take the median of."""
-    return 3 if run.dry else _STEPS
+def steps_of(run: Run, batch: int) -> int:
+    """Steps to take the median of; as many as a text has room for."""
+    return 3 if run.dry else room(batch) // 9
 
 
-def parse(shape: str) -> TreeShape:
-    return TreeShape(()) if shape == "plain" else TreeShape.parse(shape)
-
-
-def _rows(run: Run, bench: Bench, wanted: Wanted) -> Iterator[Row]:
+def _rows(run: Run, bench: Bench, wanted: Wanted, batches: tuple[int, ...]) -> Iterator[Row]:
+    context = min(wanted.context, bench.context)
     common = {
         "model": bench.shapes.name,
         "note": bench.shapes.note,
-        "context": bench.context,
+        "context": context,
         "graphs": bench.engine._graphs is not None,
         "draft_quantization": wanted.draft_quantization,
     }
-    for batch in bench.batches:
-        for row in _of_batch(bench, batch, wanted.shapes, run):
-            yield {"kind": "step"} | common | row
+    for batch in batches:
+        for row in _of_batch(bench, batch, wanted.shapes, context, run):
+            yield {"kind": "step"} | common | row | {"clocks": clocks(), "eager_steps": bench.take_eager_steps()}
 
 
-def _of_batch(bench: Bench, batch: int, shapes: tuple[str, ...], run: Run) -> Iterator[Row]:
-    steps, plain = steps_of(run), 0.0
+def _of_batch(bench: Bench, batch: int, shapes: tuple[str, ...], context: int, run: Run) -> Iterator[Row]:
+    steps, plain = steps_of(run, batch), 0.0
     for name in shapes:
         shape = parse(name)
         bench.run_shape(shape)
         bench.accept_as(None)
-        found = bench.measure(batch, steps)
-        must_read = bench.bytes_of(batch, shape.depth)
+        found = bench.measure(batch, steps, context)
+        must_read = bench.bytes_of(batch, shape.depth, context)
         row = {"batch": batch, "shape": name, **found, "bytes_read": must_read, "synthetic": name != "plain"}
         if run.rate:
             roofline = 1e3 * must_read / run.rate
@@ -135,13 +155,13 @@ def _of_batch(bench: Bench, batch: int, shapes: tuple[str, ...], run: Run) -> It
             row["tokens_per_second_at_3_52"] = 1e3 * batch * TOKENS_OF_CHAIN_5 / found["step_milliseconds"]
         yield row
         if name == "chain:3" and plain:
-            yield _speedup(bench, batch, name, plain, steps)
+            yield _speedup(bench, batch, name, plain, context, run)
 
 
-def _speedup(bench: Bench, batch: int, name: str, plain: float, steps: int) -> Row:
+def _speedup(bench: Bench, batch: int, name: str, plain: float, context: int, run: Run) -> Row:
     """Chain of 3 with published acceptance, through the synthetic knob: its tokens per step over plain's one."""
     bench.accept_as(bench.shapes.profile)
-    found = bench.measure(batch, steps)
+    found = bench.measure(batch, steps_of(run, batch), context)
     return {
         "kind": "speedup",
         "batch": batch,
@@ -167,8 +187,8 @@ def _most(shapes: Shapes, dtype: torch.dtype, device: torch.device, context: int
     target, head = shapes.target, shapes.head
     free = torch.cuda.mem_get_info(device)[0] - _SPARE_BYTES - dtype.itemsize * (_numbers(target) + _numbers(head))
     states = 3 * target["hidden_size"] * dtype.itemsize / 16
-    per_text = (context + ROOM + 64) * (kv_bytes_per_token(shapes, dtype) + states)
-    return next((batch for batch in BATCHES if batch * per_text <= free), 1)
+    per_token = kv_bytes_per_token(shapes, dtype) + states
+    return next((batch for batch in BATCHES if batch * (context + room(batch) + 64) * per_token <= free), 1)
 
 
 def _numbers(config: dict[str, Any]) -> int:

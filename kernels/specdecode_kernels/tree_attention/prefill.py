@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -66,32 +65,8 @@ def _sdpa_mask(queries: int, keys: int, device: torch.device) -> Mask:
     return causal_lower_right(queries, keys)
 
 
-def _flex_mask(queries: int, keys: int, device: torch.device) -> Mask:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    before = keys - queries
-    return create_block_mask(lambda _b, _h, query, key: key <= query + before, None, None, queries, keys, device=device)
-
-
-@cache
-def _flex_attention(*, compiled: bool) -> Callable[..., Any]:
-    # Imported late, because it imports the compiler of torch.
-    from torch.nn.attention.flex_attention import flex_attention
-
-    run: Callable[..., Any] = flex_attention
-    return torch.compile(run, dynamic=True) if compiled else run
-
-
-def _flex(q_1HQD: Tensor, k_1KLD: Tensor, v_1KLD: Tensor, mask: Mask) -> Tensor:
-    out: Tensor = _flex_attention(compiled=q_1HQD.is_cuda)(q_1HQD, k_1KLD, v_1KLD, block_mask=mask, enable_gqa=True)
-    return out
-
-
-WAYS: dict[str, Way] = {
-    "sdpa": Way(_sdpa_mask, _sdpa),
-    "flex": Way(_flex_mask, _flex),
-}
-"""Ways beside our kernel, by their names in the timings: torch's scaled_dot_product_attention, and FlexAttention."""
+WAYS: dict[str, Way] = {"sdpa": Way(_sdpa_mask, _sdpa)}
+"""Ways beside our kernel, by their names in the timings: torch's scaled_dot_product_attention."""
 
 
 def choose(heads: int, kv_heads: int, head_dim: int, queries: int, keys: int, dtype: torch.dtype) -> str:

@@ -16,9 +16,8 @@ ROOT = Path(__file__).parents[3]
 GPU = ROOT / "benchmarks" / "gpu"
 ALL_STAGES = Path(__file__).parent / "support" / "all_stages.py"
 NAMES = (
-    "copy", "engine-8b-short", "engine-8b", "attention", "sampling", "profile", "serving", "prefill-attention",
-    "products", "trees", "multi-round", "two-drafts", "texts", "quantised", "engine-8b-eager", "engine-8b-int4-draft",
-    "engine-70b-eighth",
+    "copy", "engine-8b", "engine-8b-batches", "attention", "sampling", "serving", "prefill-attention", "products", "trees",
+    "multi-round", "two-drafts", "texts", "quantised", "engine-8b-eager", "engine-8b-int4-draft", "engine-70b-eighth",
 )  # fmt: skip
 PATH = os.pathsep.join(str(ROOT / place) for place in ("worker", "kernels", "kernels/bench"))
 NOT_MEASURED = {"tree attention over FlashInfer's unmasked decode"}
@@ -75,8 +74,8 @@ def test_every_figure_is_measured(rows: list[dict[str, Any]], monkeypatch: pytes
 def test_steps_of_the_engine_stages_run_through_graphs(rows: list[dict[str, Any]]) -> None:
     graphs = {row["stage"]: row["graphs"] for row in rows if row["kind"] == "step"}
     assert graphs == {
-        "engine-8b-short": True,
         "engine-8b": True,
+        "engine-8b-batches": True,
         "engine-8b-eager": False,
         "engine-8b-int4-draft": True,
         "engine-70b-eighth": True,
