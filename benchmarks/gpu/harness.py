@@ -82,6 +82,11 @@ class Bench:
         """Switch the launch of a step before the previous one is read. A GPU's engine does so from the start."""
         self.engine._ahead = 1 if on else 0
 
+    def forget_graphs(self) -> None:
+        """Discard the captured steps, so that the next ones are captured anew."""
+        if (graphs := self.engine._graphs) is not None:
+            graphs.clear()
+
     def take_eager_steps(self) -> dict[str, int]:
         """Steps that no graph ran since the last call, by reason."""
         graphs = self.engine._graphs

@@ -114,12 +114,16 @@ def _tree(nodes: int) -> Callable[[Sequence[Row]], Found]:
     return of
 
 
-def _ahead(rows: Sequence[Row]) -> Found:
-    """A step without launching ahead over one with it."""
-    found = {(row["shape"], row["ahead"]): row["step_milliseconds"] for row in rows if row["kind"] == "launch-ahead"}
-    for shape, ahead in found:
-        if ahead and (shape, False) in found:
-            yield shape, found[shape, False] / found[shape, True], shape != "plain"
+def _without_over_with(kind: str, switch: str) -> Callable[[Sequence[Row]], Found]:
+    """A step without what ``switch`` says over one with it."""
+
+    def of(rows: Sequence[Row]) -> Found:
+        found = {(row["shape"], row[switch]): row["step_milliseconds"] for row in rows if row["kind"] == kind}
+        for shape, on in found:
+            if on and (shape, False) in found:
+                yield shape, found[shape, False] / found[shape, True], shape != "plain"
+
+    return of
 
 
 def _two_drafts(rows: Sequence[Row]) -> Found:
@@ -232,7 +236,8 @@ TARGETS = (
     ),
     Target("TTFT p95 under mixed arrivals, ms", None, _of_kind("arrivals", _arrivals, "ttft_p95_milliseconds")),
     Target("ITL p95 under mixed arrivals, ms", None, _of_kind("arrivals", _arrivals, "itl_p95_milliseconds")),
-    Target("step without launching ahead over with it", None, _ahead),
+    Target("step without launching ahead over with it", None, _without_over_with("launch-ahead", "ahead")),
+    Target("step without early starts of kernels over with them", None, _without_over_with("early-starts", "early")),
     Target("step with two drafts over one", None, _two_drafts),
     Target("step by shape and sampler, ms", None, _of_kind("memory", _memory_case, "step_milliseconds")),
     Target("memory of a step, GB", None, _peak_gigabytes),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 from timing import DEVICE, buffers, seconds
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,29 +26,23 @@ MATRICES = {
     "draft head": (32_000, 4096),
 }
 """(outputs, inputs) of Llama-3.1-8B and an EAGLE-3 head."""
-ROWS = (1, 6, 16, 24, 64)
-SWEPT_ROWS = (1, 6, 24)
+ROWS = (1, 6, 16, 32, 64)
+SWEPT_ROWS = (1, 6, 32, 64)
 TILES = (
-    Tile(stages=3),
-    Tile(stages=5),
-    Tile(stages=8),
-    Tile(stages=5, warps=2),
-    Tile(stages=5, warps=8),
-    Tile(row_bytes=512, stages=3),
-    Tile(row_bytes=512, stages=4),
-    Tile(row_bytes=512, stages=5),
-    Tile(outputs=16, stages=5),
-    Tile(outputs=16, row_bytes=512, stages=4),
-    Tile(outputs=16, row_bytes=512, stages=4, warps=2),
-    Tile(outputs=16, row_bytes=1024, stages=3),
-    Tile(outputs=64, stages=4),
-    Tile(outputs=64, stages=5, warps=8),
-    Tile(stages=5, ahead=256),
-    Tile(stages=5, ahead=1024),
-    Tile(stages=3, ahead=512),
-    Tile(stages=3, ahead=1024),
-    Tile(row_bytes=512, stages=4, ahead=1024),
-    Tile(outputs=16, row_bytes=512, stages=4, ahead=1024),
+    Tile(16, 512, 4, 2, ahead=0),
+    Tile(16, 512, 4, 2, ahead=1024),
+    Tile(16, 512, 4, 2, ahead=4096),
+    Tile(16, 512, 6, 2, ahead=1024),
+    Tile(16, 1024, 4, 2, ahead=1024),
+    Tile(32, 256, 3, 4, ahead=256),
+    Tile(32, 512, 4, 4, ahead=256),
+    Tile(32, 512, 5, 4, ahead=1024),
+    Tile(32, 512, 7, 4, ahead=1024),
+    Tile(64, 256, 4, 4, ahead=256),
+    Tile(64, 256, 5, 8, ahead=256),
+    Tile(64, 512, 3, 4, ahead=256),
+    Tile(64, 512, 4, 8, ahead=256),
+    Tile(128, 256, 4, 8, ahead=256),
 )
 """Tiles to compare with those in use."""
 
@@ -72,7 +67,10 @@ def measure(
     over = {"over_roofline": took * read, "bare_over_roofline": bare * read} if rate else {}
     yield {"kind": "product", **row, **times, "over_library": took / base, **over}
     for tile in tiles:
-        took = seconds(*(partial(way[0], tile=tile) for way in ways))
+        try:
+            took = seconds(*(partial(way[0], tile=tile) for way in ways))
+        except triton.runtime.errors.OutOfResources:
+            continue
         over = {"over_roofline": took * read} if rate else {}
         yield {"kind": "tile", **row, "tile": _described(tile), "microseconds": 1e6 * took, **over}
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_kernels import dependent
+from specdecode_kernels.rms_norm import kernel as rms_norm
 from specdecode_kernels.small_linear import kernel
-from specdecode_kernels.small_linear.kernel import Tile
 from specdecode_kernels.small_linear.op import LEAST_OUTPUTS, fits
 
 CUDA = torch.device("cuda")
@@ -65,25 +66,27 @@ def test_product(name: str, rows: int, dtype: torch.dtype) -> None:
         assert torch.equal(alone[0], actual[row])
 
 
-@pytest.mark.parametrize("tile", [Tile(ahead=1024), Tile(outputs=16, row_bytes=512, stages=4, ahead=256)], ids=str)
 @pytest.mark.parametrize("name", ["qkv", "gate and up", "down"])
-def test_products_that_start_before_the_kernel_before_ends(name: str, tile: Tile) -> None:
-    """Products in a row, each reading what the one before wrote, in a graph."""
+def test_kernels_that_start_before_the_one_before_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and norms in a row, each reading what the one before wrote, in a graph: as without early starts."""
     x, weight, residual, gated = operands(name, 6, torch.bfloat16)
     square = torch.randn(x.shape[1], x.shape[1], device=CUDA, dtype=x.dtype) / x.shape[1] ** 0.5
+    ones = torch.ones(x.shape[1], device=CUDA, dtype=x.dtype)
 
-    def chain(tile: Tile | None) -> Tensor:
+    def chain() -> Tensor:
         y = x
         for _ in range(6):
-            y = kernel.small_linear(y, square, None, None, gated=False, tile=tile)
-        return kernel.small_linear(y, weight, None, residual, gated=gated, tile=tile)
+            y, _ = rms_norm.rms_norm(kernel.small_linear(y, square, None, None, gated=False), ones, 1e-5, x)
+        return kernel.small_linear(y, weight, None, residual, gated=gated)
 
-    wanted = chain(Tile(outputs=tile.outputs, row_bytes=tile.row_bytes, stages=tile.stages))
-    assert torch.equal(chain(tile), wanted)
+    monkeypatch.setattr(dependent, "ENABLED", False)
+    wanted = chain()
+    monkeypatch.setattr(dependent, "ENABLED", True)
+    assert torch.equal(chain(), wanted)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = chain(tile)
-    for _ in range(20):
+        out = chain()
+    for _ in range(50):
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, wanted)

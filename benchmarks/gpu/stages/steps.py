@@ -14,6 +14,7 @@ from given import Run
 from harness import Asked, Bench, build, kv_bytes_per_token, room
 from shapes import LLAMA_8B, LLAMA_70B_EIGHTH, TINY, Shapes
 
+from specdecode_kernels import dependent
 from stages.profiles import parse, profile_shape
 
 Row = dict[str, Any]
@@ -57,6 +58,19 @@ def engine_8b(run: Run) -> Iterator[Row]:
     yield from profile_shape(bench, 1, "plain", bench.context, run)
     for shape in ("plain", "chain:5"):
         yield from _launch_ahead(bench, shape, run)
+        yield from _early_starts(bench, shape, run)
+
+
+def _early_starts(bench: Bench, shape: str, run: Run) -> Iterator[Row]:
+    """A step whose kernels start while the one before still runs, and one whose kernels do not."""
+    for early in (True, False):
+        dependent.ENABLED = early
+        bench.forget_graphs()
+        bench.run_shape(parse(shape))
+        bench.accept_as(None)
+        found = bench.measure(1, steps_of(run, 1), SHORT_CONTEXT)
+        yield {"kind": "early-starts", "batch": 1, "shape": shape, "early": early, **found}
+    dependent.ENABLED = True
 
 
 def _launch_ahead(bench: Bench, shape: str, run: Run) -> Iterator[Row]:

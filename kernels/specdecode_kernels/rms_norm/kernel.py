@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdecode_kernels.dependent import options, wait
+
 
 @triton.jit
 def normed(x_E, weight_E, eps, size):
@@ -26,19 +28,21 @@ def _rms_norm_kernel(
     residual_stride,
     eps,
     RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Compute the residual sum (if RESIDUAL) and the norm of one row."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     inside = e < size
+    weight = tl.load(weight_E + e, mask=inside, other=0.0).to(tl.float32)
+    wait(DEPENDENT)
     x_E = tl.load(x_TE + row * x_stride + e, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         x_E += tl.load(residual_TE + row * residual_stride + e, mask=inside, other=0.0).to(tl.float32)
         rounded_E = x_E.to(summed_TE.dtype.element_ty)
         tl.store(summed_TE + row * size + e, rounded_E, mask=inside)
         x_E = rounded_E.to(tl.float32)
-    weight = tl.load(weight_E + e, mask=inside, other=0.0).to(tl.float32)
     out_E = normed(x_E, weight, eps, size)
     tl.store(normed_TE + row * size + e, out_E.to(normed_TE.dtype.element_ty), mask=inside)
 
@@ -65,5 +69,6 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | N
             RESIDUAL=residual_TE is not None,
             BLOCK_E=block,
             num_warps=max(min(block // 512, 8), 1),
+            **options(x_TE),
         )
     return normed_TE, summed_TE

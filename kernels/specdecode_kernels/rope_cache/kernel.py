@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdecode_kernels.dependent import options, wait
+
 _HEADS = 8
 """Number of heads that a program handles."""
 
@@ -33,6 +35,7 @@ def _rope_cache_kernel(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Process some heads of a token, counted through its queries, then keys, then values."""
@@ -46,6 +49,7 @@ def _rope_cache_kernel(
     cos = tl.load(cos_PD + place, mask=half, other=0.0).to(tl.float32)
     sin = tl.load(sin_PD + place, mask=half, other=0.0).to(tl.float32)
 
+    wait(DEPENDENT)
     query = (head < heads) & half
     key_head = head - heads
     key = (key_head >= 0) & (key_head < kv_heads) & half
@@ -116,5 +120,6 @@ def rope_cache(
             HEADS=_HEADS,
             BLOCK=triton.next_power_of_2(size // 2),
             num_warps=2,
+            **options(q_THD),
         )
     return out_THD

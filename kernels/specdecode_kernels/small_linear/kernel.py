@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specdecode_kernels.dependent import options, wait
 
 LEAST_TILE_ROWS = 16
 """Rows of the smallest tile: the fewest that the matrix unit takes."""
@@ -21,20 +22,23 @@ LEAST_TILE_ROWS = 16
 class Tile:
     """How a program reads its part of the matrix."""
 
-    outputs: int = 32
-    """Outputs of a program. 4096 outputs make 128 programs, about one for each multiprocessor of an H100."""
-    row_bytes: int = 256
+    outputs: int
+    """Outputs of a program."""
+    row_bytes: int
     """Bytes of a row of the matrix that are read at a time."""
-    stages: int = 5
+    stages: int
     """Pipeline stages; one less is the number of tiles in flight."""
-    warps: int = 4
-    ahead: int = 0
-    """Bytes of each row of the matrix that are fetched into the L2 cache before the kernel before has ended; 0: the
-    launch waits for that kernel."""
+    warps: int
+    ahead: int = 1024
+    """Bytes of each row of the matrix that are fetched into the L2 cache while the kernel before still runs."""
 
 
-PLAIN = Tile()
-GATED = Tile(stages=3)
+SMALL = Tile(outputs=16, row_bytes=512, stages=4, warps=2)
+"""Of a matrix of at most MOST_SMALL_OUTPUTS: 4096 make 256 programs, about two for each multiprocessor of an H100."""
+MOST_SMALL_OUTPUTS = 8192
+LARGE = Tile(outputs=32, row_bytes=512, stages=4, warps=4, ahead=256)
+GATED = Tile(outputs=32, row_bytes=256, stages=3, warps=4, ahead=256)
+"""The fastest in the sweep of `make gpu` on an H200, 2026-11-27 (benchmarks/results)."""
 
 
 @triton.jit
@@ -77,6 +81,7 @@ def _small_linear_kernel(
     PRECISION: tl.constexpr,
     LINES: tl.constexpr,
     LINE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -87,12 +92,11 @@ def _small_linear_kernel(
     k = tl.arange(0, BLOCK_K)
     real = t < rows
     up_NK = weight_NK + outputs.to(tl.int64) * size
-    if LINES > 0:
+    if DEPENDENT and LINES > 0:
         _fetch(weight_NK, n, size, outputs, LINES, LINE)
         if GATED:
             _fetch(up_NK, n, size, outputs, LINES, LINE)
-        gdc_wait()  # whatever another kernel wrote is read from here on
-        gdc_launch_dependents()
+    wait(DEPENDENT)
     acc_TN = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     up_TN = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for start in range(0, size, BLOCK_K):
@@ -134,7 +138,7 @@ def small_linear(
     assert x_TK.stride(1) == 1, "rows must be contiguous"
     assert weight_NK.is_contiguous(), "rows of the matrix lie behind each other"
     assert residual_TN is None or residual_TN.stride(1) == 1, "rows must be contiguous"
-    tile = tile or (GATED if gated else PLAIN)
+    tile = tile or (GATED if gated else SMALL if outputs <= MOST_SMALL_OUTPUTS else LARGE)
     out_TN = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
     block_k = max(min(tile.row_bytes // x_TK.element_size(), triton.next_power_of_2(size)), 16)
     if rows:
@@ -161,6 +165,6 @@ def small_linear(
             BLOCK_K=block_k,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **({"launch_pdl": True} if tile.ahead else {}),
+            **options(x_TK),
         )
     return out_TN

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from specdecode_kernels import dispatch
+from specdecode_kernels import dependent, dispatch
 from specdecode_kernels.draft_input import kernel as draft_input
 from specdecode_kernels.kv_keep import kernel as kv_keep
 from specdecode_kernels.noise import kernel as noise
@@ -51,6 +51,7 @@ from specdecode_kernels.verify import rounds
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)
 VOCABULARY = 128_256
+dependent._is_supported = lambda device: TARGET.arch >= 90
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 compiled: list[dict[str, Any]] = []
 
@@ -60,7 +61,7 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool = False, **kw
 
     Replaces JITFunction.run; types and alignment are derived from the arguments as in the original.
     """
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
     values = dict(zip(self.arg_names, args, strict=False)) | kwargs
     signature, constants, alignment = {}, {}, {}
     for place, parameter in enumerate(self.params):

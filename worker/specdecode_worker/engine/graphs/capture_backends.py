@@ -5,6 +5,7 @@ The eager backend runs the same calls over the same tensors.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable
@@ -113,10 +114,23 @@ class CudaGraphBackend:
             self.warm_up(work)
             replay = self.record(work)
         except RuntimeError as error:  # torch's errors of memory and of CUDA are kinds of it
-            gc.collect()
-            torch.cuda.empty_cache()
+            self._forget()
             raise CaptureFailed(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         return self.timed(replay)
+
+    def _forget(self) -> None:
+        """Undo what a capture that was broken off leaves behind in torch, and take another pool for the next ones.
+
+        torch ends neither the pool's allocations nor the generator's capture if CUDA refuses the captured graph.
+        """
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
+        self.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def warm_up(self, work: Work) -> None:
         """Run ``work`` once on the stream of captures and wait for it.
