@@ -29,20 +29,18 @@ MATRICES = {
 ROWS = (1, 6, 16, 32, 64)
 SWEPT_ROWS = (1, 6, 32, 64)
 TILES = (
-    Tile(16, 512, 4, 2, ahead=0),
-    Tile(16, 512, 4, 2, ahead=1024),
-    Tile(16, 512, 4, 2, ahead=4096),
-    Tile(16, 512, 6, 2, ahead=1024),
-    Tile(16, 1024, 4, 2, ahead=1024),
-    Tile(32, 256, 3, 4, ahead=256),
-    Tile(32, 512, 4, 4, ahead=256),
-    Tile(32, 512, 5, 4, ahead=1024),
-    Tile(32, 512, 7, 4, ahead=1024),
-    Tile(64, 256, 4, 4, ahead=256),
-    Tile(64, 256, 5, 8, ahead=256),
-    Tile(64, 512, 3, 4, ahead=256),
-    Tile(64, 512, 4, 8, ahead=256),
-    Tile(128, 256, 4, 8, ahead=256),
+    Tile(16, 512, 4, 2),
+    Tile(16, 512, 6, 2),
+    Tile(16, 1024, 4, 2),
+    Tile(32, 256, 3, 4),
+    Tile(32, 512, 4, 4),
+    Tile(32, 512, 5, 4),
+    Tile(32, 512, 7, 4),
+    Tile(64, 256, 4, 4),
+    Tile(64, 256, 5, 8),
+    Tile(64, 512, 3, 4),
+    Tile(64, 512, 4, 8),
+    Tile(128, 256, 4, 8),
 )
 """Tiles to compare with those in use."""
 
@@ -58,7 +56,7 @@ def measure(
     count = buffers(outputs * inputs * dtype.itemsize)
     weights = [torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5 for _ in range(count)]
     x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
-    ways = [_ways(name, x, weight) for weight in weights]
+    ways = [_ways(name, x, weight, then) for weight, then in zip(weights, [*weights[1:], weights[0]], strict=True)]
     bare, base = seconds(*(partial(F.linear, x, weight) for weight in weights)), seconds(*(way[1] for way in ways))
     row: dict[str, Any] = {"matrix": name, "outputs": outputs, "inputs": inputs, "rows": rows}
     read = rate / weights[0].nbytes
@@ -90,20 +88,22 @@ def measure_all(
 
 
 def _described(tile: Tile) -> str:
-    return f"{tile.outputs} x {tile.row_bytes} B, {tile.stages} stages, {tile.warps} warps, {tile.ahead} B ahead"
+    return f"{tile.outputs} x {tile.row_bytes} B, {tile.stages} stages, {tile.warps} warps"
 
 
-def _ways(name: str, x: Tensor, weight: Tensor) -> tuple[Callable[..., object], Callable[[], object]]:
-    """Return the fused product and the library's, each with the gate or residual that the matrix has."""
+def _ways(name: str, x: Tensor, weight: Tensor, then_RK: Tensor) -> tuple[Callable[..., object], Callable[[], object]]:
+    """Return the fused product and the library's, each with the gate or residual that the matrix has; then_RK follows."""
     if name in ("output", "down"):
         residual = torch.zeros(len(x), len(weight), device=x.device, dtype=x.dtype)
         return (
-            partial(small_linear.small_linear, x, weight, None, residual, gated=False),
+            partial(small_linear.small_linear, x, weight, None, residual, gated=False, then_RK=then_RK),
             lambda: residual + F.linear(x, weight),
         )
     if name == "gate and up":
         return (
-            partial(small_linear.small_linear, x, weight, None, None, gated=True),
+            partial(small_linear.small_linear, x, weight, None, None, gated=True, then_RK=then_RK),
             lambda: silu_mul.silu_mul(F.linear(x, weight)),
         )
-    return partial(small_linear.small_linear, x, weight, None, None, gated=False), lambda: F.linear(x, weight)
+    return partial(small_linear.small_linear, x, weight, None, None, gated=False, then_RK=then_RK), lambda: F.linear(
+        x, weight
+    )

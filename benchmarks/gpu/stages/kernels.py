@@ -75,6 +75,4 @@ def products(run: Run) -> Iterator[Row]:
     if run.dry:
         yield from bench.measure_all(run.rate, torch.float32, tiny, (1, 3), (1,), bench.TILES[:2])
         return
-    yield from bench.measure_all(
-        run.rate, torch.bfloat16, bench.MATRICES, bench.ROWS, bench.SWEPT_ROWS, bench.TILES
-    )
+    yield from bench.measure_all(run.rate, torch.bfloat16, bench.MATRICES, bench.ROWS, bench.SWEPT_ROWS, bench.TILES)

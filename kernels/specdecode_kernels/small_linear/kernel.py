@@ -29,16 +29,17 @@ class Tile:
     stages: int
     """Pipeline stages; one less is the number of tiles in flight."""
     warps: int
-    ahead: int = 1024
-    """Bytes of each row of the matrix that are fetched into the L2 cache while the kernel before still runs."""
 
 
 SMALL = Tile(outputs=16, row_bytes=512, stages=4, warps=2)
 """Of a matrix of at most MOST_SMALL_OUTPUTS: 4096 make 256 programs, about two for each multiprocessor of an H100."""
 MOST_SMALL_OUTPUTS = 8192
-LARGE = Tile(outputs=32, row_bytes=512, stages=4, warps=4, ahead=256)
-GATED = Tile(outputs=32, row_bytes=256, stages=3, warps=4, ahead=256)
+LARGE = Tile(outputs=32, row_bytes=512, stages=4, warps=4)
+GATED = Tile(outputs=32, row_bytes=256, stages=3, warps=4)
 """The fastest in the sweep of `make gpu` on an H200, 2026-11-27 (benchmarks/results)."""
+FETCHED_BYTES = 12 * 2**20
+"""Most bytes of the next matrix to ask for when a program has read its own part: what the memory delivers while one kernel
+ends and the next begins. They stay in the L2 cache until the next product reads them."""
 
 
 @triton.jit
@@ -52,11 +53,11 @@ def _weights(weight_NK, n, column, size, outputs, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _fetch(weight_NK, n, size, outputs, LINES: tl.constexpr, LINE: tl.constexpr):
-    """Ask for the first LINES lines of LINE elements of the program's rows; nothing is read."""
-    column = tl.arange(0, LINES) * LINE
-    row = tl.minimum(n, outputs - 1).to(tl.int64)
-    place = weight_NK + row[:, None] * size + tl.minimum(column, size - 1)[None, :]
+def _fetch(then_RK, rows, row_bytes, ROWS: tl.constexpr, LINES: tl.constexpr):
+    """Ask for the first LINES lines of this program's share of the rows of a matrix; nothing waits for them."""
+    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), rows - 1)
+    line = tl.arange(0, LINES) * 128  # bytes of a line of the L2 cache
+    place = then_RK.to(tl.uint64, bitcast=True) + row.to(tl.uint64)[:, None] * row_bytes + line[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -74,13 +75,16 @@ def _small_linear_kernel(
     outputs,
     x_stride,
     residual_stride,
+    then_RK,
+    then_rows,
+    then_row_bytes,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
-    LINES: tl.constexpr,
-    LINE: tl.constexpr,
+    THEN_ROWS: tl.constexpr,
+    THEN_LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -92,10 +96,6 @@ def _small_linear_kernel(
     k = tl.arange(0, BLOCK_K)
     real = t < rows
     up_NK = weight_NK + outputs.to(tl.int64) * size
-    if DEPENDENT and LINES > 0:
-        _fetch(weight_NK, n, size, outputs, LINES, LINE)
-        if GATED:
-            _fetch(up_NK, n, size, outputs, LINES, LINE)
     wait(DEPENDENT)
     acc_TN = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     up_TN = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
@@ -110,6 +110,8 @@ def _small_linear_kernel(
         if GATED:
             tile = _weights(up_NK, n, column, size, outputs, EVEN)
             up_TN = tl.dot(x, tl.trans(tile), up_TN, input_precision=PRECISION)
+    if THEN_ROWS > 0:
+        _fetch(then_RK, then_rows, then_row_bytes, THEN_ROWS, THEN_LINES)
     if BIAS:
         acc_TN += tl.load(bias_N + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -123,6 +125,12 @@ def _small_linear_kernel(
     tl.store(out_TN + t[:, None] * outputs + n[None, :], acc_TN.to(out_TN.dtype.element_ty), mask=stored)
 
 
+def _lines(rows: int, row_bytes: int) -> int:
+    """Return how many lines of 128 bytes of each row to ask for, a power of two."""
+    wanted = min(FETCHED_BYTES // max(rows, 1), row_bytes) // 128
+    return 2 ** (wanted.bit_length() - 1) if wanted else 1
+
+
 def small_linear(
     x_TK: Tensor,
     weight_NK: Tensor,
@@ -130,9 +138,13 @@ def small_linear(
     residual_TN: Tensor | None,
     *,
     gated: bool,
+    then_RK: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Return the product [T, N] ([T, N / 2] if gated); rows must be contiguous."""
+    """Return the product [T, N] ([T, N / 2] if gated); rows must be contiguous.
+
+    ``then_RK`` is the matrix of the product that follows.
+    """
     rows, size = x_TK.shape
     outputs = len(weight_NK) // 2 if gated else len(weight_NK)
     assert x_TK.stride(1) == 1, "rows must be contiguous"
@@ -141,8 +153,11 @@ def small_linear(
     tile = tile or (GATED if gated else SMALL if outputs <= MOST_SMALL_OUTPUTS else LARGE)
     out_TN = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
     block_k = max(min(tile.row_bytes // x_TK.element_size(), triton.next_power_of_2(size)), 16)
+    programs, launch = triton.cdiv(outputs, tile.outputs), options(x_TK)
+    then_RK = then_RK if launch["DEPENDENT"] else None
+    then_rows, then_row_bytes = (0, 0) if then_RK is None else (len(then_RK), then_RK.stride(0) * then_RK.itemsize)
     if rows:
-        _small_linear_kernel[(triton.cdiv(outputs, tile.outputs),)](
+        _small_linear_kernel[(programs,)](
             x_TK,
             weight_NK,
             weight_NK if bias_N is None else bias_N,
@@ -153,18 +168,21 @@ def small_linear(
             outputs,
             x_TK.stride(0),
             0 if residual_TN is None else residual_TN.stride(0),
+            weight_NK if then_RK is None else then_RK,
+            then_rows,
+            then_row_bytes,
             BIAS=bias_N is not None,
             GATED=gated,
             RESIDUAL=residual_TN is not None,
             EVEN=size % block_k == 0,
             PRECISION="tf32x3" if x_TK.dtype == torch.float32 else "tf32",
-            LINES=tile.ahead // 128,
-            LINE=128 // x_TK.element_size(),
+            THEN_ROWS=triton.next_power_of_2(triton.cdiv(then_rows, programs)) if then_rows else 0,
+            THEN_LINES=_lines(then_rows, then_row_bytes),
             BLOCK_T=max(triton.next_power_of_2(rows), LEAST_TILE_ROWS),
             BLOCK_N=tile.outputs,
             BLOCK_K=block_k,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **options(x_TK),
+            **launch,
         )
     return out_TN

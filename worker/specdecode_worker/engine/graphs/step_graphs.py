@@ -126,8 +126,6 @@ class StepGraphs:
         Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
         MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
         """
-        if self._failed:
-            return
         drafters = {name: one for name, one in self._drafts.paged().items() if one.captured}
         shapes = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in drafters)}
         cuts = (False, True) if self._coupled else (False,)
@@ -141,10 +139,10 @@ class StepGraphs:
             log.warning("%d graphs are beyond %d and will not be captured", len(keys) - room, MOST_GRAPHS)
         chosen = sorted(keys[:room], key=lambda key: (key.tokens, key), reverse=True)
         for index, key in enumerate(chosen, start=1):
+            if self._failed:
+                return
             if self._capture(key, drafters.get(key.draft)) is not None:
                 log.info("captured graph %d of %d: %s", index, len(chosen), key)
-            elif self._failed:
-                return
 
     def plan(self, rows: Sequence[Row]) -> ReadyStep | None:
         """Return the graph that runs the decoding rows of a step. Return None and count the reason if there is none.
