@@ -27,7 +27,7 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
     for row in document["rows"]:
         if row["kind"] == "copy":
             copied, read = row["gigabytes_per_second"], row["read_gigabytes_per_second"]
-            yield f"\nA copy moves {copied:.0f} GB/s, read and written; a sum reads {read:.0f} GB/s: the rate of all floors."
+            yield f"\nA copy moves {copied:.0f} GB/s, read and written. A sum reads {read:.0f} GB/s: the floors' rate."
 
 
 def _stages(stages: Sequence[dict[str, Any]]) -> Iterator[str]:

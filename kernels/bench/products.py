@@ -92,7 +92,10 @@ def _described(tile: Tile) -> str:
 
 
 def _ways(name: str, x: Tensor, weight: Tensor, then_RK: Tensor) -> tuple[Callable[..., object], Callable[[], object]]:
-    """Return the fused product and the library's, each with the gate or residual that the matrix has; then_RK follows."""
+    """Return the fused product and the library's, each with the gate or residual that the matrix has.
+
+    ``then_RK`` is the matrix of the next product.
+    """
     if name in ("output", "down"):
         residual = torch.zeros(len(x), len(weight), device=x.device, dtype=x.dtype)
         return (

@@ -1,0 +1,43 @@
+"""Programmatic dependent launch: a kernel starts while the one before it runs, and waits before it reads results.
+
+Between two launches of a graph the memory is idle for two to four microseconds, while one kernel ends and the next
+begins. On GPUs of compute capability 9.0 and later, a kernel launched with `options` is on its multiprocessors by then.
+
+Every kernel that is launched so calls `wait` before it reads what the kernel before wrote, and before it writes
+anything. `wait` returns when all earlier kernels have ended, since each of them waited itself. What the kernel before
+did not write may be read earlier: weights, tables, and results of the kernels before that one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ENABLED = True
+"""False launches every kernel when the one before it has ended."""
+
+
+@triton.jit
+def wait(DEPENDENT: tl.constexpr):
+    """Wait for the kernels before, and let the next one start."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def options(x: Tensor) -> dict[str, Any]:
+    """Return arguments of a launch on the device of ``x``: the constant of `wait`, and the launch option."""
+    if not ENABLED or not _is_supported(x.device):
+        return {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True}
+
+
+@cache
+def _is_supported(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -186,7 +186,7 @@ def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPa
 
     head = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 2304}
     shapes = Shapes("small", {**LLAMA, "architectures": ["LlamaForCausalLM"]}, head, 0.0, 1.0)
-    found: dict[tuple[bool, str], Any] = {}
+    results: dict[tuple[bool, str], Any] = {}
     for on_kernels in (True, False):
         if not on_kernels:
             monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)
@@ -201,8 +201,8 @@ def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPa
             text = texts(bench.engine, requests(4, sampled=True, vocabulary=2304, tokens=48))
             after = bench.engine.report()
             counts = after.drafts - before.drafts, after.accepted_tokens - before.accepted_tokens
-            found[on_kernels, shape] = text, counts
+            results[on_kernels, shape] = text, counts
     for shape in SHAPES:
-        assert found[True, shape] == found[False, shape]
-        assert found[True, shape][0] == found[False, "none"][0]
-    assert found[True, "chain:4"][1][1] > 10
+        assert results[True, shape] == results[False, shape]
+        assert results[True, shape][0] == results[False, "none"][0]
+    assert results[True, "chain:4"][1][1] > 10

@@ -1,4 +1,6 @@
-"""Stages of `make gpu`, in two parts, each in the order of worth. A stage is a function that yields rows; every row is stored at once.
+"""Stages of `make gpu`, in two parts, each in the order of worth.
+
+A stage is a function that yields rows; every row is stored at once.
 
 Each stage runs in a process of its own (stage.py), so that a failure ends that stage alone. This module has names and
 times only, so that the process that starts the stages imports none of them.

@@ -38,8 +38,10 @@ LARGE = Tile(outputs=32, row_bytes=512, stages=4, warps=4)
 GATED = Tile(outputs=32, row_bytes=256, stages=3, warps=4)
 """The fastest in the sweep of `make gpu` on an H200, 2026-11-27 (benchmarks/results)."""
 FETCHED_BYTES = 12 * 2**20
-"""Most bytes of the next matrix to ask for when a program has read its own part: what the memory delivers while one kernel
-ends and the next begins. They stay in the L2 cache until the next product reads them."""
+"""Most bytes of the next matrix to ask for when a program has read its own part.
+
+The memory delivers them while one kernel ends and the next begins. They stay in the L2 cache until the next product.
+"""
 
 
 @triton.jit

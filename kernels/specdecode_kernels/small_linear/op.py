@@ -39,8 +39,8 @@ def small_linear(
 ) -> Tensor:
     """Compute the product as `reference.small_linear` does, on a GPU in one launch. The caller asked `fits`.
 
-    ``then_RK`` is the matrix of the next product of few rows, if there is one soon: its first bytes are fetched into the
-    cache while this kernel ends.
+    ``then_RK`` is the matrix of the next product of few rows, if there is one soon: its first bytes are fetched into
+    the cache while this kernel ends.
     """
     if not dispatch.on_gpu(x_TK):
         return reference.small_linear(x_TK, weight_NK, bias_N, residual_TN=residual_TN, gated=gated)
