@@ -195,6 +195,10 @@ def _product(row: Row) -> str:
     return f"{row['matrix']}, {row['rows']} rows"
 
 
+def _peer(row: Row) -> str:
+    return f"{row['peer']}, batch {row['batch']}, {row['context']} tokens"
+
+
 def _arrivals(row: Row) -> str:
     return f"{row['shape']}, {row['requests_per_second']:.0f} requests/s of {row['prompt']} + {row['answer']} tokens"
 
@@ -236,6 +240,7 @@ TARGETS = (
     ),
     Target("TTFT p95 under mixed arrivals, ms", None, _of_kind("arrivals", _arrivals, "ttft_p95_milliseconds")),
     Target("ITL p95 under mixed arrivals, ms", None, _of_kind("arrivals", _arrivals, "itl_p95_milliseconds")),
+    Target("plain step of a peer on the same card, ms", None, _of_kind("peer", _peer, "step_milliseconds")),
     Target("step without launching ahead over with it", None, _without_over_with("launch-ahead", "ahead")),
     Target("step without early starts of kernels over with them", None, _without_over_with("early-starts", "early")),
     Target("step with two drafts over one", None, _two_drafts),

@@ -40,6 +40,7 @@ PARTS = (
         Stage("serving", "serving.serving", 80),
         Stage("engine-8b-batches", "steps.engine_8b_batches", 80),
         Stage("texts", "comparisons.texts", 40),
+        Stage("peers", "peers.torch_compile", 150),
         Stage("prefill-attention", "kernels.prefill", 20, interpreted=True),
         Stage("quantised", "kernels.quantised", 60, interpreted=True),
         Stage("engine-8b-int4-draft", "steps.engine_8b_int4_draft", 40),

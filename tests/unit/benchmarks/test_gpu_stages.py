@@ -17,7 +17,7 @@ GPU = ROOT / "benchmarks" / "gpu"
 ALL_STAGES = Path(__file__).parent / "support" / "all_stages.py"
 NAMES = (
     "copy", "engine-8b", "engine-8b-batches", "attention", "sampling", "serving", "prefill-attention",
-    "products", "trees", "multi-round", "two-drafts", "texts", "quantised", "engine-8b-eager",
+    "products", "peers", "trees", "multi-round", "two-drafts", "texts", "quantised", "engine-8b-eager",
     "engine-8b-int4-draft", "engine-70b-eighth",
 )  # fmt: skip
 PATH = os.pathsep.join(str(ROOT / place) for place in ("worker", "kernels", "kernels/bench"))
