@@ -54,11 +54,11 @@ def engine_8b(run: Run) -> Iterator[Row]:
     yield from _rows(run, bench, short, (1,))
     for shape in ("plain", "chain:5"):
         yield from profile_shape(bench, 1, shape, SHORT_CONTEXT, run)
+        yield from _early_starts(bench, shape, run)
     yield from _rows(run, bench, long, tuple(sorted(bench.batches)))
     yield from profile_shape(bench, 1, "plain", bench.context, run)
     for shape in ("plain", "chain:5"):
         yield from _launch_ahead(bench, shape, run)
-        yield from _early_starts(bench, shape, run)
 
 
 def _early_starts(bench: Bench, shape: str, run: Run) -> Iterator[Row]:
