@@ -30,4 +30,4 @@ export PYTHONPATH=$PWD/worker:$PWD/kernels:$PWD/kernels/bench${PYTHONPATH:+:$PYT
 # Where the tree travelled without its history, the commit was carried.
 commit=$(git rev-parse HEAD 2>/dev/null || cat .gpu/commit 2>/dev/null || echo unknown)
 [[ -z $(git status --porcelain --untracked-files=no 2>/dev/null) ]] || commit+=-dirty
-export SPECDECODE_COMMIT=$commit
+export SPECDECODE_COMMIT=${SPECDECODE_COMMIT:-$commit}
