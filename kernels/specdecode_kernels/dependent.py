@@ -5,7 +5,9 @@ begins. On GPUs of compute capability 9.0 and later, a kernel launched with `opt
 
 Every kernel that is launched so calls `wait` before it reads what the kernel before wrote, and before it writes
 anything. `wait` returns when all earlier kernels have ended, since each of them waited itself. What the kernel before
-did not write may be read earlier: weights, tables, and results of the kernels before that one.
+did not write may be read earlier: weights, tables, and results of the kernels before that one. Once all of its programs
+called `release` or ended, the next kernel may start. A large kernel does so at its end: programs of the next one would
+take the places of its own.
 """
 
 from __future__ import annotations
@@ -25,19 +27,26 @@ ENABLED = True
 
 @triton.jit
 def wait(DEPENDENT: tl.constexpr):
-    """Wait for the kernels before, and let the next one start."""
+    """Wait for the kernels before."""
     if DEPENDENT:
         gdc_wait()
+
+
+@triton.jit
+def release(DEPENDENT: tl.constexpr):
+    """Let the next kernel start."""
+    if DEPENDENT:
         gdc_launch_dependents()
 
 
 def options(x: Tensor) -> dict[str, Any]:
     """Return arguments of a launch on the device of ``x``: the constant of `wait`, and the launch option."""
-    if not ENABLED or not _is_supported(x.device):
+    if not ENABLED or not is_supported(x.device):
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}
 
 
 @cache
-def _is_supported(device: torch.device) -> bool:
+def is_supported(device: torch.device) -> bool:
+    """Return whether kernels can start early on this device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

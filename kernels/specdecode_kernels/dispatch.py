@@ -32,6 +32,11 @@ def processors(x: Tensor) -> int:
     return int(torch.cuda.get_device_properties(x.device).multi_processor_count)
 
 
+def is_hopper(x: Tensor) -> bool:
+    """Return whether the tensor's GPU has compute capability 9.0 or more; True without a GPU."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
 def has_fp8(x: Tensor) -> bool:
     """Return whether the tensor's GPU converts fp8 numbers by itself (compute capability 8.9); True without a GPU."""
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9)

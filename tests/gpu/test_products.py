@@ -49,7 +49,7 @@ def error(actual: Tensor, name: str, x: Tensor, weight: Tensor, residual: Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("rows", [1, 6, 16])
+@pytest.mark.parametrize("rows", [1, 6, 16, 17, 64])
 @pytest.mark.parametrize("name", MATRICES)
 def test_product(name: str, rows: int, dtype: torch.dtype) -> None:
     """The result is right, has the same bits twice, and each row has the bits that it has alone."""

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdecode_kernels.dependent import options, wait
+from specdecode_kernels.dependent import options, release, wait
 
 
 @triton.jit
@@ -37,6 +37,7 @@ def _rms_norm_kernel(
     inside = e < size
     weight = tl.load(weight_E + e, mask=inside, other=0.0).to(tl.float32)
     wait(DEPENDENT)
+    release(DEPENDENT)
     x_E = tl.load(x_TE + row * x_stride + e, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         x_E += tl.load(residual_TE + row * residual_stride + e, mask=inside, other=0.0).to(tl.float32)

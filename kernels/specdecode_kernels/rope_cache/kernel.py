@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdecode_kernels.dependent import options, wait
+from specdecode_kernels.dependent import options, release, wait
 
 _HEADS = 8
 """Number of heads that a program handles."""
@@ -50,6 +50,7 @@ def _rope_cache_kernel(
     sin = tl.load(sin_PD + place, mask=half, other=0.0).to(tl.float32)
 
     wait(DEPENDENT)
+    release(DEPENDENT)
     query = (head < heads) & half
     key_head = head - heads
     key = (key_head >= 0) & (key_head < kv_heads) & half

@@ -12,10 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdecode_kernels.dependent import options, wait
-
-LEAST_TILE_ROWS = 16
-"""Rows of the smallest tile: the fewest that the matrix unit takes."""
+from specdecode_kernels.dependent import is_supported, options, release, wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +28,17 @@ class Tile:
     warps: int
 
 
-SMALL = Tile(outputs=16, row_bytes=512, stages=4, warps=2)
-"""Of a matrix of at most MOST_SMALL_OUTPUTS: 4096 make 256 programs, about two for each multiprocessor of an H100."""
 MOST_SMALL_OUTPUTS = 8192
-LARGE = Tile(outputs=32, row_bytes=512, stages=4, warps=4)
-GATED = Tile(outputs=32, row_bytes=256, stages=3, warps=4)
-"""The fastest in the sweep of `make gpu` on an H200, 2026-11-27 (benchmarks/results)."""
+"""Outputs of a small matrix. 4096 of them make 256 programs of 16, about two for each multiprocessor of an H100."""
+TILES = {
+    16: (Tile(16, 512, 4, 2), Tile(32, 512, 4, 4), Tile(32, 256, 3, 4)),
+    32: (Tile(32, 512, 5, 4), Tile(64, 256, 4, 4), Tile(64, 256, 4, 4)),
+    64: (Tile(32, 512, 4, 4), Tile(64, 256, 4, 4), Tile(64, 256, 4, 4)),
+}
+"""Tiles of a small matrix, of a large one, and of a gated one, by the rows of a tile.
+
+The fastest in the sweep of `make gpu` on an H200, 2026-11-27 (benchmarks/results).
+"""
 FETCHED_BYTES = 12 * 2**20
 """Most bytes of the next matrix to ask for when a program has read its own part.
 
@@ -112,6 +114,7 @@ def _small_linear_kernel(
         if GATED:
             tile = _weights(up_NK, n, column, size, outputs, EVEN)
             up_TN = tl.dot(x, tl.trans(tile), up_TN, input_precision=PRECISION)
+    release(DEPENDENT)
     if THEN_ROWS > 0:
         _fetch(then_RK, then_rows, then_row_bytes, THEN_ROWS, THEN_LINES)
     if BIAS:
@@ -152,12 +155,13 @@ def small_linear(
     assert x_TK.stride(1) == 1, "rows must be contiguous"
     assert weight_NK.is_contiguous(), "rows of the matrix lie behind each other"
     assert residual_TN is None or residual_TN.stride(1) == 1, "rows must be contiguous"
-    tile = tile or (GATED if gated else SMALL if outputs <= MOST_SMALL_OUTPUTS else LARGE)
+    block_t = max(triton.next_power_of_2(rows), min(TILES))
+    tile = tile or TILES[block_t][2 if gated else int(outputs > MOST_SMALL_OUTPUTS)]
     out_TN = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
     block_k = max(min(tile.row_bytes // x_TK.element_size(), triton.next_power_of_2(size)), 16)
-    programs, launch = triton.cdiv(outputs, tile.outputs), options(x_TK)
-    then_RK = then_RK if launch["DEPENDENT"] else None
-    then_rows, then_row_bytes = (0, 0) if then_RK is None else (len(then_RK), then_RK.stride(0) * then_RK.itemsize)
+    programs = triton.cdiv(outputs, tile.outputs)
+    then_rows = len(then_RK) if then_RK is not None and FETCHED_BYTES and is_supported(x_TK.device) else 0
+    then_row_bytes = then_RK.stride(0) * then_RK.itemsize if then_RK is not None else 0
     if rows:
         _small_linear_kernel[(programs,)](
             x_TK,
@@ -180,11 +184,11 @@ def small_linear(
             PRECISION="tf32x3" if x_TK.dtype == torch.float32 else "tf32",
             THEN_ROWS=triton.next_power_of_2(triton.cdiv(then_rows, programs)) if then_rows else 0,
             THEN_LINES=_lines(then_rows, then_row_bytes),
-            BLOCK_T=max(triton.next_power_of_2(rows), LEAST_TILE_ROWS),
+            BLOCK_T=block_t,
             BLOCK_N=tile.outputs,
             BLOCK_K=block_k,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **launch,
+            **options(x_TK),
         )
     return out_TN

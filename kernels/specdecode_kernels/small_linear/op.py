@@ -8,8 +8,10 @@ from torch import Tensor
 from specdecode_kernels import dispatch
 from specdecode_kernels.small_linear import reference
 
-MOST_ROWS = 16
-"""Maximum number of rows: the height of one tile of the matrix unit. Not measured yet; `make gpu` compares both."""
+MOST_ROWS = 64
+"""Maximum number of rows. With more, the library's products are as fast, and compute rather than read."""
+MOST_ROWS_OF_OLDER_GPUS = 16
+"""The same on GPUs before compute capability 9.0, which have less shared memory than larger tiles take."""
 LEAST_OUTPUTS = 2048
 """Fewest outputs of a matrix. One program serves 32, so a smaller matrix leaves most of a GPU idle."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,7 +22,7 @@ def fits(x_TK: Tensor, weight_NK: Tensor) -> bool:
     return (
         dispatch.on_gpu(x_TK)
         and x_TK.dim() == 2
-        and len(x_TK) <= MOST_ROWS
+        and len(x_TK) <= (MOST_ROWS if dispatch.is_hopper(x_TK) else MOST_ROWS_OF_OLDER_GPUS)
         and len(weight_NK) >= LEAST_OUTPUTS
         and x_TK.dtype in DTYPES
         and weight_NK.dtype == x_TK.dtype

@@ -44,7 +44,7 @@ def matches(
     return actual.shape == wanted.shape and torch.allclose(actual, wanted, atol=tolerance, rtol=tolerance)
 
 
-SIZES = [(1, 1, 1), (1, 64, 32), (5, 100, 33), (16, 130, 70), (7, 17, 64)]
+SIZES = [(1, 1, 1), (1, 64, 32), (5, 100, 33), (16, 130, 70), (7, 17, 64), (17, 70, 40), (64, 130, 70)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
@@ -86,7 +86,7 @@ def test_products_that_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(op, "LEAST_OUTPUTS", 4)
     x, weight = random(3, 8, seed=0), random(4, 8, seed=1)
     assert op.fits(x, weight)
-    assert not op.fits(random(17, 8, seed=0), weight)
+    assert not op.fits(random(65, 8, seed=0), weight)
     assert not op.fits(x, weight[:3])
     assert op.fits(x.half(), weight.half())
     assert not op.fits(x.double(), weight.double())
