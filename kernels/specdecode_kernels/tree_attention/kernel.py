@@ -1,4 +1,4 @@
-"""Tree attention on a GPU: one launch over the pieces of a plan (plan.py); the last piece of a cut tile merges it.
+"""Tree attention on a GPU: a launch over the pieces of a plan (plan.py), and for large tiles one that merges them.
 
 Keys and values, including those of the tree, are read from the paged cache; see README.md. Tensor suffixes as in
 reference.py; W pieces of a plan, G query heads per key-value head, M rows of a tile, N keys of a block.
@@ -13,29 +13,31 @@ from torch import Tensor
 
 from specdecode_kernels.tree_attention.plan import BLOCK_N, FIELDS, Plan
 
-_STAGES = 5
-"""Pipeline stages: block addresses come from the block table and take two stages, so five keep two blocks in flight."""
+STAGES = 3
+"""Pipeline stages: two blocks of keys and values are in flight. Tiles of 64 rows and more have a third on a Hopper."""
 _WIDE_STAGES = 1
 """Stages of fp32: a GPU of compute capability 8.9 has 99 KiB of shared memory for a program."""
-_CHUNKS_AT_ONCE = 4
-"""Number of chunks that a program merges at a time if its tile has 16 rows. Larger tiles take fewer, for registers."""
+WIDE_WARPS = 8
+"""Warps of a program whose tile has more than 64 rows; the others have 4."""
+CHUNKS = 16
+"""Number of chunks that a program merges at a time."""
+APART_ROWS = 64
+"""Rows of a tile from which chunks are merged by a second launch, on all processors, and not by the last program."""
 
 
 @triton.jit
-def _read(head, row_N, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load [N, BLOCK_D] rows of one head."""
-    if D == BLOCK_D:
-        return tl.load(head + row_N[:, None] + d[None, :])
-    else:
-        return tl.load(head + row_N[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+def _pages(table, block, n, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """Load the cache block [N] of each key of a block, 0 from key ``end`` on."""
+    page_N = tl.load(table + block * (BLOCK_N // PAGE) + n // PAGE, mask=block * BLOCK_N + n < end, other=0)
+    return page_N.to(tl.int32)
 
 
 @triton.jit
-def _softmax_step(scores_MN, v_ND, acc_MD, sum_M, top_M, PRECISION: tl.constexpr):
-    """Add one block of keys to the running softmax and return (weighted values, sum of weights, maximum).
+def _softmax_step(scores_MN, v_ND, acc_MD, sum_MS, top_M, PRECISION: tl.constexpr):
+    """Add one block of keys to the running softmax and return (weighted values, sums of weights, maximum).
 
     All three are rescaled to the new maximum. A row that has not seen a key yet keeps a maximum of -inf and sums of
-    zero.
+    zero. The sums of a row are one number, or one for each key of a block if they are not to be added up yet.
     """
     new_M = tl.maximum(top_M, tl.max(scores_MN, 1))
     finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)
@@ -43,7 +45,8 @@ def _softmax_step(scores_MN, v_ND, acc_MD, sum_M, top_M, PRECISION: tl.constexpr
     shrink_M = tl.math.exp2(top_M - finite_M)
     acc_MD = acc_MD * shrink_M[:, None]
     acc_MD = tl.dot(weights_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision=PRECISION)
-    return acc_MD, sum_M * shrink_M + tl.sum(weights_MN, 1), new_M
+    added_MS = weights_MN if sum_MS.shape[1] == weights_MN.shape[1] else tl.sum(weights_MN, 1, keep_dims=True)
+    return acc_MD, sum_MS * shrink_M[:, None] + added_MS, new_M
 
 
 @triton.jit
@@ -61,52 +64,112 @@ def _visible(key_N, prefix, start, ancestors_M, own_row_M, real_M):
 
 
 @triton.jit
-def _merged(
+def _highest_bit(word):
+    """Return the number of the highest bit of a 64-bit word that is set, 0 if none is."""
+    word = word.to(tl.uint64, bitcast=True)
+    bit = 0
+    for i in tl.static_range(6):
+        bit = tl.where((word >> (bit + (32 >> i)).to(tl.uint64)) != 0, bit + (32 >> i), bit)
+    return bit
+
+
+@triton.jit
+def _merge(
+    pieces_WF,
+    w,
     part_WKMD,
     lse_WKM,
-    first_M,
-    chunks,
-    stride,
-    real_M,
-    d,
+    out_THD,
+    first_row,
+    row_step,
     D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TILE_M: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Return the values [M, D] of a tile, each chunk weighted by its log-sum-exp.
+    """Write ROWS of every ``row_step`` rows, from ``first_row`` on, of the tile of piece w: its chunks, weighted.
 
-    Other programs wrote the chunks, so they are read around the L1 cache.
+    Log-sum-exps and values of CHUNKS chunks are loaded together: 16 KiB a warp. Other programs wrote them, so they are
+    read around the L1 cache. The order of the sums does not depend on the order in which the chunks ended.
     """
-    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for chunk in range(chunks):
-        lse_M = tl.load(lse_WKM + first_M + chunk * stride, mask=real_M, other=float("-inf"), cache_modifier=".cg")
-        top_M = tl.maximum(top_M, lse_M)
-    finite_M = tl.where(top_M == float("-inf"), 0.0, top_M)
-    total_M = tl.zeros([BLOCK_M], tl.float32)
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, chunks, CHUNKS):
-        for i in tl.static_range(CHUNKS):
-            mine_M = real_M & (start + i + tl.zeros([BLOCK_M], tl.int32) < chunks)
-            part_M = first_M + (start + i) * stride
-            lse_M = tl.load(lse_WKM + part_M, mask=mine_M, other=float("-inf"), cache_modifier=".cg")
-            weight_M = tl.exp(lse_M - finite_M)
-            inside = (mine_M & (weight_M > 0))[:, None] & (d < D)[None, :]
-            place = part_WKMD + part_M[:, None] * D + d[None, :]
-            acc_MD += weight_M[:, None] * tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
-            total_M += weight_M
-    return acc_MD / tl.where(total_M == 0, 1.0, total_M)[:, None]
+    head, kv_heads = tl.program_id(0), tl.num_programs(0)
+    piece = pieces_WF + w * FIELDS
+    token, rows, chunk, chunks = tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 6), tl.load(piece + 7)
+    begin = ((w - chunk).to(tl.int64) * kv_heads + head) * TILE_M
+    d = tl.arange(0, BLOCK_D)
+    c = tl.arange(0, CHUNKS)
+    for row in range(first_row, rows * G, row_step):
+        row_R = row + tl.arange(0, ROWS)
+        real_R = row_R < rows * G
+        acc_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        sum_R = tl.zeros([ROWS], tl.float32)
+        top_R = tl.full([ROWS], float("-inf"), tl.float32)
+        for start in range(0, chunks, CHUNKS):
+            real_RC = real_R[:, None] & (start + c < chunks)[None, :]
+            place_RC = begin + row_R[:, None] + (start + c)[None, :] * (kv_heads * TILE_M)
+            place_RCD = place_RC[:, :, None] * D + d[None, None, :]
+            inside = real_RC[:, :, None] & (d < D)[None, None, :]
+            lse_RC = tl.load(lse_WKM + place_RC, mask=real_RC, other=float("-inf"), cache_modifier=".cg")
+            part_RCD = tl.load(part_WKMD + place_RCD, mask=inside, other=0.0, cache_modifier=".cg")
+            new_R = tl.maximum(top_R, tl.max(lse_RC, 1))
+            finite_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+            weight_RC = tl.exp(lse_RC - finite_R[:, None])
+            shrink_R = tl.exp(top_R - finite_R)
+            acc_RD = acc_RD * shrink_R[:, None] + tl.sum(weight_RC[:, :, None] * part_RCD, 1)
+            sum_R = sum_R * shrink_R + tl.sum(weight_RC, 1)
+            top_R = new_R
+        merged_RD = acc_RD / tl.where(sum_R == 0, 1.0, sum_R)[:, None]
+        place_R = (token + row_R // G).to(tl.int64) * kv_heads * G + head * G + row_R % G
+        place_RD = out_THD + place_R[:, None] * D + d[None, :]
+        tl.store(place_RD, merged_RD.to(out_THD.dtype.element_ty), mask=real_R[:, None] & (d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["table_BM", "prefix_len_B", "key_start_B", "ancestors_T", "table_stride"])
+@triton.jit
+def _merge_kernel(
+    pieces_WF,
+    part_WKMD,
+    lse_WKM,
+    out_THD,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE_M: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Merge the rows of a tile that fall to piece w; the pieces of a cut tile share them evenly."""
+    w = tl.program_id(1)
+    chunk, chunks = tl.load(pieces_WF + w * FIELDS + 6), tl.load(pieces_WF + w * FIELDS + 7)
+    if chunks > 1:
+        _merge(
+            pieces_WF,
+            w,
+            part_WKMD,
+            lse_WKM,
+            out_THD,
+            chunk * ROWS,
+            chunks * ROWS,
+            D,
+            G,
+            BLOCK_D,
+            TILE_M,
+            FIELDS,
+            ROWS,
+            CHUNKS,
+        )
+
+
+@triton.jit(do_not_specialize=["table_BM", "ancestors_T", "table_stride"])
 def _attend_kernel(
     q_THD,
     k_NPKD,
     v_NPKD,
-    pieces_W8,
+    pieces_WF,
     table_BM,
-    prefix_len_B,
-    key_start_B,
     ancestors_T,
     out_THD,
     part_WKMD,
@@ -124,92 +187,99 @@ def _attend_kernel(
     PAGE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TILE_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FIELDS: tl.constexpr,
     PRECISION: tl.constexpr,
+    MERGES: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Attend one piece of the plan for one key-value head, and merge its tile if it is the tile's last piece to end."""
+    """Attend one piece of the plan for one key-value head; if MERGES, the last piece of a tile to end merges it."""
     head, w = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
-    piece = pieces_W8 + w * 8
-    rows = tl.load(piece + 2)
-    if rows <= 0:
+    piece = pieces_WF + w * FIELDS
+    sequence, token, rows, row = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
+    begin, end, chunk, chunks = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
+    prefix, start = tl.load(piece + 8), tl.load(piece + 9)
+    # No field is negative; the test of all keeps the compiler from loading the others after the first was waited for.
+    any_negative = (sequence | token | row | begin | end | chunk | chunks | prefix | start) < 0
+    if (rows * G <= tl.program_id(2) * BLOCK_M) | any_negative:
         return
-    chunks = tl.load(piece + 7)
-    m = tl.arange(0, BLOCK_M)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     real_M = (m // G) < rows
     whole_MD = real_M[:, None] & (d < D)[None, :]
-    token_M = (tl.load(piece + 1) + m // G).to(tl.int64)
+    token_M = (token + m // G).to(tl.int64)
     head_M = head * G + m % G
     place_M = token_M * kv_heads * G + head_M
     if chunks == 0:
         tl.store(out_THD + place_M[:, None] * D + d[None, :], tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=whole_MD)
         return
-    sequence = tl.load(piece).to(tl.int64)
-    own_row_M = tl.load(piece + 3) + m // G
-    begin, end = tl.load(piece + 4), tl.load(piece + 5)
-    prefix = tl.load(prefix_len_B + sequence).to(tl.int32)
-    start = tl.load(key_start_B + sequence).to(tl.int32)
-    ancestors_M = tl.load(ancestors_T + token_M, mask=real_M, other=0)
+    own_row_M = row + m // G
     query_M = token_M * q_token_stride + head_M * q_head_stride
     q_MD = tl.load(q_THD + query_M[:, None] + d[None, :], mask=whole_MD, other=0.0)
-    table = table_BM + sequence * table_stride
+    table = table_BM + sequence.to(tl.int64) * table_stride
     k_head, v_head = k_NPKD + head.to(tl.int64) * head_stride, v_NPKD + head.to(tl.int64) * head_stride
     n = tl.arange(0, BLOCK_N)
+    page_N, offset_N = _pages(table, begin, n, end, BLOCK_N, PAGE), (n % PAGE) * position_stride
+    ancestors_M = tl.load(ancestors_T + token_M, mask=real_M, other=0)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    # The keys of a small tile are spread over the warps, so that a sum within the loop would cost three barriers.
+    sum_MS = tl.zeros([BLOCK_M, BLOCK_N if BLOCK_M <= 16 else 1], tl.float32)
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
 
-    # Blocks that all rows see completely (the prefix after its start) need no mask, and their loads are pipelined.
-    clear = tl.minimum(tl.maximum(begin, (start + BLOCK_N - 1) // BLOCK_N), end)
-    masked = tl.minimum(tl.maximum(clear, prefix // BLOCK_N), end)
-    for block in tl.range(clear, masked):
+    # Keys behind the last one that a row of the tile sees are not read: a weight of zero times garbage may be NaN.
+    # The rows of a tile are all nodes of a tree or all of a chunk, which has no ancestors.
+    anyone = tl.reduce_or(ancestors_M, 0)
+    limit = prefix + tl.where(anyone == 0, row + rows, _highest_bit(anyone) + 1)
+    for block in tl.range(begin, tl.cdiv(end, BLOCK_N)):
         key_N = block * BLOCK_N + n
-        page_N = tl.load(table + key_N // PAGE).to(tl.int64)
-        row_N = page_N * page_stride + (key_N % PAGE) * position_stride
-        k_ND = _read(k_head, row_N, d, D, BLOCK_D)
-        v_ND = _read(v_head, row_N, d, D, BLOCK_D)
-        scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
-        acc_MD, sum_M, top_M = _softmax_step(scores_MN, v_ND, acc_MD, sum_M, top_M, PRECISION)
-
-    # The remaining blocks hold the start or the end of the prefix, or the suffix. Keys that no row sees are not read,
-    # because a weight of zero times garbage may be NaN.
-    for i in tl.range(begin, end - (masked - clear), num_stages=1):
-        block = tl.where(i < clear, i, i + masked - clear)
-        key_N = block * BLOCK_N + n
-        visible_MN = _visible(key_N, prefix, start, ancestors_M, own_row_M, real_M)
-        seen_N = tl.max(visible_MN.to(tl.int32), 0) > 0
-        page_N = tl.load(table + key_N // PAGE, mask=seen_N, other=0).to(tl.int64)
-        row_N = page_N * page_stride + (key_N % PAGE) * position_stride
-        inside = (d < D)[None, :] & seen_N[:, None]
+        inside = (d < D)[None, :] & ((key_N >= start) & (key_N < limit))[:, None]
+        row_N = page_N.to(tl.int64) * page_stride + offset_N
         k_ND = tl.load(k_head + row_N[:, None] + d[None, :], mask=inside, other=0.0)
         v_ND = tl.load(v_head + row_N[:, None] + d[None, :], mask=inside, other=0.0)
+        # The address of the next block, so that its loads need not wait for another load.
+        page_N = _pages(table, block + 1, n, end, BLOCK_N, PAGE)
         scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
-        scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
-        acc_MD, sum_M, top_M = _softmax_step(scores_MN, v_ND, acc_MD, sum_M, top_M, PRECISION)
+        # All rows see the whole of the other blocks.
+        if (block * BLOCK_N < start) | ((block + 1) * BLOCK_N > prefix):
+            visible_MN = _visible(key_N, prefix, start, ancestors_M, own_row_M, real_M)
+            scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
+        acc_MD, sum_MS, top_M = _softmax_step(scores_MN, v_ND, acc_MD, sum_MS, top_M, PRECISION)
 
+    sum_M = tl.sum(sum_MS, 1)
     values_MD = acc_MD / tl.where(sum_M == 0, 1.0, sum_M)[:, None]
     if chunks == 1:
         tl.store(out_THD + place_M[:, None] * D + d[None, :], values_MD.to(out_THD.dtype.element_ty), mask=whole_MD)
     else:
         # Convert log2 to the natural logarithm: 0.6931... is log 2.
         lse_M = tl.where(sum_M == 0, float("-inf"), (top_M + tl.math.log2(sum_M)) * 0.6931471805599453)
-        part_M = (w.to(tl.int64) * kv_heads + head) * BLOCK_M + m
+        part_M = (w.to(tl.int64) * kv_heads + head) * TILE_M + m
         tl.store(part_WKMD + part_M[:, None] * D + d[None, :], values_MD, mask=whole_MD)
         tl.store(lse_WKM + part_M, lse_M, mask=real_M)
-        # All threads must have written before the count says so, and the count must be read before their results.
-        tl.debug_barrier()
-        first = w - tl.load(piece + 6)
-        arrived = arrived_WK + first * kv_heads + head
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == chunks - 1:
-            tl.store(arrived, 0)  # for the next layer
-            first_M = (first.to(tl.int64) * kv_heads + head) * BLOCK_M + m
-            merged_MD = _merged(
-                part_WKMD, lse_WKM, first_M, chunks, kv_heads * BLOCK_M, real_M, d, D, BLOCK_M, BLOCK_D, CHUNKS
-            )
-            place_MD = out_THD + place_M[:, None] * D + d[None, :]
-            tl.store(place_MD, merged_MD.to(out_THD.dtype.element_ty), mask=whole_MD)
+        if MERGES:
+            # All threads must have written before the count says so, and the count must be read before their results.
+            tl.debug_barrier()
+            arrived = arrived_WK + (w - chunk) * kv_heads + head
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == chunks * tl.cdiv(rows * G, BLOCK_M) - 1:
+                tl.store(arrived, 0)  # for the next layer
+                _merge(
+                    pieces_WF,
+                    w,
+                    part_WKMD,
+                    lse_WKM,
+                    out_THD,
+                    0,
+                    ROWS,
+                    D,
+                    G,
+                    BLOCK_D,
+                    TILE_M,
+                    FIELDS,
+                    ROWS,
+                    CHUNKS,
+                )
 
 
 def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
@@ -223,22 +293,24 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
     assert heads == kv_heads * plan.groups, "the plan was made for another grouping of heads"
     assert q_THD.stride(2) == cache_2NPKD.stride(4) == 1, "rows of D must be contiguous"
     assert page == plan.block_size, "the plan was made for another block size"
-    block_m = max(triton.next_power_of_2(plan.tile_queries * plan.groups), 16)
-    block_d = max(triton.next_power_of_2(size), 16)
-    pieces = len(plan.pieces_W8)
-    assert plan.pieces_W8.shape[1] == FIELDS
-    out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=q_THD.device)
-    part_WKMD = torch.empty(pieces, kv_heads, block_m, size, dtype=torch.float32, device=q_THD.device)
-    lse_WKM = torch.empty(pieces, kv_heads, block_m, dtype=torch.float32, device=q_THD.device)
+    assert BLOCK_N % page == 0, "a block of keys must be whole blocks of the cache"
+    tile_m = max(triton.next_power_of_2(plan.tile_queries * plan.groups), 16)
     wide = q_THD.dtype == torch.float32
-    _attend_kernel[(kv_heads, pieces)](
+    block_m = min(tile_m, 64 if wide or not has_large_tiles(q_THD) else 128)
+    block_d = max(triton.next_power_of_2(size), 16)
+    pieces = len(plan.pieces_WF)
+    out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=q_THD.device)
+    part_WKMD = torch.empty(pieces, kv_heads, tile_m, size, dtype=torch.float32, device=q_THD.device)
+    lse_WKM = torch.empty(pieces, kv_heads, tile_m, dtype=torch.float32, device=q_THD.device)
+    warps = WIDE_WARPS if block_m > 64 else 4
+    apart = tile_m >= APART_ROWS
+    shape = {"D": size, "G": plan.groups, "BLOCK_D": block_d, "TILE_M": tile_m, "FIELDS": FIELDS, "CHUNKS": CHUNKS}
+    _attend_kernel[(kv_heads, pieces, tile_m // block_m)](
         q_THD,
         cache_2NPKD[0],
         cache_2NPKD[1],
-        plan.pieces_W8,
+        plan.pieces_WF,
         plan.block_table_BM,
-        plan.prefix_len_B,
-        plan.key_start_B,
         plan.ancestors_T,
         out_THD,
         part_WKMD,
@@ -248,15 +320,27 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
         *q_THD.stride()[:2],
         *cache_2NPKD.stride()[1:4],
         plan.block_table_BM.stride(0),
-        D=size,
-        G=plan.groups,
         PAGE=page,
-        BLOCK_D=block_d,
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         PRECISION="tf32x3" if wide else "tf32",
-        CHUNKS=max(_CHUNKS_AT_ONCE * 16 // block_m, 1),
-        num_warps=4,
-        num_stages=_WIDE_STAGES if wide else _STAGES,
+        MERGES=not apart,
+        ROWS=_merged_rows(tile_m, block_d, warps),
+        **shape,
+        num_warps=warps,
+        num_stages=_WIDE_STAGES if wide else STAGES,
     )
+    if apart:
+        rows = _merged_rows(tile_m, block_d, 4)
+        _merge_kernel[(kv_heads, pieces)](plan.pieces_WF, part_WKMD, lse_WKM, out_THD, ROWS=rows, **shape, num_warps=4)
     return out_THD
+
+
+def has_large_tiles(x: Tensor) -> bool:
+    """Return whether programs of the tensor's GPU take 128 rows (compute capability 9: 227 KiB of shared memory)."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _merged_rows(tile_m: int, block_d: int, warps: int) -> int:
+    """Return the number of rows that a program merges at a time: 16 KiB a warp, 128 registers of a thread."""
+    return min(max(warps * 32 * 128 // (CHUNKS * block_d), 1), tile_m)

@@ -7,6 +7,7 @@ few shows. The same check must detect bugs planted in copies of the source.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import accumulate
 from types import ModuleType
 
@@ -120,16 +121,73 @@ def test_head_dimensions(size: int, dtype: torch.dtype) -> None:
 def test_plan_splits_only_the_long_sequence() -> None:
     """One long text in a batch of short ones is cut into many pieces; the short ones are not cut."""
     case = make_case((tree(400), *[tree(5)] * 6))
-    pieces = planned(case).pieces_W8
+    pieces = planned(case).pieces_WF
     used = pieces[pieces[:, 2] > 0]
-    assert [(used[:, 0] == b).sum() for b in range(7)] == [7, 2, 2, 2, 2, 2, 2]
-    assert (pieces[:, 5] - pieces[:, 4])[pieces[:, 2] > 0].max() <= 5
+    assert [(used[:, 0] == b).sum() for b in range(7)] == [6, 1, 1, 1, 1, 1, 1]
+    assert (used[:, 5] - 16 * used[:, 4]).max() == 5 * 16
 
 
 def test_query_without_visible_keys_yields_zeros() -> None:
     output = attended(make_case((tree(4, 0, start=5),)))  # the window hides even the row of the root
     assert (output[0] == 0).all()
     assert torch.isfinite(output).all()
+
+
+def bushy(prefix: int, nodes: int, **fields: int) -> Sequence:
+    """Return a sequence with a draft tree of ``nodes`` nodes, root included, three children a node."""
+    return tree(prefix, *((node - 1) // 3 for node in range(1, nodes)), **fields)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("nodes", [17, 21, 32, 33, 60, 64])
+def test_trees_of_many_nodes(nodes: int, dtype: torch.dtype) -> None:
+    """Up to 32 nodes of four heads are one tile, so their keys are read once; more are two tiles."""
+    case = make_case((bushy(90, nodes),), kv=1, groups=4, dtype=dtype)
+    pieces = planned(case).pieces_WF
+    assert pieces[pieces[:, 2] > 0, 1].unique().numel() == -(-nodes // 32)
+    assert close(attended(case), by_definition(case))
+
+
+def test_trees_of_many_nodes_beside_other_sequences() -> None:
+    case = make_case((bushy(70, 40), tree(130), bushy(0, 64), chunk(33, 50), chain(20, 5, start=9)), kv=2, groups=4)
+    assert close(attended(case, padding_queries=9, padding_rows=1), by_definition(case))
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 21], ids=["16 rows", "32 rows", "128 rows"])
+def test_more_chunks_than_are_merged_at_a_time(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "processors", lambda _: 100)
+    case = make_case((bushy(16 * 75, nodes),), kv=1, groups=4)
+    assert planned(case).pieces_WF[:, 7].max() > 64
+    assert close(attended(case), by_definition(case))
+
+
+@pytest.mark.parametrize("nodes", [5, 21])
+def test_a_row_does_not_depend_on_the_others(nodes: int) -> None:
+    """The queries of other rows change no bit of a row, also where chunks are merged."""
+    case = make_case((bushy(130, nodes),), kv=1, groups=4)
+    others = case.q_THD.clone()
+    others[torch.arange(nodes) != 3] *= -3
+    assert torch.equal(attended(case)[3], attended(replace(case, q_THD=others))[3])
+
+
+def test_a_long_sequence_fills_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """129 blocks are 15 pieces of 9 on 132 processors for 8 heads: 17 pieces of 8 would need two rounds."""
+    monkeypatch.setattr(plan, "processors", lambda _: 132)
+    monkeypatch.setattr(plan, "BLOCK_N", 64)
+    zero = torch.zeros(1, dtype=torch.int64)
+    pieces = plan.plan(
+        query_start=torch.tensor([0, 1]),
+        prefix_len_B=zero + 8192,
+        key_start_B=zero,
+        ancestors_T=zero + 1,
+        block_table_BM=torch.zeros(1, 600, dtype=torch.int64),
+        block_size=16,
+        groups=4,
+        kv_heads=8,
+    ).pieces_WF
+    used = pieces[pieces[:, 2] > 0]
+    assert len(used) == 15
+    assert (used[:, 5] - 64 * used[:, 4]).max() == 9 * 64
 
 
 @pytest.mark.usefixtures("on_kernels")
@@ -201,28 +259,23 @@ BUGS: dict[str, tuple[str, str]] = {
     "a chunk sees no own row": ("behind_N[None, :] <= own_row_M", "behind_N[None, :] < own_row_M"),
     "a chunk sees one row ahead": ("behind_N[None, :] <= own_row_M", "behind_N[None, :] <= 1 + own_row_M"),
     "the window is late": ("(key_N >= start)", "(key_N > start)"),
-    "the window is not masked": (
-        "clear = tl.minimum(tl.maximum(begin, (start + BLOCK_N - 1) // BLOCK_N), end)",
-        "clear = begin",
-    ),
-    "the prefix ends a block late": (
-        "tl.maximum(clear, prefix // BLOCK_N)",
-        "tl.maximum(clear, prefix // BLOCK_N + 1)",
-    ),
-    "what is unseen is read": ("(d < D)[None, :] & seen_N[:, None]", "(d < D)[None, :] & (seen_N | True)[:, None]"),
-    "a chunk is merged without its weight": ("acc_MD += weight_M[:, None] * ", "acc_MD += "),
-    "the weights of the chunks are not summed": ("total_M += weight_M", "total_M = weight_M"),
-    "no piece merges": ("== chunks - 1:", "== chunks:"),
+    "the window is not masked": ("(block * BLOCK_N < start) | ", ""),
+    "the prefix ends a block late": ("((block + 1) * BLOCK_N > prefix)", "(block * BLOCK_N > prefix)"),
+    "the row behind the tree is read": ("_highest_bit(anyone) + 1", "_highest_bit(anyone) + 2"),
+    "the last row of the tree is not read": ("_highest_bit(anyone) + 1", "_highest_bit(anyone)"),
+    "the keys of a block are those of the next": ("_pages(table, begin,", "_pages(table, begin + 1,"),
+    "the address of the next block is old": ("_pages(table, block + 1,", "_pages(table, block,"),
+    "a chunk is merged without its weight": ("weight_RC[:, :, None] * part_RCD", "part_RCD"),
+    "the weights of the chunks are not summed": ("sum_R * shrink_R + tl.sum(weight_RC, 1)", "tl.sum(weight_RC, 1)"),
+    "merged chunks are not rescaled": ("acc_RD * shrink_R[:, None]", "acc_RD"),
+    "no piece merges": ("* tl.cdiv(rows * G, BLOCK_M) - 1:", "* tl.cdiv(rows * G, BLOCK_M):"),
     "the logarithm is base 2": (" * 0.6931471805599453)", ")"),
-    "a sum is not rescaled": ("return acc_MD, sum_M * shrink_M + ", "return acc_MD, sum_M + "),
-    "the first chunk is not merged": (
-        "tl.int32) < chunks)",
-        "tl.int32) < chunks) & (start + i + tl.zeros([BLOCK_M], tl.int32) > 0)",
-    ),
+    "a sum is not rescaled": ("sum_MS * shrink_M[:, None]", "sum_MS"),
+    "the first chunk is not merged": ("(start + c < chunks)", "((start + c < chunks) & (start + c > 0))"),
     "values are another head's": ("v_NPKD + head.to(tl.int64)", "v_NPKD + 0 * head.to(tl.int64)"),
 }
 PLAN_BUGS: dict[str, tuple[str, str]] = {
-    "a run is a block short": ("tl.minimum(from_W + run, end_W)", "tl.minimum(from_W + run - 1, end_W)"),
+    "a run is a block short": ("tl.minimum((from_W + run) * KEYS,", "tl.minimum((from_W + run - 1) * KEYS,"),
     "the second tile begins late": (
         "// tl.maximum(chunks_W, 1), 0) * tile",
         "// tl.maximum(chunks_W, 1), 0) * (tile + 1)",
@@ -233,8 +286,20 @@ PLAN_BUGS: dict[str, tuple[str, str]] = {
 }
 
 
-def differs_from_reference(run: Callable[[Case], Tensor]) -> bool:
-    case = make_case(SMALL, groups=4)
+LARGE = (bushy(130, 60, slack=96),)
+LARGE_BUGS: dict[str, tuple[str, str]] = {
+    "all pieces merge the first rows": ("            chunk * ROWS,", "            0,"),
+    "a program takes the rows of the first": ("tl.program_id(2) * BLOCK_M", "0"),
+    "the programs of a tile share a part": (
+        "* kv_heads + head) * TILE_M + m",
+        "* kv_heads + head) * TILE_M + m % BLOCK_M",
+    ),
+}
+"""Bugs of tiles of more than 64 rows, whose chunks are merged by a second launch."""
+
+
+def differs_from_reference(run: Callable[[Case], Tensor], sequences: tuple[Sequence, ...] = SMALL) -> bool:
+    case = make_case(sequences, groups=4)
     wanted = by_definition(case)
     try:
         return not close(run(case), wanted)
@@ -244,15 +309,25 @@ def differs_from_reference(run: Callable[[Case], Tensor]) -> bool:
 
 def test_unmodified_kernel_passes_the_bug_check(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     mutant = plant(kernel, "kernel", "kernel")
-    mutant.BLOCK_N, mutant._CHUNKS_AT_ONCE = 16, 2
+    mutant.BLOCK_N, mutant.CHUNKS = 16, 1
     assert not differs_from_reference(lambda case: attended(case, of=mutant))
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     mutant = plant(kernel, *BUGS[bug])
-    mutant.BLOCK_N, mutant._CHUNKS_AT_ONCE = 16, 2
+    mutant.BLOCK_N, mutant.CHUNKS = 16, 1
     assert differs_from_reference(lambda case: attended(case, of=mutant))
+
+
+@pytest.mark.parametrize("bug", LARGE_BUGS)
+def test_bugs_planted_for_large_tiles_are_detected(
+    bug: str, plant: Callable[[ModuleType, str, str], ModuleType]
+) -> None:
+    assert not differs_from_reference(attended, LARGE)
+    mutant = plant(kernel, *LARGE_BUGS[bug])
+    mutant.BLOCK_N = 16
+    assert differs_from_reference(lambda case: attended(case, of=mutant), LARGE)
 
 
 @pytest.mark.parametrize("bug", PLAN_BUGS)
