@@ -38,8 +38,6 @@ def top_k(
             sharpness=sharpness,
             truncation=truncation,
         )
-    from specdecode_kernels.sample.kernel import cuts
     from specdecode_kernels.top_k import kernel
 
-    row_cuts = None if truncation is None else cuts(logits_RV, temperature_R, truncation, sharpness=sharpness)
-    return kernel.top_k(logits_RV, k, temperature_R, seed_R, position_R, ids_V, sharpness, row_cuts)
+    return kernel.top_k(logits_RV, k, temperature_R, seed_R, position_R, ids_V, sharpness, truncation)
