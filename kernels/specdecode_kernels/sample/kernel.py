@@ -1,7 +1,7 @@
 """Temperature, min-p, top-k and top-p on a GPU without a sort: one threshold per row (README.md).
 
-`verify` and `top_k` read the thresholds and never compute probabilities; `processed` writes the probabilities for
-callers that need them.
+`verify` reads the thresholds and never computes probabilities; `processed` writes the probabilities for callers that
+need them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _heaviest(h):
 
 @triton.jit
 def _stat(stats_RQS, row, which: tl.constexpr, slices, other, BLOCK_S: tl.constexpr):
-    """Load a statistic of all slices of a row: best logit, mass, mass above the candidates, worst and best candidate."""
+    """Load a statistic of all slices: best logit, mass, mass above the candidates, worst and best candidate."""
     s = tl.arange(0, BLOCK_S)
     return tl.load(stats_RQS + (row * 5 + which) * slices + s, mask=s < slices, other=other)
 
@@ -104,12 +104,12 @@ def _limits(
 
 
 @triton.jit(do_not_specialize=["temperature_R"])
-def _top_kernel(logits_RV, temperature_R, stats_RQS, vocab_size, row_stride, sharpness, BLOCK: tl.constexpr):
+def _top_kernel(logits_RV, temperature_R, stats_RQS, vocab_size, row_stride, BLOCK: tl.constexpr):
     """Write the best scaled logit of a slice of a row. Scaling rounds, but never changes an order."""
     row, piece, slices = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     token = piece * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_RV + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-    tl.store(stats_RQS + row * 5 * slices + piece, _scale(tl.max(x, 0), tl.load(temperature_R + row), sharpness))
+    tl.store(stats_RQS + row * 5 * slices + piece, _scale(tl.max(x, 0), tl.load(temperature_R + row), 1.0))
 
 
 @triton.jit(do_not_specialize=["temperature_R", "top_k_R", "top_p_R", "min_p_R"])
@@ -123,7 +123,6 @@ def _mass_kernel(
     counts_RSH,
     vocab_size,
     row_stride,
-    sharpness,
     TRUNCATED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -132,7 +131,7 @@ def _mass_kernel(
     row, piece, slices = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     top, floor, k, top_p = _limits(stats_RQS, top_k_R, top_p_R, min_p_R, row, slices, vocab_size, TRUNCATED, BLOCK_S)
     token = piece * BLOCK + tl.arange(0, BLOCK)
-    x = scaled(logits_RV + row * row_stride, token, token < vocab_size, tl.load(temperature_R + row), sharpness)
+    x = scaled(logits_RV + row * row_stride, token, token < vocab_size, tl.load(temperature_R + row), 1.0)
     alive = (x >= floor) & (x > float("-inf"))
     tl.store(stats_RQS + (row * 5 + 1) * slices + piece, tl.sum(tl.where(alive, tl.exp(x - top), 0.0), 0))
     if TRUNCATED and (k > 0) | (top_p < 1.0):
@@ -193,7 +192,6 @@ def _list_kernel(
     lists_RC,
     vocab_size,
     row_stride,
-    sharpness,
     BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr,
     ROOM: tl.constexpr,
@@ -205,7 +203,7 @@ def _list_kernel(
     if near <= far:
         top = tl.max(_stat(stats_RQS, row, 0, slices, float("-inf"), BLOCK_S), 0)
         token = piece * BLOCK + tl.arange(0, BLOCK)
-        x = scaled(logits_RV + row * row_stride, token, token < vocab_size, tl.load(temperature_R + row), sharpness)
+        x = scaled(logits_RV + row * row_stride, token, token < vocab_size, tl.load(temperature_R + row), 1.0)
         alive = (x >= top + tl.log(tl.load(min_p_R + row))) & (x > float("-inf"))
         h = tl.where(alive, _bin(x, top), 256)
         here = (h >= near) & (h <= far)
@@ -227,13 +225,13 @@ def _members(source, start, least, most, BLOCK: tl.constexpr):
 
     They are read from their list, or from the whole row if they did not fit in the list.
     """
-    logits_V, list_C, listed, vocab_size, temperature, sharpness = source
+    logits_V, list_C, listed, vocab_size, temperature = source
     place = start + tl.arange(0, BLOCK)
     if listed > 0:
         entry = tl.load(list_C + place, mask=place < listed, other=0x7FC00000 << 32)  # no number
         token, x = entry.to(tl.int32), (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     else:
-        token, x = place, scaled(logits_V, place, place < vocab_size, temperature, sharpness)
+        token, x = place, scaled(logits_V, place, place < vocab_size, temperature, 1.0)
     return token, tl.where((x >= least) & (x <= most), x, float("-inf"))
 
 
@@ -243,11 +241,10 @@ def _search(source, length, least, most, top, wanted, MASS: tl.constexpr, BLOCK:
     low, high = _key(least).to(tl.int64), _key(most).to(tl.int64)
     while low < high:
         middle = low + (high - low + 1) // 2
-        reached = tl.zeros([1], tl.float32)
+        reached = tl.zeros([BLOCK], tl.float32)
         for start in range(0, length, BLOCK):
             _, x = _members(source, start, _number(middle), most, BLOCK)
-            weight = tl.exp(x - top) if MASS else (x > float("-inf")).to(tl.float32)
-            reached += tl.sum(weight, 0)
+            reached += tl.exp(x - top) if MASS else (x > float("-inf")).to(tl.float32)
         enough = tl.sum(reached, 0) >= wanted
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
@@ -268,7 +265,6 @@ def _cuts_kernel(
     lse_R,
     vocab_size,
     row_stride,
-    sharpness,
     slices,
     TRUNCATED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -291,7 +287,7 @@ def _cuts_kernel(
             listed = tl.where(candidates <= ROOM, candidates, 0)
             length = tl.where(listed > 0, listed, vocab_size)
             temperature = tl.load(temperature_R + row)
-            source = (logits_RV + row * row_stride, lists_RC + row * ROOM, listed, vocab_size, temperature, sharpness)
+            source = (logits_RV + row * row_stride, lists_RC + row * ROOM, listed, vocab_size, temperature)
             if k > 0:
                 least = _search(source, length, least, most, top, k.to(tl.float32), False, BLOCK)
                 threshold = least
@@ -350,7 +346,6 @@ def cuts(
     temperature_R: Tensor,
     truncation: tuple[Tensor, Tensor, Tensor] | None,
     *,
-    sharpness: float = 1.0,
     size: int = SLICE,
     block: int = BLOCK,
     room: int = ROOM,
@@ -375,7 +370,7 @@ def cuts(
     lists_RC = torch.empty(listing, room, dtype=torch.int64, device=device)
     top_k_R, top_p_R, min_p_R = truncation or (last_R, threshold_R, lse_R)  # placeholders, not read without truncation
     limits = (top_k_R, top_p_R, min_p_R, stats_RQS, counts_RSH)
-    whole = (vocab_size, logits_RV.stride(0), sharpness)
+    whole = (vocab_size, logits_RV.stride(0))
     sizes = {"BLOCK": size, "BLOCK_S": block_s, "num_warps": 8}
     truncated = truncation is not None
     _top_kernel[grid](logits_RV, temperature_R, stats_RQS, *whole, BLOCK=size, num_warps=8)

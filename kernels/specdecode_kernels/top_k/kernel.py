@@ -13,7 +13,8 @@ from torch import Tensor
 from specdecode_kernels.noise.kernel import quick_gumbel, words
 from specdecode_kernels.sample.kernel import scaled
 
-BLOCK = 2048
+SLICES = 64
+"""Maximum number of slices of a row."""
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def _slice_kernel(
 
 
 @triton.jit
-def _kept(x_K, lse, top_k, top_p, min_p):
+def _passing(x_K, lse, top_k, top_p, min_p):
     """Return whether candidates pass the cuts, as far as the other candidates tell."""
     better_KK = x_K[None, :] > x_K[:, None]
     mass_K = tl.sum(tl.where(better_KK, tl.exp(x_K - lse)[None, :], 0.0), 1)
@@ -118,9 +119,9 @@ def _join_kernel(
             x_K = scaled(logits_RV + row * row_stride, best_K, j < K, tl.load(temperature_R + row), sharpness)
             top_k, top_p, min_p = tl.load(top_k_R + row), tl.load(top_p_R + row), tl.load(min_p_R + row)
             # The candidates of a greedy row are in the order of their logits, which no cut changes.
-            kept_K = (_kept(x_K, lse, top_k, top_p, min_p) & (j < K)).to(tl.int32)
-            dropped_K = tl.sum(kept_K, 0) + tl.cumsum(1 - kept_K, 0)
-            place_K = tl.where(kept_K > 0, tl.cumsum(kept_K, 0), dropped_K) - 1
+            passing_K = (_passing(x_K, lse, top_k, top_p, min_p) & (j < K)).to(tl.int32)
+            dropped_K = tl.sum(passing_K, 0) + tl.cumsum(1 - passing_K, 0)
+            place_K = tl.where(passing_K > 0, tl.cumsum(passing_K, 0), dropped_K) - 1
         if MAPPED:
             best_K = tl.load(ids_V + best_K, mask=j < K, other=0)
         tl.debug_barrier()
@@ -137,7 +138,7 @@ def top_k(
     sharpness: float,
     truncation: tuple[Tensor, Tensor, Tensor] | None,
     *,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> Tensor:
     """Return k target token ids per row, [R, k] int64, best first. Rows of temperature 0 are greedy.
 
@@ -147,6 +148,7 @@ def top_k(
     assert logits_RV.stride(1) == 1, "a row's logits must be contiguous"
     assert 0 < k <= vocab_size, "no more can be proposed than there are tokens"
     device = logits_RV.device
+    block = block or max(triton.next_power_of_2(triton.cdiv(vocab_size, SLICES)), 64)
     pieces = triton.cdiv(vocab_size, block)
     best_RK = torch.empty(rows, k, dtype=torch.int64, device=device)
     score_RK = torch.empty(rows, k, dtype=torch.float32, device=device)

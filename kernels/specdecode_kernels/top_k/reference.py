@@ -26,9 +26,7 @@ def top_k(
 ) -> Tensor:
     """Return k target token ids per row, [R, k], best first.
 
-    Sampled rows take the top of log q + g(seed, position, id), greedy rows the top of the plain logits. Proposals that
-    truncation would drop if there were no tokens but the k, with their probabilities, come last. Those of greedy rows
-    are in the order of their probabilities, so that this changes nothing.
+    Sampled rows take the top of log q + g(seed, position, id), greedy rows the top of the plain logits.
 
     Args:
         logits_RV: Logits of the draft.
@@ -43,22 +41,10 @@ def top_k(
     """
     greedy_R = temperature_R == 0
     nothing = (torch.zeros_like(position_R), torch.ones_like(temperature_R), torch.zeros_like(temperature_R))
-    logq_RV = processed(logits_RV * sharpness, torch.where(greedy_R, 1.0, temperature_R), *nothing)
+    logq_RV = processed(logits_RV * sharpness, torch.where(greedy_R, 1.0, temperature_R), *(truncation or nothing))
     noise_RV = gumbel(seed_R, position_R, vocab_size)
     if ids_V is not None:
         noise_RV = noise_RV[:, ids_V]
     scores_RV = torch.where(greedy_R[:, None], logits_RV.double(), logq_RV + noise_RV)
     best_RK = scores_RV.topk(k, dim=-1).indices
-    if truncation is not None:
-        kept_RK = _kept(logq_RV.gather(1, best_RK), *truncation)
-        best_RK = best_RK.gather(1, kept_RK.int().sort(dim=-1, descending=True, stable=True).indices)
     return best_RK if ids_V is None else ids_V[best_RK]
-
-
-def _kept(logq_RK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """Return a mask of the candidates that pass the cuts, as far as the other candidates of their row tell."""
-    better_RKK = logq_RK[:, None, :] > logq_RK[:, :, None]
-    mass_RK = (better_RKK * logq_RK.exp()[:, None, :]).sum(-1)
-    among_RK = (better_RKK.sum(-1) < top_k_R[:, None]) | (top_k_R <= 0)[:, None]
-    floor_R1 = logq_RK.amax(-1, keepdim=True) + min_p_R.log()[:, None]
-    return (mass_RK < top_p_R[:, None]) & among_RK & (logq_RK >= floor_R1)

@@ -41,7 +41,8 @@ def proposed(
 
 
 def wanted(logits: Tensor, k: int, ids: Tensor | None, sharpness: float, *, truncated: bool = False) -> Tensor:
-    return reference.top_k(
+    """Return the proposals of the reference without truncation; those that the cuts drop among them come last."""
+    best = reference.top_k(
         logits.float(),
         k,
         temperature_R=TEMPERATURE,
@@ -50,8 +51,20 @@ def wanted(logits: Tensor, k: int, ids: Tensor | None, sharpness: float, *, trun
         vocab_size=logits.shape[1] if ids is None else TARGET_SIZE,
         ids_V=ids,
         sharpness=sharpness,
-        truncation=TRUNCATION if truncated else None,
     )
+    if not truncated:
+        return best
+    own = best if ids is None else torch.searchsorted(ids, best)
+    shares = torch.softmax(logits.double() * sharpness / torch.where(TEMPERATURE > 0, TEMPERATURE, 1.0)[:, None], -1)
+    rows = zip(shares.gather(1, own).tolist(), *(column.tolist() for column in TRUNCATION), strict=True)
+    for row, (share, top_k, top_p, min_p) in enumerate(rows):
+        better = [[other for other in share if other > mine] for mine in share]
+        passes = [
+            sum(others) < top_p and (top_k == 0 or len(others) < top_k) and mine >= min_p * max(share)
+            for mine, others in zip(share, better, strict=True)
+        ]
+        best[row] = best[row, sorted(range(k), key=lambda place, passes=passes: not passes[place])]
+    return best
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -126,8 +139,8 @@ BUGS: dict[str, tuple[str, str]] = {
     "top-k keeps one more": ("1) < tl.where(top_k", "1) <= tl.where(top_k"),
     "min-p is forgotten": ("tl.max(x_K, 0) + tl.log(min_p)", "float('-inf')"),
     "the dropped lose their order": (
-        "+ tl.cumsum(1 - kept_K, 0)",
-        "+ 1 + tl.sum(1 - kept_K, 0) - tl.cumsum(1 - kept_K, 0)",
+        "+ tl.cumsum(1 - passing_K, 0)",
+        "+ 1 + tl.sum(1 - passing_K, 0) - tl.cumsum(1 - passing_K, 0)",
     ),
     "one slice alone": ("mask=c < entries, other=-1)", "mask=c < K, other=-1)"),
 }
