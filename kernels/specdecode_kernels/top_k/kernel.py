@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specdecode_kernels.noise.kernel import quick_gumbel, words
-from specdecode_kernels.sample.kernel import Cuts, passes_cuts, scaled
+from specdecode_kernels.sample.kernel import scaled
 
-BLOCK = 2048
+SLICES = 64
+"""Maximum number of slices of a row."""
 
 
 @triton.jit
@@ -27,17 +28,16 @@ def _take(score, index, free, out_score, out_index, K: tl.constexpr):
         free = tl.where(index == first, 0, free)
 
 
-@triton.jit(do_not_specialize=["temperature_R", "seed_R", "position_R", "ids_V", "threshold_R", "last_R"])
+@triton.jit(do_not_specialize=["temperature_R", "seed_R", "position_R", "ids_V"])
 def _slice_kernel(
     logits_RV,
     temperature_R,
     seed_R,
     position_R,
     ids_V,
-    threshold_R,
-    last_R,
     score_RSK,
     index_RSK,
+    lse_RS,
     vocab_size,
     row_stride,
     sharpness,
@@ -54,7 +54,9 @@ def _slice_kernel(
     x = scaled(logits_RV + row * row_stride, token, inside, temperature, sharpness)
     if temperature > 0:
         if CUT:
-            x = tl.where(passes_cuts(x, token, tl.load(threshold_R + row), tl.load(last_R + row)), x, float("-inf"))
+            top = tl.max(x, 0)
+            lse = top + tl.log(tl.sum(tl.exp(x - tl.maximum(top, -1e30)), 0))
+            tl.store(lse_RS + row * tl.num_programs(1) + piece, lse)
         seed, position = tl.load(seed_R + row), tl.load(position_R + row)
         if MAPPED:
             # Adjacent draft tokens are not adjacent target tokens, so each draws its whole counter and keeps one word.
@@ -69,21 +71,61 @@ def _slice_kernel(
     _take(x, token, inside.to(tl.int32), score_RSK + out, index_RSK + out, K)
 
 
-@triton.jit(do_not_specialize=["ids_V"])
+@triton.jit
+def _passing(x_K, lse, top_k, top_p, min_p):
+    """Return whether candidates pass the cuts, as far as the other candidates tell."""
+    better_KK = x_K[None, :] > x_K[:, None]
+    mass_K = tl.sum(tl.where(better_KK, tl.exp(x_K - lse)[None, :], 0.0), 1)
+    among_K = tl.sum(better_KK.to(tl.int32), 1) < tl.where(top_k > 0, top_k, 2147483647)
+    return (mass_K < top_p) & among_K & (x_K >= tl.max(x_K, 0) + tl.log(min_p))
+
+
+@triton.jit(do_not_specialize=["temperature_R", "top_k_R", "top_p_R", "min_p_R", "ids_V"])
 def _join_kernel(
-    score_RC, index_RC, score_RK, best_RK, ids_V, entries, MAPPED: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr
+    logits_RV,
+    temperature_R,
+    top_k_R,
+    top_p_R,
+    min_p_R,
+    score_RC,
+    index_RC,
+    lse_RS,
+    score_RK,
+    best_RK,
+    ids_V,
+    entries,
+    row_stride,
+    sharpness,
+    CUT: tl.constexpr,
+    MAPPED: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    """Find the best K of all slices of one row and map them to target ids."""
+    """Find the best K of all slices of one row, put those that the cuts drop last, and map them to target ids."""
     row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK_C)
+    c, j = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
     score = tl.load(score_RC + row * entries + c, mask=c < entries, other=float("-inf"))
     index = tl.load(index_RC + row * entries + c, mask=c < entries, other=-1)
     _take(score, index, (index >= 0).to(tl.int32), score_RK + row * K, best_RK + row * K, K)
-    if MAPPED:
+    if CUT or MAPPED:
         tl.debug_barrier()
-        for place in tl.static_range(K):
-            at = best_RK + row * K + place
-            tl.store(at, tl.load(ids_V + tl.load(at)))
+        best_K = tl.load(best_RK + row * K + j, mask=j < K, other=0)
+        place_K = j
+        if CUT:
+            lse_C = tl.load(lse_RS + row * (entries // K) + c, mask=c < entries // K, other=float("-inf"))
+            top = tl.max(lse_C, 0)
+            lse = top + tl.log(tl.sum(tl.exp(lse_C - top), 0))
+            x_K = scaled(logits_RV + row * row_stride, best_K, j < K, tl.load(temperature_R + row), sharpness)
+            top_k, top_p, min_p = tl.load(top_k_R + row), tl.load(top_p_R + row), tl.load(min_p_R + row)
+            # The candidates of a greedy row are in the order of their logits, which no cut changes.
+            passing_K = (_passing(x_K, lse, top_k, top_p, min_p) & (j < K)).to(tl.int32)
+            dropped_K = tl.sum(passing_K, 0) + tl.cumsum(1 - passing_K, 0)
+            place_K = tl.where(passing_K > 0, tl.cumsum(passing_K, 0), dropped_K) - 1
+        if MAPPED:
+            best_K = tl.load(ids_V + best_K, mask=j < K, other=0)
+        tl.debug_barrier()
+        tl.store(best_RK + row * K + place_K, best_K, mask=j < K)
 
 
 def top_k(
@@ -94,50 +136,65 @@ def top_k(
     position_R: Tensor,
     ids_V: Tensor | None,
     sharpness: float,
-    cuts: Cuts | None,
+    truncation: tuple[Tensor, Tensor, Tensor] | None,
     *,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> Tensor:
-    """Return k target token ids per row, [R, k] int64, best first. Rows of temperature 0 are greedy."""
+    """Return k target token ids per row, [R, k] int64, best first. Rows of temperature 0 are greedy.
+
+    ``truncation`` is (top-k, top-p, min-p) per row, int64 and fp32; None truncates nothing.
+    """
     rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row's logits must be contiguous"
     assert 0 < k <= vocab_size, "no more can be proposed than there are tokens"
     device = logits_RV.device
+    block = block or max(triton.next_power_of_2(triton.cdiv(vocab_size, SLICES)), 64)
     pieces = triton.cdiv(vocab_size, block)
     best_RK = torch.empty(rows, k, dtype=torch.int64, device=device)
     score_RK = torch.empty(rows, k, dtype=torch.float32, device=device)
     score_RSK = torch.empty(rows, pieces, k, dtype=torch.float32, device=device)
     index_RSK = torch.empty(rows, pieces, k, dtype=torch.int32, device=device)
+    lse_RS = torch.empty(rows, pieces, dtype=torch.float32, device=device)
+    cuts_R = truncation or (position_R, temperature_R, temperature_R)  # placeholders, not read without truncation
+    cut, mapped = truncation is not None, ids_V is not None
     if not rows:
         return best_RK
+    ids = seed_R if ids_V is None else ids_V
     _slice_kernel[(rows, pieces)](
         logits_RV,
         temperature_R,
         seed_R,
         position_R,
-        seed_R if ids_V is None else ids_V,
-        temperature_R if cuts is None else cuts.threshold_R,
-        index_RSK if cuts is None else cuts.last_R,
+        ids,
         score_RSK,
         index_RSK,
+        lse_RS,
         vocab_size,
         logits_RV.stride(0),
         sharpness,
-        CUT=cuts is not None,
-        MAPPED=ids_V is not None,
+        CUT=cut,
+        MAPPED=mapped,
         K=k,
         BLOCK=block,
         num_warps=4,
     )
     _join_kernel[(rows,)](
+        logits_RV,
+        temperature_R,
+        *cuts_R,
         score_RSK,
         index_RSK,
+        lse_RS,
         score_RK,
         best_RK,
-        seed_R if ids_V is None else ids_V,
+        ids,
         pieces * k,
-        MAPPED=ids_V is not None,
+        logits_RV.stride(0),
+        sharpness,
+        CUT=cut,
+        MAPPED=mapped,
         K=k,
+        BLOCK_K=triton.next_power_of_2(k),
         BLOCK_C=triton.next_power_of_2(pieces * k),
         num_warps=4,
     )

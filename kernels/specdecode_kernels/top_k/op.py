@@ -23,8 +23,9 @@ def top_k(
 ) -> Tensor:
     """Propose k target token ids per row, [R, k], best first, as `reference.top_k` does.
 
-    On a GPU the noise is fp32: tokens with scores that differ by less than 1e-4 may change places. This can cost a
-    proposal, but never changes the text.
+    On a GPU the noise is fp32: tokens with scores that differ by less than 1e-4 may change places. Truncation applies
+    to the k best tokens alone, and puts tokens last instead of dropping them. This can cost a proposal, but never
+    changes the text.
     """
     if not dispatch.on_gpu(logits_RV) or logits_RV.dtype == torch.float64:
         return reference.top_k(
@@ -38,8 +39,6 @@ def top_k(
             sharpness=sharpness,
             truncation=truncation,
         )
-    from specdecode_kernels.sample.kernel import cuts
     from specdecode_kernels.top_k import kernel
 
-    row_cuts = None if truncation is None else cuts(logits_RV, temperature_R, truncation, sharpness=sharpness)
-    return kernel.top_k(logits_RV, k, temperature_R, seed_R, position_R, ids_V, sharpness, row_cuts)
+    return kernel.top_k(logits_RV, k, temperature_R, seed_R, position_R, ids_V, sharpness, truncation)

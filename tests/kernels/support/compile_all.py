@@ -141,12 +141,14 @@ def rope(size: int) -> None:
 def sampling(dtype: torch.dtype, *, truncated: bool) -> None:
     """Launch the sampling, choice and proposal kernels."""
     logits, row = zeros(4, VOCABULARY, dtype=dtype), floats(4)
-    truncation = sample.cuts(logits, row, (ints(4), row, row) if truncated else None)
-    sample.processed(logits, row, truncation)
-    for cuts in (truncation, None):
-        verify.choose(logits, row, ints(4), ints(4), cuts)
-        top_k.top_k(logits, 8, row, ints(4), ints(4), ints(VOCABULARY), 1.5, cuts)
-        top_k.top_k(logits, 8, row, ints(4), ints(4), None, 1.5, cuts)
+    truncation = (ints(4), row, row) if truncated else None
+    cuts = sample.cuts(logits, row, truncation)
+    sample.processed(logits, row, cuts)
+    verify.choose(logits, row, ints(4), ints(4), cuts)
+    verify.choose(logits, row, ints(4), ints(4), None)
+    for limits in (truncation, None):
+        top_k.top_k(logits, 8, row, ints(4), ints(4), ints(VOCABULARY), 1.5, limits)
+        top_k.top_k(logits, 8, row, ints(4), ints(4), None, 1.5, limits)
 
 
 def multi_round(nodes: int, *, drawn: bool) -> None:

@@ -43,9 +43,9 @@ def logits_of(rows: int, vocab: int, spread: float = 3.0, dtype: torch.dtype = t
     return (spread * torch.randn(rows, vocab, generator=generator)).to(dtype)
 
 
-def by_kernel(module: ModuleType, logits: Tensor, rows: list[Row], room: int = 64) -> Tensor:
+def by_kernel(module: ModuleType, logits: Tensor, rows: list[Row], room: int = 64, block: int = BLOCK) -> Tensor:
     temperature, truncation = columns(rows)
-    thresholds = module.cuts(logits, temperature, truncation, block=BLOCK, room=room)
+    thresholds = module.cuts(logits, temperature, truncation, size=BLOCK, block=block, room=room)
     written: Tensor = module.processed(logits, temperature, thresholds, block=BLOCK)
     return written
 
@@ -126,19 +126,91 @@ def test_the_op_runs_the_kernel(truncated: bool) -> None:
     assert matches_reference(actual, logits, rows)
 
 
+VERY: list[Row] = [
+    (0.6, 0, 0.9, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 1, 0.5, 0.0),
+    (1.0, 0, 1e-9, 0.0),
+    (1.0, 0, 0.999999, 0.0),
+    (1.0, 333, 0.9, 0.0),
+    (1.0, 10_000, 1.0, 0.0),
+    (0.05, 50, 0.95, 0.0),
+    (30.0, 0, 0.97, 0.0),
+    (0.0, 5, 0.9, 0.1),
+    (1.0, 30, 1.0, 1e-3),
+    (1.0, 0, 1.0, 1.0),
+]
+
+
+def test_edges_of_the_parameters() -> None:
+    """A greedy row is treated as one of temperature 1."""
+    rows = [(temperature or 1.0, *cuts) for temperature, *cuts in VERY]
+    for spread, dtype in ((2.0, torch.float32), (2.0, torch.bfloat16), (0.0, torch.float32), (60.0, torch.float32)):
+        logits = logits_of(len(VERY), 333, spread, dtype)
+        for room in (40, 512):
+            assert matches_reference(by_kernel(kernel, logits, VERY, room, 512), logits, rows)
+
+
+def test_masked_rows() -> None:
+    """A grammar leaves few tokens, here in the last slice, or none, which chooses nothing."""
+    logits = logits_of(len(VERY) + 1, 333)
+    logits[:, :300] = -math.inf
+    rows = [*VERY, (1.0, 3, 0.5, 0.0)]
+    logits[-1] = -math.inf
+    actual = by_kernel(kernel, logits, rows)
+    assert matches_reference(actual[:-1], logits[:-1], [(temperature or 1.0, *cuts) for temperature, *cuts in VERY])
+    assert (actual[-1] == -math.inf).all()
+
+
+SHARES = (0.05, 0.3, 0.5, 0.7, 0.9, 0.98, 0.999)
+
+
+def shares(module: ModuleType) -> bool:
+    """Return whether rows of many likely tokens are right for many shares, after top-k and without."""
+    rows: list[Row] = [(t, k, p, 0.0) for t, k in ((1.0, 0), (1.0, 200), (0.3, 0)) for p in SHARES]
+    logits = logits_of(1, 520, 0.7).expand(len(rows), -1).contiguous()
+    return matches_reference(by_kernel(module, logits, rows, 512, 512), logits, rows)
+
+
+def test_shares_of_flat_rows() -> None:
+    assert shares(kernel)
+
+
+BOUNDS: dict[str, tuple[str, str]] = {
+    "the greatest mass of a bin is taken for certain": ("must_H = (least_above_H", "must_H = (most_above_H"),
+    "the least mass of a bin is taken for the greatest": ("may_H = most_above_H", "may_H = least_above_H"),
+    "what is below is cut too soon": ("tl.sum(most_H, 0) - most_above_H", "tl.sum(least_H, 0) - least_above_H"),
+    "what is below is cut too late": ("tl.sum(least_H, 0) - least_above_H", "tl.sum(most_H, 0) - most_above_H"),
+    "a share of all, though top-k cut some": ("tl.where(h < far, least_H, 0.0), 0), 1.0)", "most_H, 0), 1.0)"),
+    "the mass above the candidates is forgotten": ("top_p * total - above", "top_p * total"),
+    "the tokens above the candidates are forgotten": ("k - tl.sum(tl.where(h < near, counts_H, 0), 0)", "k"),
+    "a slice overwrites the one before": ("tl.cumsum(candidates_S, 0) - candidates_S", "0 * candidates_S"),
+    "a slice is left out": ("(row + 1) * slices * 256", "((row + 1) * slices - 1) * 256"),
+    "slices begin one token late": ("token = piece * BLOCK + tl.arange", "token = piece * BLOCK + 1 + tl.arange"),
+    "the best of the first slice is the best": ("mask=s < slices, other=other", "mask=s < 1, other=other"),
+}
+
+
+@pytest.mark.parametrize("bug", BOUNDS)
+def test_bugs_in_the_search_for_candidates_are_detected(
+    bug: str, plant: Callable[[ModuleType, str, str], ModuleType]
+) -> None:
+    assert not shares(plant(kernel, *BOUNDS[bug]))
+
+
 BUGS: dict[str, tuple[str, str]] = {
     "the temperature is forgotten": ("tl.where(temperature > 0, temperature, 1.0)", "1.0"),
-    "k is one less": ("top_k += tl.load(top_k_R + row)", "top_k += tl.load(top_k_R + row) - 1"),
-    "top-p counts what top-k cut": ("            total = 0.0\n", "            pass\n"),
-    "min-p is a floor under probabilities": ("floor = top + tl.log(", "floor = tl.log("),
+    "k is one less": ("tl.load(top_k_R + row), tl", "tl.load(top_k_R + row) - 1, tl"),
+    "top-p counts what top-k cut": ("total = above\n", "pass\n"),
+    "min-p is a floor under probabilities": ("top + tl.log(", "tl.log("),
     "all equals at the threshold stay": ("(place <= equals)", "(place >= 0)"),
     "one equal too few": ("equal & (place <= equals)", "equal & (place < equals)"),
     "negative numbers are out of order": ("tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)", "bits"),
     "the last candidate is left out": (
-        "tl.where(listed > 0, near_count, vocab_size)",
-        "tl.where(listed > 0, near_count - 1, vocab_size)",
+        "tl.where(listed > 0, listed, vocab_size)",
+        "tl.where(listed > 0, listed - 1, vocab_size)",
     ),
-    "the sum is of all": ("total = above + tl.minimum(equals, seen) * each", "pass"),
+    "the sum is of all": ("total = above + better + tl.minimum(equals, seen) * each", "pass"),
     "one block of candidates is read again and again": ("list_C + place, mask", "list_C + place % BLOCK, mask"),
 }
 
@@ -154,6 +226,7 @@ def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, s
     ]
     logits = logits_of(len(rows), 200, 2.0, torch.float16)
     logits[3, ::7] = 9.0
+    logits[4] -= 20.0
     assert not matches_reference(by_kernel(plant(kernel, *BUGS[bug]), logits, rows, 160), logits, rows)
 
 
@@ -167,4 +240,5 @@ def test_unmodified_kernel_passes_the_bug_check() -> None:
     ]
     logits = logits_of(len(rows), 200, 2.0, torch.float16)
     logits[3, ::7] = 9.0
+    logits[4] -= 20.0
     assert matches_reference(by_kernel(kernel, logits, rows, 160), logits, rows)

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_kernels.sample.kernel import cuts
 from specdecode_kernels.top_k import kernel, op, reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 TEMPERATURE = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.0])
-TRUNCATION = (torch.tensor([0, 9, 0, 30, 0]), torch.tensor([1.0, 1.0, 0.9, 1.0, 1.0]), torch.zeros(5))
+TRUNCATION = (
+    torch.tensor([1, 2, 0, 30, 1]),
+    torch.tensor([1.0, 1.0, 0.03, 0.9, 0.1]),
+    torch.tensor([0.0, 0.0, 0.0, 0.4, 0.9]),
+)
 SEEDS = torch.tensor([3, 2**40 + 1, 2**62, 5, 6])
 POSITIONS = torch.tensor([0, 1, 2**33, 77, 78])
 TARGET_SIZE = 2000
@@ -32,13 +35,14 @@ def ids_of(vocab: int) -> Tensor:
 def proposed(
     module: ModuleType, logits: Tensor, k: int, ids: Tensor | None, sharpness: float, *, truncated: bool = False
 ) -> Tensor:
-    thresholds = cuts(logits, TEMPERATURE, TRUNCATION, sharpness=sharpness, block=128, room=64) if truncated else None
-    best: Tensor = module.top_k(logits, k, TEMPERATURE, SEEDS, POSITIONS, ids, sharpness, thresholds, block=64)
+    cuts = TRUNCATION if truncated else None
+    best: Tensor = module.top_k(logits, k, TEMPERATURE, SEEDS, POSITIONS, ids, sharpness, cuts, block=64)
     return best
 
 
 def wanted(logits: Tensor, k: int, ids: Tensor | None, sharpness: float, *, truncated: bool = False) -> Tensor:
-    return reference.top_k(
+    """Return the proposals of the reference without truncation; those that the cuts drop among them come last."""
+    best = reference.top_k(
         logits.float(),
         k,
         temperature_R=TEMPERATURE,
@@ -47,8 +51,20 @@ def wanted(logits: Tensor, k: int, ids: Tensor | None, sharpness: float, *, trun
         vocab_size=logits.shape[1] if ids is None else TARGET_SIZE,
         ids_V=ids,
         sharpness=sharpness,
-        truncation=TRUNCATION if truncated else None,
     )
+    if not truncated:
+        return best
+    own = best if ids is None else torch.searchsorted(ids, best)
+    shares = torch.softmax(logits.double() * sharpness / torch.where(TEMPERATURE > 0, TEMPERATURE, 1.0)[:, None], -1)
+    rows = zip(shares.gather(1, own).tolist(), *(column.tolist() for column in TRUNCATION), strict=True)
+    for row, (share, top_k, top_p, min_p) in enumerate(rows):
+        better = [[other for other in share if other > mine] for mine in share]
+        passes = [
+            sum(others) < top_p and (top_k == 0 or len(others) < top_k) and mine >= min_p * max(share)
+            for mine, others in zip(share, better, strict=True)
+        ]
+        best[row] = best[row, sorted(range(k), key=lambda place, passes=passes: not passes[place])]
+    return best
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -67,11 +83,23 @@ def test_half_precision_proposes_the_same_set() -> None:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_truncated_tokens_are_not_proposed(mapped: bool) -> None:
+@pytest.mark.parametrize("k", [3, 8])
+def test_truncated_tokens_are_proposed_last(k: int, mapped: bool) -> None:
     ids = ids_of(200) if mapped else None
-    actual = proposed(kernel, logits_of(200), 3, ids, 0.8, truncated=True)
-    assert torch.equal(actual, wanted(logits_of(200), 3, ids, 0.8, truncated=True))
-    assert not torch.equal(actual, wanted(logits_of(200), 3, ids, 0.8))
+    actual, free = proposed(kernel, logits_of(200), k, ids, 0.8, truncated=True), wanted(logits_of(200), k, ids, 0.8)
+    assert torch.equal(actual, wanted(logits_of(200), k, ids, 0.8, truncated=True))
+    assert torch.equal(actual.sort().values, free.sort().values)
+    moved = [not torch.equal(*pair) for pair in zip(actual, free, strict=True)]
+    assert k == 3 or moved == [False, True, True, True, False]
+
+
+def test_top_one_is_proposed_first() -> None:
+    """With top-k 1 the target always chooses its best token, which is listed unless noise hides it."""
+    logits = logits_of(200)
+    logits[:, 150] = 12.0
+    cuts = (torch.ones(5, dtype=torch.int64), torch.ones(5), torch.zeros(5))
+    proposals = kernel.top_k(logits, 8, TEMPERATURE, SEEDS, POSITIONS, None, 1.0, cuts)
+    assert (proposals[:, 0] == 150).all()
 
 
 def test_proposals_are_distinct_with_few_candidates() -> None:
@@ -104,13 +132,25 @@ BUGS: dict[str, tuple[str, str]] = {
     ),
     "the wrong word of a counter": ("(ids % 4)[:, None]", "((ids + 1) % 4)[:, None]"),
     "a token is proposed twice": ("free = tl.where(index == first, 0, free)", "free = free"),
-    "ids are not mapped": ("tl.load(ids_V + tl.load(at))", "tl.load(at)"),
+    "ids are not mapped": ("tl.load(ids_V + best_K, mask=j < K, other=0)", "best_K + 0"),
     "what is cut is proposed": ("if CUT:", "if False:"),
+    "shares are of the listed": ("tl.exp(x_K - lse)", "tl.exp(x_K - tl.max(x_K, 0))"),
+    "a slice's mass is that of its best": ("tl.log(tl.sum(tl.exp(x - tl.maximum(top, -1e30)), 0))", "0.0"),
+    "top-k keeps one more": ("1) < tl.where(top_k", "1) <= tl.where(top_k"),
+    "min-p is forgotten": ("tl.max(x_K, 0) + tl.log(min_p)", "float('-inf')"),
+    "the dropped lose their order": (
+        "+ tl.cumsum(1 - passing_K, 0)",
+        "+ 1 + tl.sum(1 - passing_K, 0) - tl.cumsum(1 - passing_K, 0)",
+    ),
     "one slice alone": ("mask=c < entries, other=-1)", "mask=c < K, other=-1)"),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
-    proposals = proposed(plant(kernel, *BUGS[bug]), logits_of(200), 4, ids_of(200), 1.0, truncated=True)
-    assert not torch.equal(proposals, wanted(logits_of(200), 4, ids_of(200), 1.0, truncated=True))
+    mutant, seen = plant(kernel, *BUGS[bug]), []
+    for seed in range(4):
+        logits, ids = logits_of(200, seed=seed), ids_of(200)
+        actual = proposed(mutant, logits, 8, ids, 1.0, truncated=True)
+        seen.append(not torch.equal(actual, wanted(logits, 8, ids, 1.0, truncated=True)))
+    assert any(seen)

@@ -35,7 +35,7 @@ def logits_of(vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 
 def chosen(module: ModuleType, logits: Tensor, truncation: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
-    thresholds = None if truncation is None else cuts(logits, TEMPERATURE, truncation, block=128, room=64)
+    thresholds = None if truncation is None else cuts(logits, TEMPERATURE, truncation, size=128, block=128, room=64)
     tokens: Tensor = module.choose(logits, TEMPERATURE, SEEDS, POSITIONS, thresholds, block=64)
     return tokens
 
