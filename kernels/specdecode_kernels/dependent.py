@@ -3,9 +3,8 @@
 Between two launches of a graph the memory is idle for two to four microseconds, while one kernel ends and the next
 begins. On GPUs of compute capability 9.0 and later, a kernel launched with `options` is on its multiprocessors by then.
 
-Every kernel that is launched so calls `wait` before it reads what the kernel before wrote, and before it writes
-anything. `wait` returns when all earlier kernels have ended, since each of them waited itself. What the kernel before
-did not write may be read earlier: weights, tables, and results of the kernels before that one. Once all of its programs
+Every program of a kernel that is launched so calls `wait` before it reads anything but weights, and before it writes.
+`wait` returns when all earlier kernels have ended, since each of them waited itself. Once all programs of a kernel
 called `release` or ended, the next kernel may start. A large kernel does so at its end: programs of the next one would
 take the places of its own.
 """

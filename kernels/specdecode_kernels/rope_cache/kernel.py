@@ -43,14 +43,14 @@ def _rope_cache_kernel(
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     d = tl.arange(0, BLOCK)[None, :]
     half = d < D // 2
+    wait(DEPENDENT)
+    release(DEPENDENT)
     slot = tl.load(slots_T + token)
     row = (slot // PAGE) * block_stride + (slot % PAGE) * position_stride
     place = tl.load(positions_T + token) * D + d
     cos = tl.load(cos_PD + place, mask=half, other=0.0).to(tl.float32)
     sin = tl.load(sin_PD + place, mask=half, other=0.0).to(tl.float32)
 
-    wait(DEPENDENT)
-    release(DEPENDENT)
     query = (head < heads) & half
     key_head = head - heads
     key = (key_head >= 0) & (key_head < kv_heads) & half

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdecode_kernels import dispatch
+from specdecode_kernels.dependent import options, release, wait
 from specdecode_kernels.tree_attention.plan import BLOCK_N, FIELDS, Plan
 
 STAGES = 3
@@ -138,11 +140,14 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     TILE_M: tl.constexpr,
     FIELDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     """Merge the rows of a tile that fall to piece w; the pieces of a cut tile share them evenly."""
     w = tl.program_id(1)
+    wait(DEPENDENT)
+    release(DEPENDENT)
     chunk, chunks = tl.load(pieces_WF + w * FIELDS + 6), tl.load(pieces_WF + w * FIELDS + 7)
     if chunks > 1:
         _merge(
@@ -191,6 +196,7 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     FIELDS: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     MERGES: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -199,6 +205,7 @@ def _attend_kernel(
     head, w = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     piece = pieces_WF + w * FIELDS
+    wait(DEPENDENT)
     sequence, token, rows, row = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
     begin, end, chunk, chunks = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
     prefix, start = tl.load(piece + 8), tl.load(piece + 9)
@@ -248,6 +255,7 @@ def _attend_kernel(
             scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
         acc_MD, sum_MS, top_M = _softmax_step(scores_MN, v_ND, acc_MD, sum_MS, top_M, PRECISION)
 
+    release(DEPENDENT)
     sum_M = tl.sum(sum_MS, 1)
     values_MD = acc_MD / tl.where(sum_M == 0, 1.0, sum_M)[:, None]
     if chunks == 1:
@@ -296,14 +304,14 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
     assert BLOCK_N % page == 0, "a block of keys must be whole blocks of the cache"
     tile_m = max(triton.next_power_of_2(plan.tile_queries * plan.groups), 16)
     wide = q_THD.dtype == torch.float32
-    block_m = min(tile_m, 64 if wide or not has_large_tiles(q_THD) else 128)
+    block_m = min(tile_m, 64 if wide or not dispatch.is_hopper(q_THD) else 128)
     block_d = max(triton.next_power_of_2(size), 16)
     pieces = len(plan.pieces_WF)
     out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=q_THD.device)
     part_WKMD = torch.empty(pieces, kv_heads, tile_m, size, dtype=torch.float32, device=q_THD.device)
     lse_WKM = torch.empty(pieces, kv_heads, tile_m, dtype=torch.float32, device=q_THD.device)
     warps = WIDE_WARPS if block_m > 64 else 4
-    apart = tile_m >= APART_ROWS
+    apart, launch = tile_m >= APART_ROWS, options(q_THD)
     shape = {"D": size, "G": plan.groups, "BLOCK_D": block_d, "TILE_M": tile_m, "FIELDS": FIELDS, "CHUNKS": CHUNKS}
     _attend_kernel[(kv_heads, pieces, tile_m // block_m)](
         q_THD,
@@ -327,18 +335,16 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
         MERGES=not apart,
         ROWS=_merged_rows(tile_m, block_d, warps),
         **shape,
+        **launch,
         num_warps=warps,
         num_stages=_WIDE_STAGES if wide else STAGES,
     )
     if apart:
         rows = _merged_rows(tile_m, block_d, 4)
-        _merge_kernel[(kv_heads, pieces)](plan.pieces_WF, part_WKMD, lse_WKM, out_THD, ROWS=rows, **shape, num_warps=4)
+        _merge_kernel[(kv_heads, pieces)](
+            plan.pieces_WF, part_WKMD, lse_WKM, out_THD, ROWS=rows, **shape, **launch, num_warps=4
+        )
     return out_THD
-
-
-def has_large_tiles(x: Tensor) -> bool:
-    """Return whether programs of the tensor's GPU take 128 rows (compute capability 9: 227 KiB of shared memory)."""
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def _merged_rows(tile_m: int, block_d: int, warps: int) -> int:

@@ -257,7 +257,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
 def main() -> None:
     JITFunction.run = compile_instead
     dispatch.has_fp8 = lambda _: TARGET.arch >= 89  # type: ignore[assignment]
-    tree_attention.has_large_tiles = lambda _: TARGET.arch >= 90  # type: ignore[assignment]
+    dispatch.is_hopper = lambda _: TARGET.arch >= 90  # type: ignore[assignment]
     launches = {}
     for name, launch in LAUNCHES.items():
         if sys.argv[2:] and not name.startswith(tuple(sys.argv[2:])):
