@@ -55,10 +55,11 @@ def engine_8b(run: Run) -> Iterator[Row]:
     yield {"kind": "check", "case": "logits by the library", "error": bench.logits_error, "bound": MOST_LOGITS_ERROR}
     if bench.logits_error > MOST_LOGITS_ERROR:
         raise AssertionError(f"logits differ by {bench.logits_error:.3g}; a step with them would mean nothing")
+    for shape in ("plain", "chain:5"):
+        yield from _early_starts(bench, shape, run)
     yield from _rows(run, bench, short, (1,))
     for shape in ("plain", "chain:5"):
         yield from profile_shape(bench, 1, shape, SHORT_CONTEXT, run)
-        yield from _early_starts(bench, shape, run)
     yield from _rows(run, bench, long, tuple(sorted(bench.batches)))
     yield from profile_shape(bench, 1, "plain", bench.context, run)
     for shape in ("plain", "chain:5"):
@@ -73,10 +74,14 @@ def _early_starts(bench: Bench, shape: str, run: Run) -> Iterator[Row]:
         bench.run_shape(parse(shape))
         bench.accept_as(None)
         found = bench.measure(1, steps_of(run, 1), SHORT_CONTEXT)
-        settings = {"early": dependent.ENABLED, "fetched_bytes": small_linear.FETCHED_BYTES}
-        yield {"kind": "early-starts", "batch": 1, "shape": shape, **settings, **found}
+        yield {"kind": "early-starts", "batch": 1, "shape": shape, **_settings(), **found}
     dependent.ENABLED, small_linear.FETCHED_BYTES = before
     bench.forget_graphs()
+
+
+def _settings() -> Row:
+    """Return how kernels are launched."""
+    return {"early": dependent.ENABLED, "fetched_bytes": small_linear.FETCHED_BYTES}
 
 
 def _launch_ahead(bench: Bench, shape: str, run: Run) -> Iterator[Row]:
@@ -149,6 +154,7 @@ def _rows(run: Run, bench: Bench, wanted: Wanted, batches: tuple[int, ...]) -> I
         "context": context,
         "graphs": bench.engine._graphs is not None,
         "draft_quantization": wanted.draft_quantization,
+        **_settings(),
     }
     for batch in batches:
         for row in _of_batch(bench, batch, wanted.shapes, context, run):
