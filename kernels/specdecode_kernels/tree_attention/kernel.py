@@ -77,7 +77,7 @@ def _highest_bit(word):
 
 @triton.jit
 def _merge(
-    pieces_WF,
+    piece,
     w,
     part_WKMD,
     lse_WKM,
@@ -88,7 +88,6 @@ def _merge(
     G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE_M: tl.constexpr,
-    FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
@@ -98,9 +97,9 @@ def _merge(
     read around the L1 cache. The order of the sums does not depend on the order in which the chunks ended.
     """
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
-    piece = pieces_WF + w * FIELDS
     token, rows, chunk, chunks = tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 6), tl.load(piece + 7)
     begin = ((w - chunk).to(tl.int64) * kv_heads + head) * TILE_M
+    lse_CKM, part_CKMD = lse_WKM + begin, part_WKMD + begin * D
     d = tl.arange(0, BLOCK_D)
     c = tl.arange(0, CHUNKS)
     for row in range(first_row, rows * G, row_step):
@@ -111,11 +110,11 @@ def _merge(
         top_R = tl.full([ROWS], float("-inf"), tl.float32)
         for start in range(0, chunks, CHUNKS):
             real_RC = real_R[:, None] & (start + c < chunks)[None, :]
-            place_RC = begin + row_R[:, None] + (start + c)[None, :] * (kv_heads * TILE_M)
+            place_RC = row_R[:, None] + (start + c)[None, :] * (kv_heads * TILE_M)
             place_RCD = place_RC[:, :, None] * D + d[None, None, :]
             inside = real_RC[:, :, None] & (d < D)[None, None, :]
-            lse_RC = tl.load(lse_WKM + place_RC, mask=real_RC, other=float("-inf"), cache_modifier=".cg")
-            part_RCD = tl.load(part_WKMD + place_RCD, mask=inside, other=0.0, cache_modifier=".cg")
+            lse_RC = tl.load(lse_CKM + place_RC, mask=real_RC, other=float("-inf"), cache_modifier=".cg")
+            part_RCD = tl.load(part_CKMD + place_RCD, mask=inside, other=0.0, cache_modifier=".cg")
             new_R = tl.maximum(top_R, tl.max(lse_RC, 1))
             finite_R = tl.where(new_R == float("-inf"), 0.0, new_R)
             weight_RC = tl.exp(lse_RC - finite_R[:, None])
@@ -148,24 +147,10 @@ def _merge_kernel(
     w = tl.program_id(1)
     wait(DEPENDENT)
     release(DEPENDENT)
-    chunk, chunks = tl.load(pieces_WF + w * FIELDS + 6), tl.load(pieces_WF + w * FIELDS + 7)
+    piece = pieces_WF + w * FIELDS
+    chunk, chunks = tl.load(piece + 6), tl.load(piece + 7)
     if chunks > 1:
-        _merge(
-            pieces_WF,
-            w,
-            part_WKMD,
-            lse_WKM,
-            out_THD,
-            chunk * ROWS,
-            chunks * ROWS,
-            D,
-            G,
-            BLOCK_D,
-            TILE_M,
-            FIELDS,
-            ROWS,
-            CHUNKS,
-        )
+        _merge(piece, w, part_WKMD, lse_WKM, out_THD, chunk * ROWS, chunks * ROWS, D, G, BLOCK_D, TILE_M, ROWS, CHUNKS)
 
 
 @triton.jit(do_not_specialize=["table_BM", "ancestors_T", "table_stride"])
@@ -209,11 +194,12 @@ def _attend_kernel(
     sequence, token, rows, row = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
     begin, end, chunk, chunks = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
     prefix, start = tl.load(piece + 8), tl.load(piece + 9)
-    # No field is negative; the test of all keeps the compiler from loading the others after the first was waited for.
+    # No field is negative; the test of all keeps the compiler from loading others after the first was waited for.
     any_negative = (sequence | token | row | begin | end | chunk | chunks | prefix | start) < 0
-    if (rows * G <= tl.program_id(2) * BLOCK_M) | any_negative:
+    first = tl.program_id(2) * BLOCK_M if BLOCK_M < TILE_M else 0
+    if (rows * G <= first) | any_negative:
         return
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = first + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     real_M = (m // G) < rows
     whole_MD = real_M[:, None] & (d < D)[None, :]
@@ -224,13 +210,13 @@ def _attend_kernel(
         tl.store(out_THD + place_M[:, None] * D + d[None, :], tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=whole_MD)
         return
     own_row_M = row + m // G
+    ancestors_M = tl.load(ancestors_T + token_M, mask=real_M, other=0)
     query_M = token_M * q_token_stride + head_M * q_head_stride
     q_MD = tl.load(q_THD + query_M[:, None] + d[None, :], mask=whole_MD, other=0.0)
     table = table_BM + sequence.to(tl.int64) * table_stride
     k_head, v_head = k_NPKD + head.to(tl.int64) * head_stride, v_NPKD + head.to(tl.int64) * head_stride
     n = tl.arange(0, BLOCK_N)
     page_N, offset_N = _pages(table, begin, n, end, BLOCK_N, PAGE), (n % PAGE) * position_stride
-    ancestors_M = tl.load(ancestors_T + token_M, mask=real_M, other=0)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # The keys of a small tile are spread over the warps, so that a sum within the loop would cost three barriers.
     sum_MS = tl.zeros([BLOCK_M, BLOCK_N if BLOCK_M <= 16 else 1], tl.float32)
@@ -272,22 +258,7 @@ def _attend_kernel(
             arrived = arrived_WK + (w - chunk) * kv_heads + head
             if tl.atomic_add(arrived, 1, sem="acq_rel") == chunks * tl.cdiv(rows * G, BLOCK_M) - 1:
                 tl.store(arrived, 0)  # for the next layer
-                _merge(
-                    pieces_WF,
-                    w,
-                    part_WKMD,
-                    lse_WKM,
-                    out_THD,
-                    0,
-                    ROWS,
-                    D,
-                    G,
-                    BLOCK_D,
-                    TILE_M,
-                    FIELDS,
-                    ROWS,
-                    CHUNKS,
-                )
+                _merge(piece, w, part_WKMD, lse_WKM, out_THD, 0, ROWS, D, G, BLOCK_D, TILE_M, ROWS, CHUNKS)
 
 
 def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:

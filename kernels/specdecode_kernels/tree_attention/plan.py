@@ -26,7 +26,7 @@ TILE_ROWS = 128
 WAVES = 2
 """Most pieces per streaming multiprocessor, in addition to one per tile."""
 PIECE_BLOCKS = 2
-"""Time that a piece costs beside its key blocks, in key blocks: its start, and its share of the merge."""
+"""Fixed time of a piece (its start and its share of the merge), in times of a key block."""
 LEAST_BLOCKS = 2
 """Minimum number of key blocks in a run. A shorter run costs more to merge than it saves."""
 FIELDS = 10
