@@ -16,7 +16,7 @@ from torch import Tensor
 SLICE = 4096
 """Tokens of one slice of a row. It is the same for every batch, so that no sum depends on the batch."""
 BLOCK = 2048
-ROOM = 8192
+ROOM = 12288
 """Maximum number of listed candidates of a row. A row with more candidates is searched over its whole vocabulary."""
 
 
