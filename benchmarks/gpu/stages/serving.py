@@ -20,7 +20,7 @@ from stages.steps import CONTEXT, Wanted, asked_of
 Row = dict[str, Any]
 FIRST_TOKEN = 20
 """Prompts use no token below, so that none begins with a prefix that another stage made known."""
-STEP_TOKENS = (2048, 8192, 512)
+STEP_TOKENS = (2048, 8192)
 """max_num_batched_tokens of the prefills; arrivals are served with the first."""
 PREFILLS = 4
 
@@ -36,7 +36,7 @@ class Load:
     """Mean of the exponential times between arrivals."""
 
 
-LOAD = Load(requests=64, prompt=1024, answer=96, gap_seconds=0.1)
+LOAD = Load(requests=64, prompt=2048, answer=128, gap_seconds=0.1)
 TINY_LOAD = Load(requests=4, prompt=24, answer=6, gap_seconds=0.01)
 
 
@@ -49,7 +49,7 @@ class Latency:
 
 
 def serving(run: Run) -> Iterator[Row]:
-    for index, tokens in enumerate(STEP_TOKENS[:2] if run.dry else STEP_TOKENS):
+    for index, tokens in enumerate(STEP_TOKENS):
         wanted = Wanted(shapes=("plain",), batches=(16, 8, 4, 2, 1), context=CONTEXT)
         bench = build(asked_of(run, LLAMA_8B, wanted, filled=False, batched_tokens=tokens))
         yield from _prefills(bench, tokens, run)
