@@ -118,11 +118,7 @@ def _without_over_with(kind: str, switch: str) -> Callable[[Sequence[Row]], Foun
     """A step without what ``switch`` says over one with it."""
 
     def of(rows: Sequence[Row]) -> Found:
-        found = {
-            (row["shape"], row[switch]): row["step_milliseconds"]
-            for row in rows
-            if row["kind"] == kind and not row.get("fetched_bytes")
-        }
+        found = {(row["shape"], row[switch]): row["step_milliseconds"] for row in rows if row["kind"] == kind}
         for shape, on in found:
             if on and (shape, False) in found:
                 yield shape, found[shape, False] / found[shape, True], shape != "plain"

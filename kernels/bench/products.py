@@ -56,7 +56,7 @@ def measure(
     count = buffers(outputs * inputs * dtype.itemsize)
     weights = [torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5 for _ in range(count)]
     x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
-    ways = [_ways(name, x, weight, then) for weight, then in zip(weights, [*weights[1:], weights[0]], strict=True)]
+    ways = [_ways(name, x, weight) for weight in weights]
     bare, base = seconds(*(partial(F.linear, x, weight) for weight in weights)), seconds(*(way[1] for way in ways))
     row: dict[str, Any] = {"matrix": name, "outputs": outputs, "inputs": inputs, "rows": rows}
     read = rate / weights[0].nbytes
@@ -91,22 +91,17 @@ def _described(tile: Tile) -> str:
     return f"{tile.outputs} x {tile.row_bytes} B, {tile.stages} stages, {tile.warps} warps"
 
 
-def _ways(name: str, x: Tensor, weight: Tensor, then_RK: Tensor) -> tuple[Callable[..., object], Callable[[], object]]:
-    """Return the fused product and the library's, each with the gate or residual that the matrix has.
-
-    ``then_RK`` is the matrix of the next product.
-    """
+def _ways(name: str, x: Tensor, weight: Tensor) -> tuple[Callable[..., object], Callable[[], object]]:
+    """Return the fused product and the library's, each with the gate or residual that the matrix has."""
     if name in ("output", "down"):
         residual = torch.zeros(len(x), len(weight), device=x.device, dtype=x.dtype)
         return (
-            partial(small_linear.small_linear, x, weight, None, residual, gated=False, then_RK=then_RK),
+            partial(small_linear.small_linear, x, weight, None, residual, gated=False),
             lambda: residual + F.linear(x, weight),
         )
     if name == "gate and up":
         return (
-            partial(small_linear.small_linear, x, weight, None, None, gated=True, then_RK=then_RK),
+            partial(small_linear.small_linear, x, weight, None, None, gated=True),
             lambda: silu_mul.silu_mul(F.linear(x, weight)),
         )
-    return partial(small_linear.small_linear, x, weight, None, None, gated=False, then_RK=then_RK), lambda: F.linear(
-        x, weight
-    )
+    return partial(small_linear.small_linear, x, weight, None, None, gated=False), lambda: F.linear(x, weight)

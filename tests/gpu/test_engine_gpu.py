@@ -198,7 +198,9 @@ def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPa
         for shape in SHAPES:
             bench.run_shape(TreeShape.parse(shape))
             before = bench.engine.report()
-            text = texts(bench.engine, requests(4, sampled=True, vocabulary=2304, tokens=48))
+            text = texts(
+                bench.engine, requests(4, sampled=True, vocabulary=2304, tokens=48, temperature=1.0, top_p=1.0, top_k=0)
+            )
             after = bench.engine.report()
             counts = after.drafts - before.drafts, after.accepted_tokens - before.accepted_tokens
             results[on_kernels, shape] = text, counts

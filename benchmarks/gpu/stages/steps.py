@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from harness import Asked, Bench, build, kv_bytes_per_token, room
 from shapes import LLAMA_8B, LLAMA_70B_EIGHTH, TINY, Shapes
 
 from specdecode_kernels import dependent
-from specdecode_kernels.small_linear import kernel as small_linear
 from stages.profiles import parse, profile_shape
 
 Row = dict[str, Any]
@@ -27,8 +25,6 @@ TOKENS_OF_CHAIN_5 = 3.52
 """Tokens per step of a chain of 5 that SGLang reports for Llama-3.1-8B with its EAGLE-3 head."""
 RIGHT = "every draft is right"
 MOST_LOGITS_ERROR = 0.05
-FETCHED_BYTES = 12 * 2**20
-"""Of the next matrix, where fetching is measured."""
 _SPARE_BYTES = 6 * 2**30
 """Beside weights and caches: activations, graphs, what the allocator cuts off."""
 
@@ -67,21 +63,16 @@ def engine_8b(run: Run) -> Iterator[Row]:
 
 
 def _early_starts(bench: Bench, shape: str, run: Run) -> Iterator[Row]:
-    """Steps whose kernels start while the one before still runs or not, with and without fetching the next matrix."""
-    before = dependent.ENABLED, small_linear.FETCHED_BYTES
-    for dependent.ENABLED, small_linear.FETCHED_BYTES in product((True, False), (FETCHED_BYTES, 0)):
+    """Steps whose kernels start while the one before still runs, and steps whose kernels do not."""
+    for early in (True, False):
+        dependent.ENABLED = early
         bench.forget_graphs()
         bench.run_shape(parse(shape))
         bench.accept_as(None)
         found = bench.measure(1, steps_of(run, 1), SHORT_CONTEXT)
-        yield {"kind": "early-starts", "batch": 1, "shape": shape, **_settings(), **found}
-    dependent.ENABLED, small_linear.FETCHED_BYTES = before
+        yield {"kind": "early-starts", "batch": 1, "shape": shape, "early": early, **found}
+    dependent.ENABLED = True
     bench.forget_graphs()
-
-
-def _settings() -> Row:
-    """Return how kernels are launched."""
-    return {"early": dependent.ENABLED, "fetched_bytes": small_linear.FETCHED_BYTES}
 
 
 def _launch_ahead(bench: Bench, shape: str, run: Run) -> Iterator[Row]:
@@ -154,7 +145,6 @@ def _rows(run: Run, bench: Bench, wanted: Wanted, batches: tuple[int, ...]) -> I
         "context": context,
         "graphs": bench.engine._graphs is not None,
         "draft_quantization": wanted.draft_quantization,
-        **_settings(),
     }
     for batch in batches:
         for row in _of_batch(bench, batch, wanted.shapes, context, run):

@@ -37,15 +37,10 @@ def small_linear(
     *,
     residual_TN: Tensor | None = None,
     gated: bool = False,
-    then_RK: Tensor | None = None,
 ) -> Tensor:
-    """Compute the product as `reference.small_linear` does, on a GPU in one launch. The caller asked `fits`.
-
-    ``then_RK`` is the matrix of the next product of few rows, if there is one soon: its first bytes are fetched into
-    the cache while this kernel ends.
-    """
+    """Compute the product as `reference.small_linear` does, on a GPU in one launch. The caller asked `fits`."""
     if not dispatch.on_gpu(x_TK):
         return reference.small_linear(x_TK, weight_NK, bias_N, residual_TN=residual_TN, gated=gated)
     from specdecode_kernels.small_linear import kernel
 
-    return kernel.small_linear(x_TK, weight_NK, bias_N, residual_TN, gated=gated, then_RK=then_RK)
+    return kernel.small_linear(x_TK, weight_NK, bias_N, residual_TN, gated=gated)

@@ -6,7 +6,7 @@ Shape suffixes: T packed tokens, H query heads, K key-value heads, D head dimens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,14 +52,11 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, residual)
 
 
-def normed_linear(norm: nn.Module | None, linear: nn.Module, x_TK: Tensor, then_RK: Tensor | None = None) -> Tensor:
-    """Return ``linear(norm(x))``, on a GPU by the product of few rows if it serves the matrix.
-
-    ``then_RK`` is the matrix of the product that follows.
-    """
+def normed_linear(norm: nn.Module | None, linear: nn.Module, x_TK: Tensor) -> Tensor:
+    """Return ``linear(norm(x))``, on a GPU by the product of few rows if it serves the matrix."""
     normed_TK: Tensor = x_TK if norm is None else norm(x_TK)
     if type(linear) is nn.Linear and fits(normed_TK, linear.weight):
-        return small_linear(normed_TK, linear.weight, linear.bias, then_RK=then_RK)
+        return small_linear(normed_TK, linear.weight, linear.bias)
     result: Tensor = linear(normed_TK)
     return result
 

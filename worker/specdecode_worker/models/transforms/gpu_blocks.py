@@ -7,7 +7,6 @@ matrix, the first of them adds the residual to its part of the product, before t
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TypeGuard, cast
 
 from torch import Tensor, nn
@@ -33,10 +32,9 @@ class GpuBlock(nn.Module):
         self.self_attn = cast(FusedAttention, origin.self_attn)
         self.post_attention_layernorm = origin.post_attention_layernorm
         self.mlp = cast(FusedMLP, origin.mlp)
-        self.following: tuple[nn.Module, ...] = ()
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
-        projected = normed_linear(self.input_layernorm, self.self_attn.qkv_proj, x_TE, _matrix(self.self_attn.o_proj))
+        projected = normed_linear(self.input_layernorm, self.self_attn.qkv_proj, x_TE)
         attended = self.self_attn.attended(layer, projected, rope, attend)
         return _tail(self, attended, x_TE)
 
@@ -52,34 +50,24 @@ class GpuMidlayer(nn.Module):
         self.self_attn = cast(FusedAttention, origin.self_attn)
         self.post_attention_layernorm = origin.post_attention_layernorm
         self.mlp = cast(FusedMLP, origin.mlp)
-        self.following: tuple[nn.Module, ...] = ()
 
     def forward(
         self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: PassRotations, attend: Attend
     ) -> Tensor:
         pair, residual_TE = self._origin[0].pair(embed_tokens, tokens_T, hidden_TE)
-        projected = normed_linear(None, self.self_attn.qkv_proj, pair, _matrix(self.self_attn.o_proj))
+        projected = normed_linear(None, self.self_attn.qkv_proj, pair)
         return _tail(self, self.self_attn.attended(0, projected, rope, attend), residual_TE)
 
 
 def use_gpu_blocks(model: nn.Module) -> None:
     """Replace every decoder layer on a GPU, in place. Projections must have been joined before."""
-    _replace(model)
-    blocks = [module for module in model.modules() if isinstance(module, GpuBlock | GpuMidlayer)]
-    for block, after in pairwise(blocks):
-        block.following = (after.self_attn.qkv_proj,)
-    if blocks and isinstance(head := getattr(model, "lm_head", None), nn.Module):
-        blocks[-1].following = (head,)
-
-
-def _replace(model: nn.Module) -> None:
     for name, child in list(model.named_children()):
         if isinstance(child, Block) and dispatch.on_gpu(child.post_attention_layernorm.weight):
             setattr(model, name, GpuBlock(child))
         elif isinstance(child, Midlayer) and dispatch.on_gpu(child.post_attention_layernorm.weight):
             setattr(model, name, GpuMidlayer(child))
         else:
-            _replace(child)
+            use_gpu_blocks(child)
 
 
 def _tail(layer: GpuBlock | GpuMidlayer, attended: Tensor, residual_TE: Tensor) -> Tensor:
@@ -91,22 +79,14 @@ def _tail(layer: GpuBlock | GpuMidlayer, attended: Tensor, residual_TE: Tensor) 
     if not (_few(output, attended) and _few(joined, residual_TE) and _is_plain(_part(down))):
         normed_TE, x_TE = norm.of_sum(output(attended), residual_TE)
         return _add_linear(x_TE, down, silu_mul(joined(normed_TE)))
-    x_TE = _add_few(residual_TE, output, attended, joined.weight)
-    inner = small_linear(norm(x_TE), joined.weight, joined.bias, gated=True, then_RK=_matrix(down))
-    return (
-        _add_few(x_TE, down, inner, _matrix(*layer.following)) if _few(down, inner) else _add_linear(x_TE, down, inner)
-    )
+    x_TE = _add_few(residual_TE, output, attended)
+    inner = small_linear(norm(x_TE), joined.weight, joined.bias, gated=True)
+    return _add_few(x_TE, down, inner) if _few(down, inner) else _add_linear(x_TE, down, inner)
 
 
 def _part(linear: nn.Module) -> nn.Module:
     """Return the matrix of this device: a part if ``linear`` is split over devices by its inputs, else all of it."""
     return linear.part if isinstance(linear, RowParallelLinear) else linear
-
-
-def _matrix(linear: nn.Module | None = None) -> Tensor | None:
-    """Return this device's matrix of a linear layer if it is plain."""
-    part = None if linear is None else _part(linear)
-    return part.weight if part is not None and _is_plain(part) else None
 
 
 def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
@@ -119,14 +99,11 @@ def _few(linear: nn.Module, x_TK: Tensor) -> bool:
     return _is_plain(part) and fits(x_TK, part.weight)
 
 
-def _add_few(x_TE: Tensor, linear: nn.Module, inner: Tensor, then_RK: Tensor | None) -> Tensor:
-    """Return ``x + linear(inner)`` of few rows. If devices share the matrix, the first one adds ``x`` to its part.
-
-    ``then_RK`` is the matrix of the product that follows.
-    """
+def _add_few(x_TE: Tensor, linear: nn.Module, inner: Tensor) -> Tensor:
+    """Return ``x + linear(inner)`` of few rows. If devices share the matrix, the first one adds ``x`` to its part."""
     part = cast(nn.Linear, _part(linear))
     added_TE = x_TE if part is linear or cast(RowParallelLinear, linear).first else None
-    result = small_linear(inner, part.weight, part.bias, residual_TN=added_TE, then_RK=then_RK)
+    result = small_linear(inner, part.weight, part.bias, residual_TN=added_TE)
     if part is not linear:
         collectives.all_reduce(result)
     return result
