@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from specdecode_kernels import dispatch
+from specdecode_kernels.tree_attention import kernel as tree_attention
 from specdecode_kernels.tree_attention import plan
 from specdecode_kernels.verify import kernel as verify
 from specdecode_worker.models.networks import collectives
@@ -103,6 +104,7 @@ def _refuse_host(name: str, values: Any) -> None:
 def fake_gpu() -> Iterator[None]:
     """Make tensors fake and allow them on a GPU that is not there."""
     patches = [mock.patch.object(module, "processors", return_value=PROCESSORS) for module in (dispatch, plan, verify)]
+    patches.append(mock.patch.object(tree_attention, "has_large_tiles", return_value=True))
     with FakeTensorMode(allow_non_fake_inputs=False), torch.no_grad():
         for patch in patches:
             patch.start()

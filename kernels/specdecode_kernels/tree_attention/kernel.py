@@ -127,7 +127,7 @@ def _merge(
 
 
 @triton.jit
-def _merge_kernel(
+def _merge_chunks_kernel(
     pieces_WF,
     part_WKMD,
     lse_WKM,
@@ -267,7 +267,7 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
     assert BLOCK_N % page == 0, "a block of keys must be whole blocks of the cache"
     tile_m = max(triton.next_power_of_2(plan.tile_queries * plan.groups), 16)
     wide = q_THD.dtype == torch.float32
-    block_m = min(tile_m, 64 if wide or not has_large_tiles(q_THD) else 128)
+    block_m = tile_m if tile_m <= 64 or (not wide and has_large_tiles(q_THD)) else 64
     block_d = max(triton.next_power_of_2(size), 16)
     pieces = len(plan.pieces_WF)
     out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=q_THD.device)
@@ -303,7 +303,9 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
     )
     if apart:
         rows = _merged_rows(tile_m, block_d, 4)
-        _merge_kernel[(kv_heads, pieces)](plan.pieces_WF, part_WKMD, lse_WKM, out_THD, ROWS=rows, **shape, num_warps=4)
+        _merge_chunks_kernel[(kv_heads, pieces)](
+            plan.pieces_WF, part_WKMD, lse_WKM, out_THD, ROWS=rows, **shape, num_warps=4
+        )
     return out_THD
 
 
