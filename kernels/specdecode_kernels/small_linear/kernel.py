@@ -42,7 +42,7 @@ The fastest in the sweep of `make gpu` on an H200, 2026-11-27 (benchmarks/result
 tiles of a small matrix make 128 or 256 programs of 4,096 outputs, one or two for each multiprocessor.
 """
 FP32_ROW_BYTES = 256
-"""`Tile.row_bytes` of fp32, whose products are sums of three: their order depends on the inputs that are read at a time."""
+"""`Tile.row_bytes` of fp32: its products are sums of three, whose order depends on the inputs read at a time."""
 
 
 @triton.jit

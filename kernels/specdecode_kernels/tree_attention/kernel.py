@@ -129,7 +129,7 @@ def _merge(
 
 
 @triton.jit
-def _merge_kernel(
+def _merge_chunks_kernel(
     pieces_WF,
     part_WKMD,
     lse_WKM,
@@ -312,7 +312,7 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
     )
     if apart:
         rows = _merged_rows(tile_m, block_d, 4)
-        _merge_kernel[(kv_heads, pieces)](
+        _merge_chunks_kernel[(kv_heads, pieces)](
             plan.pieces_WF, part_WKMD, lse_WKM, out_THD, ROWS=rows, **shape, **launch, num_warps=4
         )
     return out_THD

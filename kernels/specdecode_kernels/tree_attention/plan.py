@@ -23,7 +23,7 @@ TREE_ROWS = 64
 """Number of bits of ``ancestors``: the maximum number of rows that a tree adds after its prefix."""
 TILE_ROWS = 128
 """Most rows of a tile (a row is one query and one head of its group)."""
-WAVES = 2
+WAVES = 4
 """Most pieces per streaming multiprocessor, in addition to one per tile."""
 PIECE_BLOCKS = 2
 """Fixed time of a piece (its start and its share of the merge), in times of a key block."""

@@ -6,7 +6,7 @@ Shape suffixes: T packed tokens, H query heads, K key-value heads, D head dimens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
