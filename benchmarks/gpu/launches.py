@@ -66,7 +66,7 @@ class Case:
 
 CASES = (
     Case("plain"),
-    Case("plain, 64 rows", rows=64),
+    Case("plain, 128 rows", rows=128),
     Case("plain, a draft is loaded", loaded=True),
     Case("plain, top-p", cuts=True),
     Case("chain:3", "chain:3", loaded=True),
