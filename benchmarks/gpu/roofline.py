@@ -1,7 +1,7 @@
 """Estimate of what `make gpu` should find on a GPU: `roofline.py [--gpu H200] [--json]`. No GPU is used.
 
-A step takes the larger of its bytes over the rate of reading and its arithmetic over the rate of the matrix units, plus a
-fixed time for every launch of launches.json. The assumptions are printed.
+A step takes the larger of its bytes over the rate of reading and its arithmetic over the rate of the matrix units, plus
+a fixed time for every launch of launches.json. The assumptions are printed.
 """
 
 from __future__ import annotations
