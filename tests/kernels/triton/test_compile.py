@@ -24,11 +24,10 @@ SHARED_BYTES = {"80": 163 * 1024, "89": 99 * 1024, "90": 227 * 1024, "100": 227 
 SPILLS = {
     "attention, head dimension 96, fp16": 128,
     "attention, fp32": 512,
-    "small_linear, all at once": 192,
     "bookkeeping of a chain of 5": 16,
 }
-"""Launches that spill registers on an H100, and the most bytes of a thread's stack. The first three are no launches of
-a bf16 model with heads of 64 or 128; the last one runs once in a step, as one thread block for each sequence."""
+"""Launches that spill registers on an H100, and the most bytes of a thread's stack. The first two are no launches of a
+bf16 model with heads of 64 or 128; the last one runs once in a step, as one thread block for each sequence."""
 
 
 @pytest.fixture(scope="module")

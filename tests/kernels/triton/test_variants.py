@@ -18,7 +18,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 MOST = {
     "_rows_kernel": 9,  # three quantisations, three numbers of rows
     "_keep_kernel": 6,
-    "_small_linear_kernel": 6,  # with and without gate and residual, in two types
+    "_small_linear_kernel": 15,  # with and without gate and residual, in tiles of 16, 32 and 64 rows, in two types
     "_attend_kernel": 6,
 }
 """Most variants of a kernel in the launches of ``count_variants.py``; of the others, five."""
