@@ -3,11 +3,12 @@
     compile_all.py [COMPUTE_CAPABILITY [BEGINNING ...]]
 
 The capability is 90 (an H100) if none is given; hack/gpu-compile runs it for several. Beginnings of names of launches
-leave out the others.
+leave out the others. The launch "planted", which has what a hot loop must not have, is compiled only by its name.
 
 It runs in a process of its own because Triton either compiles or interprets. The launchers run on CPU tensors; the
 launch itself is replaced by compilation to machine code. Prints JSON: {name of the launch: {"kernels": [...], and the
-maxima of "registers" and "stack_bytes" of a thread and of "shared_bytes" of a program}}.
+maxima of "registers" and "stack_bytes" of a thread and of "shared_bytes" of a program, and the numbers of operands of
+matrix products that lie "unswizzled" in shared memory, and of loads of tensors that are "blocking" within a pipeline}}.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
@@ -52,7 +54,9 @@ from specdecode_kernels.verify import rounds
 TARGET = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)
 VOCABULARY = 128_256
 dependent.is_supported = lambda device: TARGET.arch >= 90
+BLOCKING = re.compile(r"= tt\.load .*tensor<")
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+FIGURES = ("registers", "stack_bytes", "shared_bytes", "unswizzled", "blocking")
 compiled: list[dict[str, Any]] = []
 
 
@@ -85,8 +89,36 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool = False, **kw
             "registers": registers,
             "stack_bytes": stack_bytes,
             "shared_bytes": binary.metadata.shared,
+            "unswizzled": unswizzled_operands(binary.asm["ttgir"]),
+            "blocking": blocking_loads(binary.asm["ttgir"]),
         }
     )
+
+
+def unswizzled_operands(ir: str) -> int:
+    """Return the number of operands of matrix products that are read from shared memory with bank conflicts.
+
+    Rows of a tile then lie in the same banks (TTGIR: a shared layout with vec = 1). It happens to an operand that a
+    pipelined loop also reads for something else.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.swizzled_shared<.*>)$", ir, re.MULTILINE))
+    names = [name for name, layout in layouts.items() if "vec = 1," in layout]
+    loads = [line for line in ir.splitlines() if "ttg.local_load" in line and "ttg.dot_op" in line]
+    return sum(any(f", {name}," in line for name in names) for line in loads)
+
+
+def blocking_loads(ir: str) -> int:
+    """Return the number of loads of tensors that are not copied asynchronously, in loops that copy others so."""
+    found, loops = 0, [(False, 0)]
+    for line in ir.splitlines():
+        if "scf.for" in line:
+            loops.append((False, 0))
+        copies, loads = loops[-1]
+        loops[-1] = (copies or "async_copy_global_to_local" in line, loads + bool(BLOCKING.search(line)))
+        if "scf.yield" in line and len(loops) > 1 and " : tensor" in line:
+            copies, loads = loops.pop()
+            found += loads if copies else 0
+    return found
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -248,10 +280,29 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "draft_input": lambda: draft_input.draft_input(
         zeros(9, 4096), ints(3), zeros(5, 4096), ints(3), zeros(4096), zeros(4096), 1e-5
     ),
+    "planted": lambda: planted(),
     "draft_input without norms": lambda: draft_input.draft_input(
         zeros(9, 4096), ints(3), zeros(5, 4096), ints(3), None, None, 0.0
     ),
 }
+
+
+@triton.jit
+def _planted(x_TK, weight_NK, factor_K, out_TN, size, BLOCK: tl.constexpr):
+    t, k = tl.arange(0, 16), tl.arange(0, BLOCK)
+    acc, squares = tl.zeros([16, 32], tl.float32), tl.zeros([16], tl.float32)
+    for start in range(0, size, BLOCK):
+        x = tl.load(x_TK + t[:, None] * size + start + k[None, :])
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+        x = (wide * tl.load(factor_K + start + k).to(tl.float32)[None, :]).to(x.dtype)
+        acc = tl.dot(x, tl.trans(tl.load(weight_NK + tl.arange(0, 32)[:, None] * size + start + k[None, :])), acc)
+    tl.store(out_TN + t[:, None] * 32 + tl.arange(0, 32)[None, :], acc * squares[:, None])
+
+
+def planted() -> None:
+    """Launch a product whose loop also sums the squares of its input, and multiplies it by factors."""
+    _planted[(1,)](zeros(16, 4096), zeros(32, 4096), zeros(4096), floats(16, 32), 4096, BLOCK=128, num_stages=5)
 
 
 def main() -> None:
@@ -260,13 +311,13 @@ def main() -> None:
     dispatch.is_hopper = lambda _: TARGET.arch >= 90  # type: ignore[assignment]
     launches = {}
     for name, launch in LAUNCHES.items():
-        if sys.argv[2:] and not name.startswith(tuple(sys.argv[2:])):
+        if (sys.argv[2:] or name == "planted") and not name.startswith(tuple(sys.argv[2:])):
             continue
         compiled.clear()
         launch()
         launches[name] = {
             "kernels": sorted({one["kernel"] for one in compiled}),
-            **{what: max(one[what] for one in compiled) for what in ("registers", "stack_bytes", "shared_bytes")},
+            **{what: max(one[what] for one in compiled) for what in FIGURES},
         }
         print(name, launches[name], file=sys.stderr, flush=True)
     json.dump(launches, sys.stdout)
