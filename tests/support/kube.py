@@ -74,14 +74,14 @@ class Cluster:
         self.kubectl("apply", *flags, "-f", "-", namespace=namespace, stdin=document)
 
     @contextmanager
-    def namespace(self, purpose: str) -> Iterator[str]:
-        """Create a namespace that is deleted with all its contents when the block ends."""
+    def namespace(self, purpose: str, *, wait: bool = True) -> Iterator[str]:
+        """Create a namespace that is deleted with all its contents when the block ends; ``wait`` until it is gone."""
         name = f"specdecode-{purpose}-{uuid.uuid4().hex[:6]}"
         self.kubectl("create", "namespace", name)
         try:
             yield name
         finally:
-            self.kubectl("delete", "namespace", name, "--wait=true", "--timeout=110s")
+            self.kubectl("delete", "namespace", name, f"--wait={str(wait).lower()}", "--timeout=110s")
 
 
 def connect() -> Cluster | None:

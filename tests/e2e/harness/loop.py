@@ -6,7 +6,6 @@ slow each other down on a machine with two cores.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from kube import Manifest, wait_for
 
 from specdecode_worker.contract import OTHER_TASK, Env, StepTime, SyntheticKnobs
 
-PROOFS = pytest.mark.skipif(not os.environ.get("LOOP_PROOFS"), reason="minutes each: LOOP_PROOFS=1, or make loop")
+PROOF = pytest.mark.proof("loop")
 SETTLED_SECONDS = 240
 HALF_A_CORE = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "500m", "memory": "4Gi"}}
 PLAIN_SECONDS = 0.3

@@ -1,14 +1,13 @@
 """Fuzz test of the CRD: the API server admits a generated spec or says why not, and the operator takes what it admits.
 
-150 specs in `make test`; ``CRD_FUZZ_CASES=10000`` runs more, with new ones each time. ``CRD_FUZZ_PLANTED=1`` shows that
-the fuzz can fail: each rule of the schema is dropped once, and each maximum is raised once.
+150 specs; a nightly run has 10,000, new ones each time. The proof ``crd-fuzz`` shows that the fuzz can fail: each rule
+of the schema is dropped once, and each maximum is raised once.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from kind_copy import KindCopy, served_copy
 from kube import Cluster
 from pydantic import ValidationError
 from spec_strategies import Json, Schema, specs
+from tiers import by_effort
 
 from specdecode_operator import manifests
 from specdecode_operator.api import crd
@@ -33,8 +33,8 @@ from specdecode_operator.state.session import Session
 from specdecode_operator.types import Deployment, Observation
 from specdecode_worker.contract import Plan
 
-CASES_OF_MAKE_TEST = 150
-CASES = int(os.environ.get("CRD_FUZZ_CASES", CASES_OF_MAKE_TEST))
+FEW = 150
+CASES = by_effort(quick=FEW, full=FEW, nightly=10_000)
 
 
 @contextmanager
@@ -140,9 +140,9 @@ def fuzz(api: KindCopy, schema: Schema, cases: int, *, derandomize: bool, shrink
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(0 if CASES > CASES_OF_MAKE_TEST else 300)
+@pytest.mark.timeout(0 if CASES > FEW else 300)
 def test_every_spec_is_admitted_or_refused_and_never_makes_the_operator_raise(api: KindCopy) -> None:
-    outcomes = fuzz(api, crd.root_schema()["properties"]["spec"], CASES, derandomize=CASES == CASES_OF_MAKE_TEST)
+    outcomes = fuzz(api, crd.root_schema()["properties"]["spec"], CASES, derandomize=CASES == FEW)
     print(dict(outcomes))
     assert outcomes["served"] >= CASES // 10, outcomes
     assert outcomes["refused by the operator"] >= CASES // 100, outcomes
@@ -184,11 +184,11 @@ def _copy_with_node(path: str) -> tuple[Json, Json]:
     return schema, dict(nodes(schema))[path]
 
 
-PLANTED = dict(planted_faults()) if os.environ.get("CRD_FUZZ_PLANTED") else {}
+PLANTED = dict(planted_faults())
 
 
 @pytest.mark.cluster
-@pytest.mark.skipif(not PLANTED, reason="minutes: CRD_FUZZ_PLANTED=1, or make crd-fuzz")
+@pytest.mark.proof("crd-fuzz")
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_fault_of_the_schema_is_caught(cluster: Cluster, fault: str) -> None:
     """The models have every rule and maximum too, so the operator cannot read what the faulty schema admits."""

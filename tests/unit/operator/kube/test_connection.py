@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kube import Cluster
+from tiers import skip_reason
 
 from specdecode_operator.kube import connection
 from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
@@ -25,7 +26,7 @@ def test_environment_proxy_is_used_except_for_no_proxy(monkeypatch: pytest.Monke
     assert environment_proxy("https://api.example.org") is None
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the system has no option for it")
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason=skip_reason("linux", "the system has no option for it"))
 def test_sockets_notice_a_dead_peer_within_twenty_seconds() -> None:
     with keepalive_socket((socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", 1))) as made:
         idle, interval, probes = (

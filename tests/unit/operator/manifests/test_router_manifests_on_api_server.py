@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,14 @@ def children(deployment: Deployment) -> list[Manifest]:
     ]
 
 
+@pytest.fixture(scope="module")
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """Yield a namespace that admits only pods of the restricted profile. No other test shares it."""
+    with cluster.namespace("psa", wait=False) as name:
+        cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
+        yield name
+
+
 @pytest.fixture
 def deployment(cluster: Cluster, namespace: str) -> Deployment:
     spec: dict[str, Any] = {
@@ -44,10 +53,7 @@ def deployment(cluster: Cluster, namespace: str) -> Deployment:
 @pytest.fixture
 def operator(cluster: Cluster, namespace: str) -> str:
     """Return the flag of an account with the rights of the operator in the namespace, and nothing else."""
-    account = grant(cluster, namespace, OPERATOR, PERMISSIONS)
-    labels = ("pod-security.kubernetes.io/enforce=restricted", "--overwrite")
-    cluster.kubectl("label", "namespace", namespace, *labels)
-    return account
+    return grant(cluster, namespace, OPERATOR, PERMISSIONS)
 
 
 def send(cluster: Cluster, manifest: Manifest, *flags: str) -> str:

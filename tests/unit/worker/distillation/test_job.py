@@ -15,6 +15,7 @@ import pytest
 import torch
 from job_runs import read, run
 from safetensors.torch import save_file
+from tiers import skip_reason
 
 from specdecode_worker.capture import CaptureError
 from specdecode_worker.contract import MAX_VERDICT_BYTES, Artifact
@@ -141,7 +142,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)]
     if subprocess.run(words, capture_output=True, check=False).returncode:
-        pytest.skip("a file system cannot be mounted here")
+        pytest.skip(skip_reason("root", "a file system cannot be mounted here"))
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
