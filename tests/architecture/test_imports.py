@@ -109,12 +109,6 @@ def test_images_do_not_contain_the_simulator() -> None:
         assert not any("simulator" in line for line in lines if line.startswith("!")), name
 
 
-def test_layers() -> None:
-    program = Path(sys.executable).parent / "lint-imports"
-    done = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
-
-
 PACKAGES = (
     "specdecode_kernels",
     "specdecode_operator",

@@ -1,8 +1,8 @@
 """A candidate draft on the real cluster: tried on one of two workers, promoted, and kept by new pods; or rolled back.
 
 The incumbent is a copy of the embedded head with noise on its weights; its files are on the node. Steps are padded to
-one duration, so that the gain is that of tokens per step, on every processor. ``make drafts`` runs all of it; ``make
-test`` runs the promotion only.
+one duration, so that the gain is that of tokens per step, on every processor. ``make test-all`` runs the promotion, and
+``make proofs P=drafts`` the rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Routers before real workers: faults that clients do not notice, and scaling to zero.
 
 Clients stream sampled answers, one after the other, and repeat nothing by themselves. Each answer is compared with the
-one that came while nothing happened. ``make router`` runs all of it; ``make test`` runs the first fault only.
+one that came while nothing happened. ``make proofs P=router`` runs all of it but the first
+fault, which ``make test-all`` runs.
 """
 
 from __future__ import annotations

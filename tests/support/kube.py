@@ -1,6 +1,6 @@
 """kubectl client for tests: cluster selection, calls, and waiting. Fixtures are in tests/conftest.py.
 
-The cluster is the one that `make test` chose: KUBECONFIG and CLUSTER from the environment, else the local cluster of
+The cluster is the one that hack/test chose: KUBECONFIG and CLUSTER from the environment, else the local cluster of
 hack/cluster if it is running.
 """
 

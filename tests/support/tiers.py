@@ -125,6 +125,13 @@ def _proofs(item: pytest.Item) -> set[str]:
 
 
 _setup_seconds = pytest.StashKey[float]()
+_starved_before = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    item.stash[_starved_before] = starved_seconds()
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -134,7 +141,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     if call.when == "setup":
         item.stash[_setup_seconds] = call.duration
     if call.when == "call" and report.passed and not FREE_OF_BUDGET & {mark.name for mark in item.iter_markers()}:
-        seconds, allowed = item.stash[_setup_seconds] + call.duration, budget_seconds()
+        starved = starved_seconds() - item.stash[_starved_before]
+        seconds, allowed = item.stash[_setup_seconds] + call.duration - starved, budget_seconds()
         if seconds > allowed and _effort != "nightly":
             report.outcome = "failed"
             report.longrepr = (
@@ -147,6 +155,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 def budget_seconds() -> float:
     """Return the budget at the machine's present load: as many times longer as processes share a processor."""
     return BUDGET_SECONDS * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def starved_seconds() -> float:
+    """Return for how long this process was ready to run and had no processor, since it began."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):  # not every kernel counts
+        return 0.0
 
 
 # Skips

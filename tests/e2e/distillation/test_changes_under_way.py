@@ -1,6 +1,6 @@
 """Changes of the user while a draft is trained or tried, on the real cluster: draft, target and replicas.
 
-The user's value takes effect within a minute, and requests are answered as before. ``make drafts`` runs this.
+The user's value takes effect within a minute, and requests are answered as before. ``make proofs P=drafts`` runs this.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A run begins by command, with a head that has noise on its weights, or by drift, with a head that does not know tables
 and traffic that turns from questions to tables. The heads lie on a claim that workers and the Job mount. Only requests
 of one kind of client permit their capture: different prompts with short answers, so that a verdict has enough
-conversations within minutes. ``make drafts`` runs it.
+conversations within minutes. ``make proofs P=drafts`` runs it.
 """
 
 from __future__ import annotations

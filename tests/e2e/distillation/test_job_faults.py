@@ -2,7 +2,7 @@
 
 Its pod or its node is lost, it is suspended, finds no node, has too little memory or a full claim, or the operator is
 killed. The status says what happened. The runs are too short for a verdict: each that is carried out ends with
-NotBetter. ``make drafts`` runs them.
+NotBetter. ``make proofs P=drafts`` runs them.
 """
 
 from __future__ import annotations

@@ -31,6 +31,27 @@ SPECULATION: Manifest = {
 }
 
 
+def decision(endpoint: Endpoint, concurrency: int, depth: int) -> Manifest:
+    """Return the newest entry of the status history in which the row of this concurrency came to ``depth``."""
+    after = f"chain:{depth}" if depth else "none"
+
+    def find_entry() -> Manifest | None:
+        ours = (e for e in endpoint.speculation()["history"] if names_load(e, concurrency))
+        return next((entry for entry in ours if entry["after"] == after), None)
+
+    history_entry = wait_for(f"status history names {after}", find_entry, timeout_s=30)
+    assert history_entry
+    return history_entry
+
+
+def assert_explained(endpoint: Endpoint, why: Manifest) -> None:
+    """Assert that a decision names its measurements and was published as an Event."""
+    assert "acceptance by depth" in why["reason"], why
+    assert " ms" in why["reason"], why
+    events = [e["message"] for e in endpoint.namespace.list("events") if e["involvedObject"]["name"] == endpoint.name]
+    assert any(why["reason"] in message for message in events), events
+
+
 @contextmanager
 def deployed(
     namespace: Namespace,
@@ -54,7 +75,7 @@ def deployed(
         endpoint.wait_ready()
         yield endpoint
     finally:
-        namespace.kubectl("delete", "sdd", name, "--timeout=30s")
+        namespace.kubectl("delete", "sdd", name, "--ignore-not-found", "--timeout=30s")
         wait_for("its pods are gone", lambda: not endpoint.all_pods(), timeout_s=60)
 
 

@@ -1,4 +1,4 @@
-"""Rotation of an API key under traffic, through routers and directly at a worker (``make outages``)."""
+"""Rotation of an API key under traffic, through routers and directly at a worker (``make proofs P=outages``)."""
 
 from __future__ import annotations
 

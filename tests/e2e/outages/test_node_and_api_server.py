@@ -1,4 +1,4 @@
-"""Routers through outages: the API server gone for a minute, a drained node and a lost node (``make outages``).
+"""Routers through outages: the API server gone for a minute, a drained node and a lost node.
 
 The routers and the operator run on the first node. Clients of a lost router would see one broken connection.
 """

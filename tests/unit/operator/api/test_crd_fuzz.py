@@ -161,30 +161,35 @@ def nodes(schema: Json, path: str = "") -> Iterator[tuple[str, Json]]:
         yield from nodes(node, f"{path}.{key}" if path else key)
 
 
-def planted_faults() -> Iterator[tuple[str, Json]]:
-    """Yield schemas with one fault each: a rule is dropped, or a maximum is raised. Rules over time have no spec."""
+def planted_faults() -> Iterator[tuple[str, str, int | None]]:
+    """Yield faults of the schema: a name, a path, and the rule there to drop; None raises the maximum there.
+
+    Rules over time have no spec.
+    """
     for path, node in nodes(crd.root_schema()):
         for index, rule in enumerate(node.get("x-kubernetes-validations", ())):
             if "oldSelf" not in rule["rule"] and path:
-                schema, planted = _copy_with_node(path)
-                del planted["x-kubernetes-validations"][index]
-                yield f"rule dropped: {_shown(path)}: {rule['message'][:60]}", schema
+                yield f"rule dropped: {_shown(path)}: {rule['message'][:60]}", path, index
         if path.startswith("properties.spec.") and isinstance(node.get("maximum"), int | float):
-            schema, planted = _copy_with_node(path)
-            planted["maximum"] *= RAISE
-            yield f"maximum raised: {_shown(path)}", schema
+            yield f"maximum raised: {_shown(path)}", path, None
 
 
 def _shown(path: str) -> str:
     return path.replace("properties.", "").replace(".items", "[]")
 
 
-def _copy_with_node(path: str) -> tuple[Json, Json]:
+def schema_with_fault(path: str, rule: int | None) -> Json:
+    """Return the schema with one planted fault."""
     schema = copy.deepcopy(crd.root_schema())
-    return schema, dict(nodes(schema))[path]
+    node = dict(nodes(schema))[path]
+    if rule is None:
+        node["maximum"] *= RAISE
+    else:
+        del node["x-kubernetes-validations"][rule]
+    return schema
 
 
-PLANTED = dict(planted_faults())
+PLANTED = {name: (path, rule) for name, path, rule in planted_faults()}
 
 
 @pytest.mark.cluster
@@ -192,6 +197,6 @@ PLANTED = dict(planted_faults())
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_fault_of_the_schema_is_caught(cluster: Cluster, fault: str) -> None:
     """The models have every rule and maximum too, so the operator cannot read what the faulty schema admits."""
-    schema = PLANTED[fault]
+    schema = schema_with_fault(*PLANTED[fault])
     with served_copy(cluster, schema) as faulty, pytest.raises(ValidationError):
         fuzz(faulty, schema["properties"]["spec"], PLANTED_CASES, derandomize=False, shrink=False)
