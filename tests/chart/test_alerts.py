@@ -12,6 +12,8 @@ import pytest
 import yaml
 from prometheus import Promtool, known_series, series_of
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent / "alerts_test.yaml"
 
 

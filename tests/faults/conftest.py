@@ -98,6 +98,7 @@ def _starter(folder: Path, base_flags: tuple[str, ...]) -> Iterator[StartWorker]
         yield start
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test of this folder as slow: each has a worker that really runs."""
     for item in items:

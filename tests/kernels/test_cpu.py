@@ -181,6 +181,7 @@ def tokens(count: int, heads: Heads, seed: int) -> tuple[Tensor, Tensor, Tensor]
     return joined.split((heads.queries, heads.keys, heads.keys), dim=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_attention_reads_exactly_the_tokens_of_each_path(data: st.DataObject) -> None:

@@ -186,6 +186,7 @@ def summary_text(name: str, tally: Tally, outputs: list[Answer]) -> str:
     return "\n    ".join(["", *lines, *tally.near_ties])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_speculative_text_equals_plain_text(
     local: LocalEngine,

@@ -39,7 +39,7 @@ def plain(make_engine: Any, lossless: Any) -> Callable[[Sequence[Submit]], Text]
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.core)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("method", METHODS)
 def test_single_shape_equals_plain_decoding(

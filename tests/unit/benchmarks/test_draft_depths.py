@@ -18,6 +18,8 @@ from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.training.artifacts.export import write_draft
 from specdecode_worker.training.heads.initialization import new_dflash
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

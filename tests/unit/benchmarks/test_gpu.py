@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 GPU = ROOT / "benchmarks" / "gpu"
 # test_gpu_stages.py runs every stage. Here one engine stage runs through the whole pipeline of figures.

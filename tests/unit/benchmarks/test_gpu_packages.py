@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 ON_THE_MACHINE = {"torch", "triton", "tokenizers", "safetensors", "numpy"}
 CARRIED = set(re.findall(r"packages=\((.*?)\)", (ROOT / "hack" / "gpu-carry").read_text(), re.DOTALL)[0].split())

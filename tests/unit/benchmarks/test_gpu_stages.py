@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 GPU = ROOT / "benchmarks" / "gpu"
 ALL_STAGES = Path(__file__).parent / "support" / "all_stages.py"

@@ -10,6 +10,10 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "gpu_train.py"
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 TEXTS = {("easy", "a"): '{"type": "object"}', ("hard", "b"): '{"type":\n "string", "title": "\u00e9"}'}
 

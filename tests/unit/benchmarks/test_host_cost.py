@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PATH = Path(__file__).parents[3] / "benchmarks" / "host_cost.py"
 
 

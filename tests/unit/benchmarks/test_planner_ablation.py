@@ -12,6 +12,8 @@ import pytest
 
 from specdecode_operator.planning.tuning import Tuning
 
+pytestmark = pytest.mark.slow
+
 TRACE, HOURS = "task-mix", 0.02
 LEFT_OUT = {"load_ratio", "least_seconds", "context_edges"}
 

@@ -105,6 +105,7 @@ def demo(server: Server) -> str:
     return f"{path}/demo"
 
 
+@pytest.mark.slow
 def test_status_goes_by_the_namespace_of_the_context(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

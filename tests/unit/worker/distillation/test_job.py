@@ -32,6 +32,8 @@ from specdecode_worker.training.distillation.job_result import failure_kind
 from specdecode_worker.training.distillation.run_clock import RunClock
 from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
 
+pytestmark = pytest.mark.slow
+
 EARLIER_SECONDS = 1000.0
 
 

@@ -61,6 +61,7 @@ def our_logits(model: Llama, dense: Any) -> Tensor:
     return model.logits(model(TOKENS, torch.arange(len(TOKENS)), dense).hidden_TE)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_plain_and_fused(

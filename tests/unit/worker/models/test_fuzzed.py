@@ -166,6 +166,7 @@ def test_whole_folders_load(kind: str, whole: Path) -> None:
     assert loads(kind, whole / kind, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @few
 @given(changes=CHANGES, dropped=st.sets(st.sampled_from(FIELDS), max_size=2))
@@ -255,6 +256,7 @@ def spoiled(tensors: dict[str, Tensor], name: str, data: st.DataObject) -> None:
         tensors[name] = tensors[name] + data.draw(st.integers(-200, 200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("harm", [deleted, renamed, reshaped, retyped, spoiled])
 @few

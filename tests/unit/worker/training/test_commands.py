@@ -19,6 +19,8 @@ from specdecode_worker.models.checkpoints.safetensors_headers import infer_metho
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.networks.llama import Llama
 
+pytestmark = pytest.mark.slow
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 258,

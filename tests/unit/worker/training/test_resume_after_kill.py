@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation, write_shard
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "support" / "train_small.py"
 KILLS = 10

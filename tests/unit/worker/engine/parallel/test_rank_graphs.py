@@ -34,6 +34,8 @@ from specdecode_worker.engine.parallel import rank_graphs, rank_group
 from specdecode_worker.engine.parallel.rank_graphs import RankGraphs
 from specdecode_worker.engine.parallel.step_exchange import StepShape
 
+pytestmark = pytest.mark.slow
+
 SHAPES = ("none", "chain:3", "tree:3,2,1")
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -24,6 +24,8 @@ from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.parallel.leader_target import LeaderTarget
 from specdecode_worker.models.errors import ConfigMismatch
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
 
 

@@ -22,6 +22,8 @@ from specdecode_worker.training.data.state_recording import read_states
 from specdecode_worker.training.evaluation.draft_evaluation import ZeroContextAttention
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 

@@ -19,6 +19,8 @@ from specdecode_worker.engine.drafts.own_device.process_supervisor import Proces
 from specdecode_worker.engine.drafts.own_device.tensor_region import TensorRegion
 from specdecode_worker.models.errors import ModelError
 
+pytestmark = pytest.mark.slow
+
 
 def regions() -> Regions:
     return Regions(TensorRegion(4096), TensorRegion(4096))

@@ -24,6 +24,8 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.llama import Llama
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(6)]
 CPU = torch.device("cpu")
 
