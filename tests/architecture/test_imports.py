@@ -20,6 +20,8 @@ FORBIDDEN_INIT = (
     "kernels",
     "simulator",
     "tests",
+    "tests/api_server",
+    "tests/processes",
     "tests/unit",
     "tests/kernels",
     "tests/e2e",

@@ -1,0 +1,200 @@
+"""Fuzz test of the CRD: the API server admits a generated spec or says why not, and the operator takes what it admits.
+
+150 specs; a nightly run has 10,000, new ones each time. The proof ``crd-fuzz`` shows that the fuzz can fail: each rule
+of the schema is dropped once, and each maximum is raised once.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fleet import DEFAULTS
+from hypothesis import HealthCheck, Phase, given, settings
+from kind_copy import KindCopy, served_copy
+from kube import Cluster
+from pydantic import ValidationError
+from spec_strategies import Json, Schema, specs
+from tiers import by_effort
+
+from specdecode_operator import manifests
+from specdecode_operator.api import crd
+from specdecode_operator.api.v1alpha1 import PLURAL, VERSION, Spec, Status
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.errors import SpecError
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Deployment, Observation
+from specdecode_worker.contract import Plan
+
+FEW = 150
+CASES = by_effort(quick=FEW, full=FEW, nightly=10_000)
+
+
+@contextmanager
+def proxy(api: KindCopy) -> Iterator[httpx.Client]:
+    """Yield a client of the API server; kubectl authenticates it."""
+    words = [api.cluster.program, "proxy", "--port=0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(api.cluster.environment))
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        with httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=30) as client:
+            yield client
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def admitted(client: httpx.Client, api: KindCopy, spec: Any) -> dict[str, Any] | None:
+    """Return the spec with defaults, as the API server would store it. None if it was refused with a reason."""
+    path = f"/apis/{api.group}/{VERSION}/namespaces/default/{PLURAL}"
+    answer = client.post(
+        path, params={"dryRun": "All", "fieldValidation": "Strict"}, json=api.manifest(spec) | {"spec": spec}
+    )
+    assert answer.status_code in (201, 400, 422), f"{answer.status_code}: {answer.text}"
+    body = answer.json()
+    if answer.status_code != 201:
+        assert len(body["message"]) > 20, body
+        return None
+    stored: dict[str, Any] = body["spec"]
+    return stored
+
+
+def run_operator(spec: Spec) -> str:
+    """Make all children and a decision.
+
+    Returns:
+        ``served``, or the reason for which the operator refuses the spec.
+    """
+    deployment = Deployment(namespace="ns", name="fuzz", uid="u", generation=1, spec=spec, status=Status())
+    observed = Observation(workload=None, workers=(), session=Session())
+    try:
+        template = manifests.pod_template(deployment, DEFAULTS)
+        decision, _ = decide(deployment, observed, DEFAULTS, now=1000)
+    except SpecError as error:
+        return str(error)
+    children = [
+        *decision.children,
+        manifests.workload(deployment, template, manifests.rolling_hash(spec), 1),
+        manifests.service(deployment),
+        manifests.headless_service(deployment),
+        manifests.budget(deployment),
+        manifests.plan_config_map(deployment, Plan()),
+        manifests.state_config_map(deployment, {}),
+        manifests.tokens_secret(deployment, {scope: ["t"] for scope in manifests.TokenScope}),
+    ]
+    json.dumps(children, allow_nan=False)
+    manifests.resolved_image(template)
+    return "served"
+
+
+def fuzz(api: KindCopy, schema: Schema, cases: int, *, derandomize: bool, shrink: bool = True) -> Counter[str]:
+    """Judge generated specs, and count the outcomes.
+
+    Args:
+        api: The served kind.
+        schema: Schema of the spec that specs are made of.
+        cases: Number of specs.
+        derandomize: Judge the same specs each time.
+        shrink: Look for the smallest spec that fails.
+
+    Raises:
+        AssertionError: A refusal has no reason, or the operator's does not name the field.
+        ValidationError: The operator cannot read a spec that was admitted.
+    """
+    outcomes: Counter[str] = Counter()
+
+    with proxy(api) as client:
+
+        @settings(
+            max_examples=cases,
+            deadline=None,
+            derandomize=derandomize,
+            phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(specs(schema))
+        def judge(spec: Any) -> None:
+            if outcomes and outcomes.total() % 500 == 0:
+                print(dict(outcomes), flush=True)
+            stored = admitted(client, api, spec)
+            if stored is None:
+                outcomes["refused at admission"] += 1
+                return
+            outcome = run_operator(Spec.model_validate(stored))
+            assert outcome == "served" or outcome.startswith(("workers.", "distillation.")), (
+                f"a refusal names the field: {outcome}"
+            )
+            outcomes[outcome if outcome == "served" else "refused by the operator"] += 1
+
+        judge()
+    return outcomes
+
+
+@pytest.mark.timeout(0 if CASES > FEW else 300)
+def test_every_spec_is_admitted_or_refused_and_never_makes_the_operator_raise(api: KindCopy) -> None:
+    outcomes = fuzz(api, crd.root_schema()["properties"]["spec"], CASES, derandomize=CASES == FEW)
+    print(dict(outcomes))
+    assert outcomes["served"] >= CASES // 10, outcomes
+    assert outcomes["refused by the operator"] >= CASES // 100, outcomes
+    assert outcomes["refused at admission"] >= CASES // 50, outcomes
+
+
+PLANTED_CASES = 1500
+RAISE = 1000
+
+
+def nodes(schema: Json, path: str = "") -> Iterator[tuple[str, Json]]:
+    """Yield every object of a schema with its path."""
+    if isinstance(schema, dict):
+        yield path, schema
+    for key, node in schema.items() if isinstance(schema, dict) else ():
+        yield from nodes(node, f"{path}.{key}" if path else key)
+
+
+def planted_faults() -> Iterator[tuple[str, str, int | None]]:
+    """Yield faults of the schema: a name, a path, and the rule there to drop; None raises the maximum there.
+
+    Rules over time have no spec.
+    """
+    for path, node in nodes(crd.root_schema()):
+        for index, rule in enumerate(node.get("x-kubernetes-validations", ())):
+            if "oldSelf" not in rule["rule"] and path:
+                yield f"rule dropped: {_shown(path)}: {rule['message'][:60]}", path, index
+        if path.startswith("properties.spec.") and isinstance(node.get("maximum"), int | float):
+            yield f"maximum raised: {_shown(path)}", path, None
+
+
+def _shown(path: str) -> str:
+    return path.replace("properties.", "").replace(".items", "[]")
+
+
+def schema_with_fault(path: str, rule: int | None) -> Json:
+    """Return the schema with one planted fault."""
+    schema = copy.deepcopy(crd.root_schema())
+    node = dict(nodes(schema))[path]
+    if rule is None:
+        node["maximum"] *= RAISE
+    else:
+        del node["x-kubernetes-validations"][rule]
+    return schema
+
+
+PLANTED = {name: (path, rule) for name, path, rule in planted_faults()}
+
+
+@pytest.mark.proof("crd-fuzz")
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_fault_of_the_schema_is_caught(cluster: Cluster, fault: str) -> None:
+    """The models have every rule and maximum too, so the operator cannot read what the faulty schema admits."""
+    schema = schema_with_fault(*PLANTED[fault])
+    with served_copy(cluster, schema) as faulty, pytest.raises(ValidationError):
+        fuzz(faulty, schema["properties"]["spec"], PLANTED_CASES, derandomize=False, shrink=False)

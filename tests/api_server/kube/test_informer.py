@@ -1,0 +1,136 @@
+"""Informers on a real API server: changes in time, dead connections, expired versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from kube import Cluster as Kubectl
+from kube_objects import config_map, seconds_until
+from tcp_proxy import TcpProxy
+
+from specdecode_operator.api.v1alpha1 import GROUP
+from specdecode_operator.errors import Gone
+from specdecode_operator.kube import informer as informer_module
+from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
+from specdecode_operator.kube.informer import Informer
+from specdecode_operator.types import Key
+
+
+@asynccontextmanager
+async def running(client: KubeClient, namespace: str, parent: str) -> AsyncIterator[tuple[Informer[Any], list[Key]]]:
+    """Run an informer of the ConfigMaps of one parent, after its first list."""
+    changes = list[Key]()
+    informer: Informer[Any] = Informer(
+        client,
+        CONFIG_MAPS,
+        namespace,
+        labels=f"{GROUP}/name={parent}",
+        project=lambda resource: (resource["metadata"]["uid"], resource.get("data")),
+        metadata_only=False,
+        on_change=changes.append,
+    )
+    task = asyncio.create_task(informer.run())
+    try:
+        await asyncio.wait_for(informer.synced.wait(), 10)
+        yield informer, changes
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+def lists(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the kind of each list of an informer."""
+    recorded: list[str] = []
+    relist = Informer._relist
+
+    async def recording(self: Informer[Any]) -> str:
+        recorded.append(self._kind.kind)
+        return await relist(self)
+
+    monkeypatch.setattr(Informer, "_relist", recording)
+    return recorded
+
+
+async def test_changes_and_deletions_arrive_within_two_seconds(
+    api: KubeClient, namespace: str, cluster: Kubectl
+) -> None:
+    await api.apply(config_map(namespace, "first", "timely", a="1"), force=True)
+    async with running(api, namespace, "timely") as (informer, changes):
+        assert informer.of((namespace, "timely"))[0][1] == {"a": "1"}
+        await api.apply(config_map(namespace, "first", "timely", a="2"), force=True)
+        await seconds_until("the change", lambda: informer.get(namespace, "first")[1] == {"a": "2"}, limit=2)
+        changes.clear()
+        await api.delete(CONFIG_MAPS, namespace, "first")
+        await seconds_until("the deletion", lambda: informer.get(namespace, "first") is None, limit=2)
+        assert changes == [(namespace, "timely")]
+
+
+async def test_an_object_that_loses_its_label_leaves(api: KubeClient, namespace: str, cluster: Kubectl) -> None:
+    await api.apply(config_map(namespace, "stripped", "label", a="1"), force=True)
+    async with running(api, namespace, "label") as (informer, changes):
+        cluster.kubectl("label", "configmap", "stripped", f"{GROUP}/name-", namespace=namespace)
+        await seconds_until("the object leaves", lambda: not informer.of((namespace, "label")), limit=2)
+        assert changes == [(namespace, "label")] * 2
+
+
+async def test_a_watch_is_resumed_without_a_list(
+    api: KubeClient, namespace: str, lists: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(informer_module, "MIN_WATCH_SECONDS", 1)
+    monkeypatch.setattr(informer_module, "MAX_WATCH_SECONDS", 1)
+    async with running(api, namespace, "resumed") as (informer, _):
+        for number in range(4):
+            await api.apply(config_map(namespace, "again", "resumed", a=str(number)), force=True)
+            await seconds_until(
+                "the change",
+                lambda number=number: (
+                    informer.of((namespace, "resumed"))[:1]
+                    and informer.of((namespace, "resumed"))[0][1] == {"a": str(number)}
+                ),
+                limit=2,
+            )
+            await asyncio.sleep(1)
+    assert lists == ["ConfigMap"]
+
+
+async def test_an_expired_version_is_listed_again(api: KubeClient, namespace: str, lists: list[str]) -> None:
+    await api.apply(config_map(namespace, "old", "expired", a="1"), force=True)
+    watch = api.watch
+    versions: list[str] = []
+
+    async def expired() -> AsyncIterator[Any]:
+        # What the API server answers to a version that was compacted. A young cluster has not compacted anything yet.
+        raise Gone("too old resource version")
+        yield
+
+    def watch_from_the_past(*arguments: Any, version: str, **options: Any) -> Any:
+        versions.append(version)
+        return expired() if len(versions) == 1 else watch(*arguments, version=version, **options)
+
+    api.watch = watch_from_the_past  # type: ignore[method-assign]
+    async with running(api, namespace, "expired") as (informer, changes):
+        await seconds_until("a second list", lambda: len(lists) == 2, limit=5)
+        await api.apply(config_map(namespace, "old", "expired", a="2"), force=True)
+        await seconds_until("the change", lambda: informer.get(namespace, "old")[1] == {"a": "2"}, limit=2)
+    assert changes == [(namespace, "expired")] * 2, "the second list changes nothing"
+
+
+async def test_a_half_open_connection_is_noticed_within_thirty_seconds(
+    api: KubeClient, proxied: KubeClient, proxy: TcpProxy, namespace: str
+) -> None:
+    async with running(proxied, namespace, "silent") as (informer, changes):
+        await api.apply(config_map(namespace, "before", "silent"), force=True)
+        await seconds_until("the watch works", lambda: changes, limit=5)
+        proxy.silence_open_connections()
+        contact = informer.last_contact
+        await api.apply(config_map(namespace, "after", "silent"), force=True)
+        await asyncio.sleep(1)
+        assert informer.get(namespace, "after") is None, "the connection is not silent"
+        # 30 s on a quiet machine (docs/operator-faults.md); other tests run at the same time as this one.
+        await seconds_until("the missed object", lambda: informer.get(namespace, "after"), limit=35)
+        assert informer.last_contact > contact + 1

@@ -1,0 +1,371 @@
+"""The real operator process against a real API server: children and status, refusals, cut connections, two replicas."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fleet import SPEC, deep
+from kube import Cluster, KubectlError, wait_for
+from operator_process import OperatorProcess, install_crd
+
+from specdecode_operator import manifests
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
+from specdecode_worker.contract import CheckVerdict, MemoryState
+
+MAX_MEMORY_MIB = 120
+CHILDREN = "deploy,cm,svc,pdb"
+
+
+def resource(name: str, **spec: Any) -> dict[str, Any]:
+    """Return a resource without replicas: every child is made but pods."""
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": KIND,
+        "metadata": {"name": name},
+        "spec": json.loads(json.dumps(deep({**SPEC, "replicas": 0}, spec))),
+    }
+
+
+def conditions(cluster: Cluster, namespace: str, name: str) -> dict[str, Any]:
+    status = cluster.get("sdd", name, namespace).get("status", {})
+    return {condition["type"]: condition for condition in status.get("conditions", [])}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def crd(cluster: Cluster) -> None:
+    install_crd(cluster)
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: Cluster, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    with OperatorProcess(cluster, namespace, tmp_path_factory.mktemp("operator")) as process:
+        yield process
+
+
+def test_a_resource_gets_children_and_a_status_that_stays_the_same(
+    operator: OperatorProcess, cluster: Cluster, namespace: str
+) -> None:
+    cluster.apply(resource("made"), namespace=namespace)
+    wait_for("the workload", lambda: cluster.get("deploy", "made-worker", namespace), timeout_s=30)
+    made = wait_for(
+        "its status", lambda: s if (s := cluster.get("sdd", "made", namespace)).get("status") else None, timeout_s=30
+    )
+    assert made is not None
+    assert "finalizers" not in made["metadata"]
+    assert made["status"]["observedGeneration"] == 1
+    assert made["status"]["url"] == f"http://made.{namespace}.svc/v1"
+    token = cluster.get("secret", "made-tokens", namespace)["data"]
+    assert set(token) == {"operator", "router", "capture"}
+
+    def versions() -> dict[str, str]:
+        children = cluster.list(f"sdd,{CHILDREN}", "", namespace)
+        return {
+            f"{child['kind']}/{child['metadata']['name']}": child["metadata"]["resourceVersion"] for child in children
+        }
+
+    def are_settled() -> bool:
+        before = versions()
+        time.sleep(3)
+        return versions() == before
+
+    wait_for("the first writes are over", are_settled, timeout_s=40, every_s=0)
+    settled = versions()
+    time.sleep(8)
+    assert versions() == settled, "a deployment at rest is written"
+    assert cluster.get("secret", "made-tokens", namespace)["data"] == token
+
+
+def test_a_deleted_child_returns_within_five_seconds(
+    operator: OperatorProcess, cluster: Cluster, namespace: str
+) -> None:
+    cluster.apply(resource("mended"), namespace=namespace)
+    wait_for("the workload", lambda: cluster.get("deploy", "mended-worker", namespace), timeout_s=30)
+    for kind, name in (("svc", "mended"), ("cm", "mended-plan"), ("deploy", "mended-worker")):
+        before = cluster.get(kind, name, namespace)["metadata"]["uid"]
+        cluster.kubectl("delete", kind, name, "--wait=false", namespace=namespace)
+        wait_for(
+            f"{kind} is back",
+            lambda kind=kind, name=name, before=before: cluster.get(kind, name, namespace)["metadata"]["uid"] != before,
+            timeout_s=5,
+        )
+
+
+def test_deleting_a_deployment_deletes_its_children(
+    operator: OperatorProcess, cluster: Cluster, namespace: str
+) -> None:
+    cluster.apply(resource("gone"), namespace=namespace)
+    wait_for("the workload", lambda: cluster.get("deploy", "gone-worker", namespace), timeout_s=30)
+    cluster.kubectl("delete", "sdd", "gone", "--wait=true", "--timeout=20s", namespace=namespace)
+    wait_for(
+        "children are collected",
+        lambda: not cluster.list(f"{CHILDREN},secret", f"{GROUP}/name=gone", namespace),
+        timeout_s=40,
+    )
+
+
+def test_a_refused_child_is_named_and_the_others_are_applied(
+    operator: OperatorProcess, cluster: Cluster, namespace: str
+) -> None:
+    bad = {"workers": {"template": {"spec": {"containers": [{"name": "worker", "image": ""}], "restartPolicy": "No"}}}}
+    cluster.apply(resource("refused", **bad), namespace=namespace)
+    stalled = wait_for("the condition", lambda: conditions(cluster, namespace, "refused").get("Stalled"), timeout_s=30)
+    assert stalled is not None
+    assert "refused-worker" in stalled["message"]
+    assert "restartPolicy" in stalled["message"]
+    assert conditions(cluster, namespace, "refused")["Ready"]["status"] == "False"
+    assert cluster.get("svc", "refused", namespace)
+    with pytest.raises(KubectlError, match="not found"):
+        cluster.get("deploy", "refused-worker", namespace)
+
+
+def test_a_refused_template_is_in_status_within_ten_seconds_until_the_spec_is_repaired(
+    operator: OperatorProcess, cluster: Cluster, namespace: str
+) -> None:
+    bad = {"workers": {"template": {"spec": {"containers": [{"image": "x"}]}}}}
+    cluster.apply(resource("items", **bad), namespace=namespace)
+
+    def stalled() -> Any:
+        return conditions(cluster, namespace, "items").get("Stalled")
+
+    condition = wait_for("the condition", stalled, timeout_s=10)
+    assert condition["reason"] == "SpecRefused"
+    assert cluster.get("sdd", "items", namespace)["status"]["observedGeneration"] == 1
+    assert conditions(cluster, namespace, "items")["Ready"]["status"] == "False"
+    change = json.dumps({"spec": {"workers": {"template": None}}})
+    cluster.kubectl("patch", "sdd", "items", "--type=merge", "-p", change, namespace=namespace)
+    wait_for("the workload", lambda: cluster.get("deploy", "items-worker", namespace), timeout_s=5)
+    wait_for("nothing is wrong", lambda: not stalled(), timeout_s=5)
+
+
+def test_an_object_of_another_owner_is_left_alone_and_named(
+    operator: OperatorProcess, cluster: Cluster, namespace: str
+) -> None:
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "foreign"},
+        "spec": {"ports": [{"port": 9999}], "selector": {"app": "other"}},
+    }
+    cluster.apply(service, namespace=namespace)
+    before = cluster.get("svc", "foreign", namespace)["metadata"]["resourceVersion"]
+    cluster.apply(resource("foreign"), namespace=namespace)
+    stalled = wait_for("the condition", lambda: conditions(cluster, namespace, "foreign").get("Stalled"), timeout_s=30)
+    assert stalled is not None
+    assert 'Service "foreign"' in stalled["message"]
+    assert cluster.get("deploy", "foreign-worker", namespace), "the other children are applied"
+    assert cluster.get("svc", "foreign", namespace)["metadata"]["resourceVersion"] == before
+    cluster.kubectl("delete", "svc", "foreign", namespace=namespace)
+    wait_for("ours takes its place", lambda: not conditions(cluster, namespace, "foreign").get("Stalled"), timeout_s=70)
+
+
+def test_a_verdict_in_a_termination_message_becomes_a_condition(
+    operator: OperatorProcess, cluster: Cluster, namespace: str
+) -> None:
+    """The pod is scheduled by no scheduler, and has the status that a kubelet would write."""
+    cluster.apply(resource("large"), namespace=namespace)
+    wait_for("the workload", lambda: cluster.get("deploy", "large-worker", namespace), timeout_s=30)
+    container = {"name": "worker", "image": "none"}
+    spec = {"schedulerName": "none", "containers": [container]}
+    metadata = {"name": "large-pod", "labels": manifests.selector("large")}
+    cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}, namespace=namespace)
+    verdict = CheckVerdict(serves=False, fits=False, problem="0.26 GiB short", memory=MemoryState(limit=2**31))
+    ended = {"terminated": {"exitCode": 1, "message": verdict.model_dump_json()}}
+    waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+    state = {**container, "imageID": "", "ready": False, "restartCount": 1, "state": waiting, "lastState": ended}
+    patch = json.dumps({"status": {"containerStatuses": [state]}})
+    words = ("patch", "pod", "large-pod", "--subresource=status", "--type=merge", "-p", patch)
+    cluster.kubectl(*words, namespace=namespace)
+
+    def misfit() -> bool:
+        condition = conditions(cluster, namespace, "large").get("MemoryFits", {})
+        return (condition.get("status"), condition.get("message")) == ("False", "0.26 GiB short")
+
+    wait_for("the verdict is shown", misfit, timeout_s=20)
+    assert cluster.get("sdd", "large", namespace)["status"]["memory"]["limit"] == "2.00Gi"
+    cluster.kubectl("delete", "pod", "large-pod", "--wait=false", namespace=namespace)
+
+
+# --- cut connections --------------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A TCP connection to the API server that can be cut."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._open: list[socket.socket] = []
+        self.whole = True
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self.whole = False
+        for end in self._open:
+            reset(end)
+        self._open = []
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            if not self.whole:
+                reset(near)
+                continue
+            far = socket.create_connection(self._target)
+            self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=pump, args=(source, sink), daemon=True).start()
+
+
+def reset(end: socket.socket) -> None:
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
+
+
+def pump(source: socket.socket, sink: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+    reset(sink)
+
+
+@pytest.fixture
+def wire(cluster: Cluster, tmp_path: Path) -> Iterator[Wire]:
+    """Yield the connection; a kubeconfig that leads through it is in the test's folder."""
+    config = yaml.safe_load(cluster.kubectl("config", "view", "--raw", "--minify", "--flatten"))
+    server = config["clusters"][0]["cluster"]
+    host, _, port = server["server"].removeprefix("https://").rpartition(":")
+    made = Wire(host, int(port))
+    server["server"] = f"https://127.0.0.1:{made.port}"
+    server["tls-server-name"] = host
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def own_namespace(cluster: Cluster) -> Iterator[str]:
+    """Yield a namespace that no other operator serves."""
+    with cluster.namespace("process") as name:
+        yield name
+
+
+def grace(cluster: Cluster, namespace: str, name: str) -> int:
+    workload = cluster.get("deploy", f"{name}-worker", namespace)
+    return int(workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"])
+
+
+def change_grace(cluster: Cluster, namespace: str, name: str, seconds: int) -> None:
+    change = json.dumps({"spec": {"drain": {"gracePeriodSeconds": seconds}}})
+    cluster.kubectl("patch", "sdd", name, "--type=merge", "-p", change, namespace=namespace)
+
+
+def test_the_operator_survives_a_connection_loss_to_the_api_server(
+    wire: Wire, cluster: Cluster, own_namespace: str, tmp_path: Path
+) -> None:
+    with OperatorProcess(cluster, own_namespace, tmp_path, kubeconfig=tmp_path / "kubeconfig") as operator:
+        cluster.apply(resource("cut"), namespace=own_namespace)
+        wait_for("the workload", lambda: cluster.get("deploy", "cut-worker", own_namespace), timeout_s=30)
+        wire.cut()
+        change_grace(cluster, own_namespace, "cut", 77)
+        time.sleep(8)
+        assert grace(cluster, own_namespace, "cut") != 92, "no change while it is cut off"
+        assert operator.process is not None
+        assert operator.process.poll() is None, "the operator died with its API server"
+        wire.whole = True
+        wait_for("the change is applied", lambda: grace(cluster, own_namespace, "cut") == 92, timeout_s=30)
+        cluster.apply(resource("after"), namespace=own_namespace)
+        wait_for("a new resource is seen", lambda: cluster.get("deploy", "after-worker", own_namespace), timeout_s=30)
+        assert operator.resident_mib() <= MAX_MEMORY_MIB
+
+
+def test_the_operator_waits_for_an_api_server_that_starts_later(
+    wire: Wire, cluster: Cluster, own_namespace: str, tmp_path: Path
+) -> None:
+    wire.cut()
+    with OperatorProcess(cluster, own_namespace, tmp_path, kubeconfig=tmp_path / "kubeconfig") as operator:
+        assert operator.process is not None
+        with pytest.raises(subprocess.TimeoutExpired):
+            operator.process.wait(timeout=6)
+        wire.whole = True
+        cluster.apply(resource("early"), namespace=own_namespace)
+        wait_for("the workload", lambda: cluster.get("deploy", "early-worker", own_namespace), timeout_s=45)
+
+
+# --- two replicas -----------------------------------------------------------------------------------------------------
+
+
+def test_two_replicas_elect_a_leader_and_hand_over_without_a_new_plan(
+    cluster: Cluster, own_namespace: str, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        replicas = []
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            operator = OperatorProcess(
+                cluster, own_namespace, tmp_path / name, leader_election="true", identity=name, lease_name="operator"
+            )
+            replicas.append(stack.enter_context(operator))
+
+        def leader() -> str:
+            return str(cluster.get("lease", "operator", own_namespace)["spec"]["holderIdentity"])[:1]
+
+        first = wait_for("a leader", leader, timeout_s=30)
+        cluster.apply(resource("led"), namespace=own_namespace)
+        wait_for("the workload", lambda: cluster.get("deploy", "led-worker", own_namespace), timeout_s=30)
+        wait_for("its status", lambda: cluster.get("sdd", "led", own_namespace).get("status"), timeout_s=30)
+        time.sleep(3)
+        plan = cluster.get("cm", "led-plan", own_namespace)["metadata"]["resourceVersion"]
+        killed = replicas["ab".index(first)]
+        killed.kill()
+        began = time.monotonic()
+        wait_for("the other one leads", lambda: leader() not in ("", first), timeout_s=20)
+        change_grace(cluster, own_namespace, "led", 77)
+        wait_for("it applies a change", lambda: grace(cluster, own_namespace, "led") == 92, timeout_s=20)
+        assert time.monotonic() - began < 30
+        assert cluster.get("cm", "led-plan", own_namespace)["metadata"]["resourceVersion"] == plan
+
+
+def test_a_stopped_leader_writes_nothing_after_it_was_replaced(
+    cluster: Cluster, own_namespace: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    settings = {"leader_election": "true", "lease_name": "operator"}
+    with OperatorProcess(cluster, own_namespace, tmp_path / "a", identity="a", **settings) as first:
+        cluster.apply(resource("kept"), namespace=own_namespace)
+        wait_for("the workload", lambda: cluster.get("deploy", "kept-worker", own_namespace), timeout_s=30)
+        with OperatorProcess(cluster, own_namespace, tmp_path / "b", identity="b", **settings):
+            time.sleep(3)
+            assert first.process is not None
+            first.process.send_signal(signal.SIGSTOP)
+
+            def replaced() -> bool:
+                return str(cluster.get("lease", "operator", own_namespace)["spec"]["holderIdentity"]).startswith("b")
+
+            wait_for("the other one leads", replaced, timeout_s=20)
+            change_grace(cluster, own_namespace, "kept", 77)
+            wait_for("it applies a change", lambda: grace(cluster, own_namespace, "kept") == 92, timeout_s=20)
+            first.process.send_signal(signal.SIGCONT)
+            time.sleep(6)
+            assert grace(cluster, own_namespace, "kept") == 92
+            assert replaced()

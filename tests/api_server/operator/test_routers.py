@@ -1,0 +1,131 @@
+"""The real operator with routers against a real API server: children, rest, and the first worker for held requests.
+
+No image exists, so neither routers nor workers start: routers are played by their entries in the ConfigMap.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleet import SPEC, deep
+from kube import Cluster, wait_for
+from operator_process import OperatorProcess, install_crd
+
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
+from specdecode_worker.contract.demand import HeldRequests
+
+CHILDREN = "deploy,cm,svc,pdb,sa,role,rolebinding"
+ROUTED = {
+    "replicas": 0,
+    "router": {"replicas": 2, "image": "localhost/none:none"},
+    "scaling": {"minReplicas": 0, "maxReplicas": 3},
+    "workers": {"image": "localhost/none:none"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def crd(cluster: Cluster) -> None:
+    install_crd(cluster)
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: Cluster, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    with OperatorProcess(cluster, namespace, tmp_path_factory.mktemp("operator")) as process:
+        yield process
+
+
+def apply(cluster: Cluster, namespace: str, name: str) -> None:
+    manifest = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": name}}
+    cluster.apply({**manifest, "spec": deep(SPEC, ROUTED)}, namespace=namespace)
+    wait_for("the routers", lambda: cluster.get("deploy", f"{name}-router", namespace), timeout_s=30)
+
+
+def hold(cluster: Cluster, namespace: str, name: str, requests: int) -> None:
+    """Write the entry of a router that holds requests."""
+    entry = HeldRequests(requests=requests, at=time.time()).model_dump_json()
+    patch = json.dumps({"data": {f"{name}-router-a": entry}})
+    cluster.kubectl("patch", "cm", f"{name}-demand", "--type=merge", "-p", patch, namespace=namespace)
+
+
+def replicas(cluster: Cluster, namespace: str, name: str) -> int:
+    return int(cluster.get("deploy", f"{name}-worker", namespace)["spec"]["replicas"])
+
+
+def status(cluster: Cluster, namespace: str, name: str) -> dict[str, Any]:
+    return cluster.get("sdd", name, namespace).get("status") or {}
+
+
+def test_routers_get_their_objects_which_stay_the_same(
+    operator: OperatorProcess, cluster: Cluster, namespace: str
+) -> None:
+    apply(cluster, namespace, "made")
+    wait_for("the status", lambda: status(cluster, namespace, "made").get("router"), timeout_s=30)
+
+    def versions() -> dict[str, str]:
+        made = cluster.list(CHILDREN, f"{GROUP}/name=made", namespace)
+        specs = {f"{one['kind']}/{one['metadata']['name']}": one["metadata"] for one in made}
+        return {name: f"{one['uid']} {one.get('generation', one['resourceVersion'])}" for name, one in specs.items()}
+
+    settled = versions()
+    for kind in ("ServiceAccount", "Role", "RoleBinding", "PodDisruptionBudget", "Deployment"):
+        assert f"{kind}/made-router" in settled
+    assert "ConfigMap/made-demand" in settled
+    selector = cluster.get("svc", "made", namespace)["spec"]["selector"]
+    assert selector[f"{GROUP}/role"] == "worker", "no router is ready"
+    assert status(cluster, namespace, "made")["router"]["ready"] == "0/2"
+    time.sleep(6)
+    assert versions() == settled, "a deployment at rest is written"
+
+
+def test_a_changed_role_is_repaired(operator: OperatorProcess, cluster: Cluster, namespace: str) -> None:
+    apply(cluster, namespace, "mended")
+    rules = cluster.get("role", "mended-router", namespace)["rules"]
+    cluster.kubectl("patch", "role", "mended-router", "--type=merge", "-p", '{"rules": []}', namespace=namespace)
+    wait_for(
+        "the rules are back", lambda: cluster.get("role", "mended-router", namespace)["rules"] == rules, timeout_s=10
+    )
+
+
+def test_held_requests_start_a_worker_within_five_seconds(
+    operator: OperatorProcess, cluster: Cluster, namespace: str
+) -> None:
+    apply(cluster, namespace, "woken")
+    time.sleep(3)
+    assert replicas(cluster, namespace, "woken") == 0
+    hold(cluster, namespace, "woken", 1)
+    wait_for("a worker is wanted", lambda: replicas(cluster, namespace, "woken") == 1, timeout_s=5)
+    last = wait_for(
+        "the decision is in the history",
+        lambda: (status(cluster, namespace, "woken").get("speculation") or {}).get("history"),
+        timeout_s=10,
+    )
+    assert "routers hold a request" in json.dumps(last)
+
+
+def test_requests_that_were_held_while_the_operator_was_gone_start_a_worker(
+    operator: OperatorProcess, cluster: Cluster, namespace: str
+) -> None:
+    apply(cluster, namespace, "later")
+    time.sleep(3)
+    operator.kill()
+    hold(cluster, namespace, "later", 20)
+    time.sleep(1)
+    assert replicas(cluster, namespace, "later") == 0
+    operator.start()
+    wait_for("workers are wanted", lambda: replicas(cluster, namespace, "later") == 2, timeout_s=30)
+
+
+def test_routers_are_removed_on_request(operator: OperatorProcess, cluster: Cluster, namespace: str) -> None:
+    apply(cluster, namespace, "plain")
+    patch = json.dumps({"spec": {"router": {"replicas": 0}, "scaling": {"minReplicas": 1}}})
+    cluster.kubectl("patch", "sdd", "plain", "--type=merge", "-p", patch, namespace=namespace)
+    wait_for(
+        "no router is wanted",
+        lambda: cluster.get("deploy", "plain-router", namespace)["spec"]["replicas"] == 0,
+        timeout_s=15,
+    )
+    wait_for("its status", lambda: "router" not in status(cluster, namespace, "plain"), timeout_s=15)

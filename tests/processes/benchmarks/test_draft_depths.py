@@ -1,0 +1,127 @@
+"""The table of drafts by depth and load: cells of a tiny run on the real engine, and what the report makes of cells."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
+from specdecode_worker.models.checkpoints.weights import load_llama
+from specdecode_worker.training.artifacts.export import write_draft
+from specdecode_worker.training.heads.initialization import new_dflash
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def draft_depths(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("draft_depths", ROOT / "benchmarks" / "draft_depths.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "draft_depths", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(draft_depths: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def call(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["draft_depths.py", *words])
+        draft_depths.main()
+
+    return call
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.embedded
+@pytest.mark.timeout(900)
+def test_a_run_continues_where_it_stopped(
+    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = resolve(EMBEDDED_TARGET, default_cache_dir()), tmp_path / "depths.jsonl"
+    target = load_llama(folder, dtype=torch.float32, device=torch.device("cpu"), max_model_len=512)
+    write_draft(new_dflash(target, 1, 2), tmp_path / "head", folder)
+    words = ["--head", f"shipped:eagle3={EMBEDDED_DRAFT}", "--head", f"dflash=file://{tmp_path}/head"]
+    words += ["--dtype", "float32", "--every", "35", "--max-tokens", "5", "--depths", "2", "--loads", "1", "2"]
+    words += ["--out", str(out)]
+    run(*words)
+    settings, *cells = lines(out)
+    keys = [(cell["method"], cell["depth"], cell["load"]) for cell in cells]
+    assert keys == [(m, d, n) for n in (1, 2) for m, d in (("plain", 0), ("shipped", 2), ("dflash", 2))]
+    assert [cell["same_text"] for cell in cells] == [2] * 6
+    assert settings["settings"]["trained_tokens"]["dflash"] is None
+    by_key = dict(zip(keys, cells, strict=True))
+    for n in (1, 2):
+        assert by_key["plain", 0, n]["tokens_per_step"] == 1.0
+        assert by_key["shipped", 2, n]["tokens_per_step"] > 1.0
+        assert by_key["shipped", 2, n]["milliseconds_per_token"] > 0
+    first_run = out.read_text().splitlines()
+    out.write_text("\n".join(first_run[:-1]) + "\n")
+    run(*words)
+    again = lines(out)
+    assert [line.keys() for line in again] == [json.loads(line).keys() for line in first_run]
+    assert out.read_text().splitlines()[:-1] == first_run[:-1]
+    with pytest.raises(SystemExit, match="is of another run"):
+        run(*words, "--max-tokens", "6")
+    capsys.readouterr()
+    run("--report", str(out), "--plot", str(tmp_path / "plot.png"))
+    assert "Cells with the texts of plain decoding: 6 of 6" in capsys.readouterr().out
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_heads_are_named_by_their_method_or_by_a_name_of_their_own(draft_depths: Any) -> None:
+    own, named = draft_depths.Head.of("peagle=file:///a"), draft_depths.Head.of("shipped:eagle3=embedded://b")
+    assert (own.name, own.method, own.uri) == ("peagle", "peagle", "file:///a")
+    assert (named.name, named.method, named.uri) == ("shipped", "eagle3", "embedded://b")
+
+
+def test_report_compares_with_plain_decoding_at_the_same_load(draft_depths: Any) -> None:
+    settings = {
+        "machine": "M",
+        "date": "D",
+        "prompts": 9,
+        "max_tokens": 4,
+        "dtype": "bfloat16",
+        "trained_tokens": {"eagle3": 1200, "dflash": None},
+    }
+
+    def cell(method: str, depth: int, load: int, ms: float, tokens: float = 1.0) -> dict[str, Any]:
+        same = 8 if (method, depth) == ("dflash", 3) else 9
+        columns = {"method": method, "depth": depth, "load": load, "milliseconds_per_token": ms}
+        return columns | {"tokens_per_step": tokens, "bound": 0.1, "prompts": 9, "same_text": same}
+
+    cells = [
+        cell("plain", 0, 1, 20.0),
+        cell("eagle3", 1, 1, 16.0, 1.5),
+        cell("eagle3", 3, 1, 10.0, 2.25),
+        cell("dflash", 3, 1, 25.0, 1.25),
+        cell("plain", 0, 8, 40.0),
+        cell("eagle3", 1, 8, 50.0, 1.5),
+    ]
+    text = draft_depths.report(settings, cells)
+    assert "trained on: eagle3 1,200, dflash unknown." in text
+    assert "Cells with the texts of plain decoding: 5 of 6." in text
+    assert "| 1 | 20.0 | eagle3 | 3 | 2.25 ± 0.10 | 10.0 | 2.00 |" in text
+    assert "| 8 | 40.0 | eagle3 | 1 | 1.50 ± 0.10 | 50.0 | 0.80 |" in text
+    assert "| 1 | 3 | 2.25 ± 0.10 | 10.0 | 2.00 | 1.25 ± 0.10 | 25.0 | 0.80 |" in text
+    assert "| 1 | 1 | 1.50 ± 0.10 | 16.0 | 1.25 | | | |" in text
+
+
+def test_plain_decoding_comes_first_at_each_load(draft_depths: Any) -> None:
+    keys = list(draft_depths.cells_of(["eagle3", "dflash"], [1, 2], [1, 8]))
+    assert len(keys) == len(set(keys)) == 10
+    assert keys[0] == ("plain", 0, 1)
+    assert keys[5] == ("plain", 0, 8)

@@ -1,0 +1,144 @@
+"""`make gpu` without a GPU: a dry run is measured and reported, and the targets are evaluated."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+GPU = ROOT / "benchmarks" / "gpu"
+# test_gpu_stages.py runs every stage. Here one engine stage runs through the whole pipeline of figures.
+STAGES = ("engine-8b",)
+
+
+def hack_gpu(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable}
+    environment.pop("OUT", None)
+    command = [ROOT / "hack" / "gpu", "--dry-run", "--out", out, *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def judge(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], bool | None]:
+    """Return whether each target was met, by target and case. None means that it was not measured."""
+    monkeypatch.syspath_prepend(GPU)
+    import targets
+
+    return {(verdict.target, verdict.case): verdict.met for verdict in targets.judge(rows)}
+
+
+@pytest.mark.timeout(600)
+def test_a_dry_run_is_measured_and_reported(tmp_path: Path) -> None:
+    ran = hack_gpu(tmp_path, *(flag for name in STAGES for flag in ("--stage", name)))
+    assert ran.returncode == 0, ran.stderr
+    document = json.loads((tmp_path / "dry-run.json").read_text())
+    assert document["dry_run"]
+    assert {"gpu", "driver", "torch", "triton", "commit", "date"} <= document["machine"].keys()
+    rows = document["rows"]
+    steps = {(row["batch"], row["shape"]): row for row in rows if row["kind"] == "step" and row["stage"] == "engine-8b"}
+    assert {batch for batch, _ in steps} == {1, 2}
+    for (_, shape), row in steps.items():
+        assert row["synthetic"] == (shape != "plain")
+        depth = {"plain": 0, "chain:3": 3, "chain:5": 5, "tree:4,2,1": 3}[shape]
+        assert row["measured_tokens_per_step"] == 1 + depth, "every draft of the random networks is right"
+        assert row["bytes_read"] > steps[row["batch"], "plain"]["bytes_read"] or shape == "plain"
+    speedups = [row for row in rows if row["kind"] == "speedup"]
+    assert all(row["synthetic"] and 1 <= row["measured_tokens_per_step"] < 4 for row in speedups)
+    report = subprocess.run(
+        [sys.executable, GPU / "report.py", tmp_path / "dry-run.json"], capture_output=True, text=True
+    )
+    assert report.returncode == 0, report.stderr
+    assert "Dry run" in report.stdout
+    assert report.stdout == (tmp_path / "dry-run.md").read_text() + "\n"
+    assert report.stdout.count("| chain:3 *") == 2 * len(speedups)
+    assert (tmp_path / "dry-run.png").stat().st_size > 0
+
+
+def test_run_without_time_reports_that_no_time_was_left(tmp_path: Path) -> None:
+    ran = hack_gpu(tmp_path, "--seconds", "0", "--skip", "tests")
+    document = json.loads((tmp_path / "dry-run.json").read_text())
+    assert ran.returncode == 1
+    assert {stage["status"] for stage in document["stages"]} == {"no time was left"}
+    assert all(target["met"] is None for target in document["targets"])
+
+
+STEP = {
+    "stage": "engine-8b",
+    "kind": "step",
+    "batch": 1,
+    "context": 8192,
+    "shape": "plain",
+    "synthetic": False,
+    "step_milliseconds": 5.0,
+}
+
+
+@pytest.mark.parametrize(("over", "met"), [(1.10, True), (1.11, False)])
+def test_bound_is_met_or_missed(over: float, met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = judge([STEP | {"stage": "engine-8b-short", "over_roofline": over}], monkeypatch)
+    assert verdicts["P1 plain step over its floor, batch 1, short", "batch 1, 8192 tokens"] is met
+    assert verdicts["plain step over its roofline, 8k", "not measured"] is None
+
+
+def test_step_of_another_stage_meets_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = judge([STEP | {"stage": "engine-8b-eager", "over_roofline": 1.0}], monkeypatch)
+    assert set(verdicts.values()) == {None}
+
+
+@pytest.mark.parametrize(("milliseconds", "met"), [(5.0, True), (5.1, False)])
+def test_chain_is_judged_at_the_published_tokens_per_step(
+    milliseconds: float, met: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate = 1e3 * 3.52 / milliseconds
+    row = {**STEP, "stage": "engine-8b-short", "shape": "chain:5", "step_milliseconds": milliseconds}
+    verdicts = judge([row | {"tokens_per_second_at_3_52": rate}], monkeypatch)
+    assert verdicts["P2 chain:5 at 3.52 tokens a step, tokens/s", "batch 1, 8192 tokens"] is met
+
+
+def test_figure_without_a_goal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"stage": "texts", "kind": "texts", "case": "chain:3", "temperature": 0.0, "share_differing": 0.25}
+    monkeypatch.syspath_prepend(GPU)
+    import targets
+
+    measured = [verdict for verdict in targets.judge([row]) if verdict.measured is not None]
+    assert [(verdict.case, verdict.measured, verdict.met) for verdict in measured] == [
+        ("chain:3, temperature 0", 0.25, None)
+    ]
+
+
+def test_sampling_is_a_share_of_the_smallest_and_largest_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled = [
+        {"stage": "sampling", "kind": "sampling", "rows": count, "choice_microseconds": took}
+        | {"cut_choice_microseconds": 2 * took}
+        for count, took in ((1, 290.0), (64, 310.0))
+    ]
+    rows = [*sampled, *({**STEP, "batch": batch, "step_milliseconds": 10.0} for batch in (1, 8, 64))]
+    verdicts = judge(rows, monkeypatch)
+    share, with_cuts = "P5 sampling, share of a plain step", "P5 sampling with top-k and top-p, share of a plain step"
+    assert verdicts[share, "batch 1"] is True
+    assert verdicts[share, "batch 64"] is False
+    assert verdicts[with_cuts, "batch 1"] is False
+    assert (share, "batch 8") not in verdicts
+
+
+def test_attention_is_compared_with_the_available_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is compared with FlashInfer's decode if it is installed, else with the copy rate.
+
+    FlexAttention is compared in both cases.
+    """
+    case = {"stage": "attention", "batch": 1, "context": 8192, "nodes": 6}
+    ours = case | {"kind": "attention", "microseconds": 10.0, "share_of_copy_rate": 0.5, "over_prefix_pass": 1.2}
+    rows = [ours | {"flash_decode_microseconds": 9.5}, case | {"kind": "flex", "microseconds": 9.0}]
+    verdicts = judge(rows, monkeypatch)
+    name = "batch 1, 8192 tokens, 6 nodes"
+    assert verdicts["tree attention over FlashInfer's unmasked decode", name] is True
+    assert verdicts["tree attention, share of the copy rate (no FlashInfer)", "not measured"] is None
+    assert verdicts["tree attention over FlexAttention", name] is False
+    assert verdicts["P4 tree of 6 nodes over the prefix pass", name] is False
+    rows[0]["flash_decode_microseconds"] = None
+    assert judge(rows, monkeypatch)["tree attention, share of the copy rate (no FlashInfer)", name] is False

@@ -1,0 +1,211 @@
+"""Drafts in processes of their own, loaded from folders: same proposals, swaps, refusals, memory, and their end."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_engine import drain, plan_of, submit, texts
+from small_folders import SHAPE, config_of, write, write_head, write_target, write_tokenizer
+
+from specdecode_worker.contract import DraftConfig, ModelConfig, NamedDraft, WorkerConfig
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.engine.memory.memory_budget import DRAFT_PROCESS_BYTES, Device
+from specdecode_worker.engine.memory.model_inventory import take_inventory
+from specdecode_worker.models.configs.draft_config import eagle_config
+from specdecode_worker.models.configs.model_config import llama_config
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.llama import Llama
+
+PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(6)]
+CPU = torch.device("cpu")
+
+
+def write_eagle_head(folder: Path) -> Path:
+    """Write an EAGLE-1 head that shares embedding and lm_head with the target."""
+    config = SHAPE | {"num_hidden_layers": 1}
+    target = Llama(llama_config(SHAPE))
+    head = EagleHead(eagle_config(config, target.config), target)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in head.parameters():
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return write(folder, config, head)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folders of a target and of one draft of each method."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {
+        "target": write_target(folder / "target"),
+        "eagle3": write_head(folder / "head"),
+        "eagle": write_eagle_head(folder / "eagle"),
+        "draft-model": write_target(folder / "draft"),
+    }
+    for name in ("target", "draft-model"):
+        write_tokenizer(made[name])
+    return made
+
+
+def config(folders: dict[str, Path], method: str, placement: str, **engine: Any) -> WorkerConfig:
+    """Return a config in float64, which users cannot select, so that rounding changes no proposal."""
+    worker = config_of(folders["target"], **{"max_num_seqs": 4, "kv_cache_tokens": 2048} | engine)
+    draft = DraftConfig.model_validate(
+        {"method": method, "uri": str(folders[method]), "placement": placement, "required": True}
+    )
+    model = ModelConfig.model_construct(**dict(worker.model) | {"dtype": "float64"})
+    return worker.model_copy(update={"model": model, "draft": draft})
+
+
+def generate(engine: Engine) -> dict[str, list[int]]:
+    """Return the tokens of all prompts."""
+    report = engine.report()
+    engine.set_plan(plan_of("tree:2,1,1", version=report.plan.version + 1, draft=report.draft.hash))
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(submit(f"{i}", prompt, max_tokens=24))
+    return texts(drain(engine))
+
+
+def pid_of(engine: Engine) -> int:
+    drafter: Any = engine._drafts.loaded().drafter  # type: ignore[union-attr]
+    return int(drafter.pid)
+
+
+def wait_until_gone(pid: int) -> None:
+    stat, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + 30
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the draft process still runs"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("method", "quantization"), [("eagle3", None), ("eagle3", "int8"), ("eagle", None), ("draft-model", None)]
+)
+def test_a_draft_process_proposes_what_a_local_draft_does(
+    folders: dict[str, Path], method: str, quantization: str | None
+) -> None:
+    workers = [config(folders, method, placement) for placement in ("own", "shared")]
+    own, local = (
+        load_engine(one.model_copy(update={"draft": one.draft.model_copy(update={"quantization": quantization})}), Path)
+        for one in workers
+    )
+    assert generate(own) == generate(local)
+    one, two = own.report(), local.report()
+    assert one.acceptance == two.acceptance
+    assert sum(sum(cell.ranks[:-1]) for cell in one.acceptance) > 0, "no candidate was ever right"
+    assert one.draft == two.draft
+    assert pid_of(own) > 0
+
+
+def test_a_split_target_drafts_in_another_process(folders: dict[str, Path]) -> None:
+    split = load_engine(config(folders, "eagle3", "own", tensor_parallel_size=2), Path)
+    try:
+        assert generate(split) == generate(load_engine(config(folders, "eagle3", "shared"), Path))
+        assert split.report().drafts > 0
+    finally:
+        split.close()
+
+
+def test_a_swap_starts_a_process_and_ends_that_of_the_draft_before(folders: dict[str, Path]) -> None:
+    engine = load_engine(config(folders, "eagle3", "shared"), Path)
+    plain = generate(engine)
+    pids = []
+    for method, placement in (("eagle3", "own"), ("draft-model", "own"), ("eagle3", "shared")):
+        draft = DraftConfig.model_validate({"method": method, "uri": str(folders[method]), "placement": placement})
+        assert engine.load_draft is not None
+        engine.set_draft("", engine.load_draft(draft))
+        if placement == "own":
+            pids.append(pid_of(engine))
+        gc.collect()
+        assert generate(engine) == plain
+    assert len(set(pids)) == 2
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_a_loaded_draft_that_is_never_used_leaves_no_process(folders: dict[str, Path]) -> None:
+    engine = load_engine(config(folders, "eagle3", "shared"), Path)
+    assert engine.load_draft is not None
+    drafter: Any = engine.load_draft(
+        DraftConfig(method="eagle3", uri=str(folders["eagle3"]), placement="own"), "other"
+    ).drafter
+    pid = drafter.pid
+    assert Path(f"/proc/{pid}").exists()
+    del drafter
+    gc.collect()
+    wait_until_gone(pid)
+
+
+def test_a_draft_for_a_task_has_a_process_of_its_own(folders: dict[str, Path]) -> None:
+    worker = config(folders, "eagle3", "own")
+    named = NamedDraft(name="other", method="draft-model", uri=str(folders["draft-model"]), placement="own")
+    engine = load_engine(worker.model_copy(update={"drafts": (named,)}), Path)
+    plain = generate(load_engine(config(folders, "eagle3", "shared"), Path))
+    assert generate(engine) == plain
+    assert [draft.name for draft in engine.report().named_drafts] == ["other"]
+    other: Any = engine._drafts.loaded("other").drafter  # type: ignore[union-attr]
+    assert other.pid not in (None, pid_of(engine))
+
+
+def test_a_draft_that_does_not_fit_is_refused_by_the_reason(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A draft process gives the reason that a shared draft has."""
+    engine = load_engine(config(folders, "eagle3", "shared"), Path)
+    assert engine.load_draft is not None
+    wrong = write_head(tmp_path / "wrong")
+    (wrong / "model.safetensors").write_bytes((folders["draft-model"] / "model.safetensors").read_bytes())
+    reasons = []
+    for placement in ("own", "shared"):
+        draft = DraftConfig.model_validate({"method": "eagle3", "uri": str(wrong), "placement": placement})
+        with pytest.raises(ModelError) as caught:
+            engine.load_draft(draft)
+        reasons.append(str(caught.value))
+    assert reasons[0] == reasons[1]
+    assert "set method: draft-model" in reasons[0]
+
+
+def test_a_missing_device_is_named(folders: dict[str, Path]) -> None:
+    """On a GPU the draft needs the one behind those of the target."""
+    engine = load_engine(config(folders, "eagle3", "shared"), Path)
+    checked: Any = engine.load_draft
+    own = dataclasses.replace(checked.loader.own, device=torch.device("cuda", 1))
+    load = dataclasses.replace(checked.loader, own=own)
+    draft = DraftConfig(method="eagle3", uri=str(folders["eagle3"]), placement="own")
+    with pytest.raises(ModelError, match="needs a GPU beside the target's, and torch sees 0 here"):
+        load(draft)
+    # Its memory is not that of the target's device, so no check of that refuses it.
+    with pytest.raises(ModelError, match="torch sees 0 here"):
+        dataclasses.replace(checked, loader=load, free_bytes=lambda: 0)(draft)
+    with pytest.raises(ModelError, match=r"and 0\.00 GiB are free"):
+        dataclasses.replace(checked, free_bytes=lambda: 0)(draft)
+
+
+def test_the_memory_of_a_gpu_holds_no_part_of_the_draft_but_its_states(folders: dict[str, Path]) -> None:
+    gpu = Device(kind="cuda", limit=80 * 2**30, free=80 * 2**30, source="GPU memory")
+    own, shared, plain = (
+        take_inventory(worker, Path, torch.device("cuda"), gpu).budget
+        for worker in (
+            config(folders, "eagle3", "own"),
+            config(folders, "eagle3", "shared"),
+            config_of(folders["target"], max_num_seqs=4, kv_cache_tokens=2048),
+        )
+    )
+    assert (own.drafts, own.draft_weights, own.runtime) == ((), 0, plain.runtime)
+    assert shared.bytes_per_token > own.bytes_per_token
+    assert own.aux_size == shared.aux_size > 0, "the target's device stores the states that the draft reads"
+
+
+@pytest.mark.parametrize(("method", "matrices"), [("eagle3", 1), ("eagle", 2), ("draft-model", 0)])
+def test_the_memory_of_a_cpu_holds_the_process_too(folders: dict[str, Path], method: str, matrices: int) -> None:
+    """The process has copies of the embedding and lm_head of the target, which a shared head uses."""
+    own, shared = (
+        take_inventory(config(folders, method, placement), Path, CPU).budget for placement in ("own", "shared")
+    )
+    assert own.drafts == shared.drafts
+    assert own.spent - shared.spent == DRAFT_PROCESS_BYTES + matrices * SHAPE["vocab_size"] * SHAPE["hidden_size"] * 8

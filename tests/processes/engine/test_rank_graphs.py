@@ -1,0 +1,252 @@
+"""Captured steps of two ranks over gloo: texts are those of one rank, and every rank replays the same graphs.
+
+`EagerBackend` stands in for CUDA graphs: a replay makes the captured calls again, collectives included.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from graph_ranks import FailingBackend, ShortBackend, fail_to_record, fail_to_rehearse, serve, set_plan
+from small_engine import submit
+from small_folders import exact_config_of, write_head, write_target
+
+from specdecode_worker.contract import DraftConfig
+from specdecode_worker.engine import factory
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.errors import RankLost
+from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.engine.graphs.capture_backends import EagerBackend, StagedBackend, Work
+from specdecode_worker.engine.graphs.step_graphs import StepGraphs
+from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
+from specdecode_worker.engine.parallel import rank_graphs, rank_group
+from specdecode_worker.engine.parallel.rank_graphs import RankGraphs
+from specdecode_worker.engine.parallel.step_exchange import StepShape
+
+SHAPES = ("none", "chain:3", "tree:3,2,1")
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0},
+    "truncated": {"temperature": 0.8, "top_p": 0.9, "top_k": 30},
+}
+EIGHT = range(8)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return write_target(folder / "target"), write_head(folder / "head")
+
+
+@pytest.fixture(scope="module")
+def whole(folders: tuple[Path, Path]) -> Engine:
+    """Return an engine of one rank without graphs."""
+    return load_engine(exact_config_of(*folders, 1), Path)
+
+
+@contextmanager
+def captured_ranks(
+    folders: tuple[Path, Path], *, main: Any = None, own: StagedBackend | None = None, **engine: Any
+) -> Iterator[Engine]:
+    """Yield an engine of two ranks that captures steps on a CPU; ``main`` is that of the second rank's process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factory, "capture_backend", lambda device: own or EagerBackend())
+        if main is not None:
+            patch.setattr(rank_group.rank_process, "main", main)
+        settings = {"cuda_graph_sizes": [1, 4, 8], "max_num_batched_tokens": 128, **engine}
+        made = load_engine(exact_config_of(*folders, 2, **settings), Path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def graphs_of(engine: Engine) -> StepGraphs:
+    assert engine._graphs is not None
+    return engine._graphs
+
+
+@pytest.fixture(scope="class")
+def split(folders: tuple[Path, Path]) -> Iterator[Engine]:
+    with captured_ranks(folders) as engine:
+        yield engine
+
+
+class TestTexts:
+    """Texts of two ranks that replay graphs."""
+
+    @pytest.mark.parametrize("sampling", SAMPLING)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_texts_are_those_of_one_rank(self, whole: Engine, split: Engine, shape: str, sampling: str) -> None:
+        """Add a request every second step, so that steps have prompt chunks and replayed graphs."""
+        graphs = graphs_of(split)
+        before, mixed, eager = graphs.replayed, graphs.mixed, graphs.eager.copy()
+        text = serve(split, shape, EIGHT, every=2, **SAMPLING[sampling])
+        assert text == serve(whole, "none", EIGHT, **SAMPLING[sampling])
+        assert graphs.replayed - before > 10
+        assert graphs.mixed > mixed
+        assert set(graphs.eager - eager) <= {"prefill", "new"}
+
+    def test_siblings_are_accepted_and_moved(self, split: Engine) -> None:
+        """Without accepted siblings no key would move on the other rank, and the texts would prove nothing of it."""
+        serve(split, "tree:3,2,1", EIGHT)
+        cells = split.report().acceptance
+        assert [cell for cell in cells if cell.depth == 1 and sum(cell.ranks[1:3])]
+
+    def test_cached_prefixes_are_read_by_graphs(self, whole: Engine, split: Engine) -> None:
+        before = split.report().prefix_hit_tokens
+        text = serve(split, "chain:3", EIGHT)
+        assert split.report().prefix_hit_tokens > before
+        assert text == serve(whole, "none", EIGHT)
+
+    def test_a_step_sends_one_short_message_and_no_tensor(self, split: Engine, monkeypatch: Any) -> None:
+        """The other rank gets the number of the graph; inputs travel inside of the graph."""
+        serve(split, "chain:3", EIGHT)
+        set_plan(split, "chain:3")
+        split.add(submit("one", (1, 2, 3)))
+        split.step()
+        sent: list[bytes] = []
+        ranks = split._target._ranks  # type: ignore[attr-defined]
+        pipe = SimpleNamespace(send_bytes=lambda data, to=ranks._pipes[0].send_bytes: (sent.append(data), to(data)))
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "_pipes", [pipe])
+            patch.setattr(ranks, "_send_with", None)
+            split.step()
+            split.step()
+        assert len(sent) == 2
+        assert all(b"Replay" in message and len(message) < 32 for message in sent)
+        while not split.idle:
+            split.step()
+
+    def test_features_are_captured_while_serving(self, whole: Engine, split: Engine) -> None:
+        graphs = graphs_of(split)
+        before = len(graphs)
+        penalised: dict[str, Any] = {"frequency_penalty": 0.5, "logprobs": 2}
+        assert serve(split, "chain:3", range(4), **penalised) == serve(whole, "none", range(4), **penalised)
+        assert len(graphs) > before
+
+    def test_a_changed_plan_is_captured_while_serving(
+        self, whole: Engine, split: Engine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The log counts the graphs of the ranks."""
+        graphs = graphs_of(split)
+        before = {key.passes for key in graphs._graphs}
+        with caplog.at_level(logging.INFO):
+            text = serve(split, "none", EIGHT, every=2, between=lambda: set_plan(split, "chain:2"))
+        assert f"{len(graphs)} graphs on each of 2 ranks" in caplog.text
+        assert text == serve(whole, "none", EIGHT)
+        assert {key.passes for key in graphs._graphs} - before - {0} == {2}, "plain steps may have been captured before"
+
+    def test_a_draft_swap_discards_the_graphs_of_all_ranks(self, whole: Engine, split: Engine, tmp_path: Path) -> None:
+        """Running requests go on with the new draft. Both ranks capture their graphs again, from number 0."""
+
+        def swap() -> None:
+            assert split.load_draft is not None
+            head = write_head(tmp_path / "head", draft_vocab_size=48)
+            split.set_draft("", split.load_draft(DraftConfig(method="eagle3", uri=str(head)), ""))
+            assert len(graphs_of(split)) == 0
+            set_plan(split, "chain:3")
+
+        expected = serve(whole, "none", EIGHT)
+        assert serve(split, "chain:3", EIGHT, every=2, between=swap) == expected
+        assert len(graphs_of(split)) > 0
+        assert serve(split, "tree:3,2,1", EIGHT) == expected
+
+
+def test_texts_are_those_of_two_eager_ranks(folders: tuple[Path, Path]) -> None:
+    """Steps are launched ahead, as on a GPU: blocks of the next step reach the other rank before this one is read."""
+    texts = []
+    for settings in ({}, {"enforce_eager": True}):
+        with captured_ranks(folders, **settings) as engine:
+            assert (engine._graphs is None) is bool(settings)
+            engine._ahead = 1
+            texts.append([serve(engine, shape, EIGHT, every=2, **SAMPLING["truncated"]) for shape in SHAPES])
+    assert texts[0] == texts[1]
+
+
+def test_multi_round_sampling_before_and_after_a_plan_change(folders: tuple[Path, Path]) -> None:
+    """Graphs of the second plan's shape are captured while requests are served."""
+    texts = []
+    for settings in ({}, {"enforce_eager": True}):
+        with captured_ranks(folders, sampler="mss", **settings) as engine:
+            texts.append([serve(engine, shape, range(4), temperature=1.0) for shape in ("chain:2", "tree:2,2")])
+            if not settings:
+                assert graphs_of(engine).replayed > 10
+    assert texts[0] == texts[1]
+
+
+class TestFailure:
+    """A rank that cannot capture: all ranks run eagerly."""
+
+    @pytest.mark.parametrize("main", [fail_to_record, fail_to_rehearse], ids=["record", "rehearse"])
+    def test_the_other_rank_fails(
+        self, whole: Engine, folders: tuple[Path, Path], main: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with captured_ranks(folders, main=main) as engine, caplog.at_level(logging.WARNING):
+            text = serve(engine, "chain:3", EIGHT, every=2)
+            graphs = graphs_of(engine)
+            assert len(graphs) == graphs.replayed == 0
+            assert graphs.eager["failed"] > 5
+            assert serve(engine, "tree:3,2,1", EIGHT) == text == serve(whole, "none", EIGHT)
+        (line,) = [one.getMessage() for one in caplog.records if "without graphs" in one.getMessage()]
+        assert "rank 1: RuntimeError: " in line
+
+    @pytest.mark.parametrize(
+        ("backend", "reason"),
+        [(FailingBackend, "CUDA error: operation failed"), (ShortBackend, "out of memory")],
+        ids=["record", "rehearse"],
+    )
+    def test_rank_0_fails(
+        self, whole: Engine, folders: tuple[Path, Path], backend: Any, reason: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with captured_ranks(folders, own=backend()) as engine, caplog.at_level(logging.WARNING):
+            assert serve(engine, "chain:3", EIGHT) == serve(whole, "none", EIGHT)
+            assert graphs_of(engine).replayed == 0
+        assert f"rank 0: RuntimeError: {reason}" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["capture", "replay"])
+def test_a_killed_rank_ends_the_replica(folders: tuple[Path, Path], when: str) -> None:
+    with captured_ranks(folders) as engine:
+        (process,) = engine._target._ranks._processes  # type: ignore[attr-defined]
+        if when == "replay":
+            serve(engine, "chain:3", EIGHT)
+        with pytest.raises(RankLost, match="rank 1: ended with exit code -9"):  # noqa: PT012 - raised at any time
+            os.kill(process.pid, signal.SIGKILL)
+            while True:
+                serve(engine, "chain:3", EIGHT)
+
+
+def test_a_rank_keeps_the_static_tensors_of_its_graphs() -> None:
+    """A CUDA graph refers to addresses and keeps no tensor alive."""
+
+    class ForgetfulBackend(EagerBackend):
+        def record(self, work: Work) -> Work:
+            return lambda: None
+
+    cache = PagedCache(
+        layers=1, blocks=2, heads=1, kv_heads=1, head_dim=4, dtype=torch.float64, device=torch.device("cpu")
+    )
+    graphs = RankGraphs(None, cache, ForgetfulBackend)  # type: ignore[arg-type]
+    graphs.open_table(2, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_graphs.RankStep, "run", lambda self: None)
+        graphs.prepare(StepShape(1, 1, 0))
+        reference = weakref.ref(graphs._prepared._flat)  # type: ignore[union-attr]
+        graphs.record()
+    gc.collect()
+    assert reference() is not None
+    graphs.clear()
+    gc.collect()
+    assert reference() is None

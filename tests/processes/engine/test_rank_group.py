@@ -1,0 +1,203 @@
+"""Tensor parallelism over gloo: two ranks emit the tokens of one device, split its memory, and end together."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from small_engine import drain, plan_of, submit, texts
+from small_folders import SHAPE, config_of, exact_config_of, write_head, write_target
+
+from specdecode_worker.contract import WorkerConfig
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.errors import RankLost
+from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.engine.parallel.leader_target import LeaderTarget
+from specdecode_worker.models.errors import ConfigMismatch
+
+PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return write_target(folder / "target"), write_head(folder / "head")
+
+
+@pytest.fixture(scope="module")
+def split(folders: tuple[Path, Path]) -> Iterator[Engine]:
+    engine = load_engine(exact_config_of(*folders, 2), Path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def whole(folders: tuple[Path, Path]) -> Engine:
+    return load_engine(exact_config_of(*folders, 1), Path)
+
+
+VERSIONS = itertools.count(1)
+
+
+def run(engine: Engine, shape: str, count: int, **sampling: Any) -> dict[str, list[int]]:
+    engine.set_plan(plan_of(shape, draft=engine.report().draft.hash, version=next(VERSIONS)))
+    for index in range(count):
+        engine.add(submit(str(index), PROMPTS[index], seed=index, **sampling))
+    return texts(drain(engine))
+
+
+def numbers(nested: Any) -> list[float]:
+    """Return all numbers of nested lists, in order."""
+    return [x for each in nested for x in numbers(each)] if isinstance(nested, list | tuple) else [nested]
+
+
+SAMPLED: dict[str, Any] = {"temperature": 1.0}
+TRUNCATED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 30}
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3,2,1"])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED, TRUNCATED], ids=["greedy", "sampled", "truncated"])
+def test_two_ranks_emit_the_same_tokens_as_one(
+    whole: Engine, split: Engine, shape: str, count: int, sampling: dict[str, Any]
+) -> None:
+    expected = run(whole, "none", count, **sampling)
+    assert run(split, shape, count, **sampling) == expected
+    assert all(len(tokens) == 20 for tokens in expected.values())
+
+
+def test_prompt_logprobs_are_equal_on_one_and_two_ranks(whole: Engine, split: Engine) -> None:
+    """Prompt logprobs are the same on two ranks.
+
+    Their logits are computed separately from those of the pass.
+    """
+    logprobs = []
+    for engine in (whole, split):
+        engine.add(submit("prompt", PROMPTS[3], prompt_logprobs=2, max_tokens=1))
+        logprobs.append([entry for one in drain(engine) for entry in one.prompt_logprobs])
+    assert len(logprobs[0]) == len(PROMPTS[3]) - 1
+    one, two = (numbers(msgspec.to_builtins(entries)) for entries in logprobs)
+    assert one == pytest.approx(two, abs=1e-9)
+
+
+def test_siblings_of_the_main_path_were_accepted(split: Engine) -> None:
+    """Trees have accepted siblings of the main path.
+
+    Otherwise no key would have moved on the other rank, and the tests above would prove nothing.
+    """
+    before = split.report()
+    run(split, "tree:3,2,1", 8)
+    after = split.report()
+    assert after.accepted_tokens > before.accepted_tokens
+    siblings = [cell for cell in after.acceptance if cell.depth == 1 and sum(cell.ranks[1:3])]
+    assert siblings
+
+
+def test_a_rank_stores_only_its_part_and_reports_its_bytes(whole: Engine, split: Engine) -> None:
+    one, two = whole.report().memory, split.report().memory
+    assert one is not None
+    assert two is not None
+    assert isinstance(split._target, LeaderTarget)
+    model, cache = split._target._model, split._target.cache
+    held = {id(t): t.untyped_storage().nbytes() for t in model.state_dict(keep_vars=True).values()}
+    assert two.weights == sum(held.values()) < one.weights
+    assert two.drafts == one.drafts
+    assert cache.data.shape[4] == SHAPE["num_key_value_heads"] // 2
+
+
+def test_heads_that_cannot_be_split_are_refused_before_anything_starts(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigMismatch, match="num_attention_heads 4 cannot be split over tensor_parallel_size 3"):
+        load_engine(exact_config_of(*folders, 3), Path)
+
+
+def children(pid: int, name: bytes = b"spawn_main") -> list[int]:
+    """Return the processes that ``pid`` spawned, without multiprocessing's resource tracker."""
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in pids if name in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def served(target: Path, head: Path) -> WorkerConfig:
+    """Return the config of an engine process, with models given by URI."""
+    worker_config = config_of(target, head, tensor_parallel_size=2)
+    model = worker_config.model.model_copy(update={"uri": f"file://{target}"})
+    return worker_config.model_copy(
+        update={"model": model, "draft": worker_config.draft.model_copy(update={"uri": f"file://{head}"})}
+    )
+
+
+@pytest.fixture
+def doomed(folders: tuple[Path, Path], split: Engine) -> Iterator[tuple[Engine, int]]:
+    """Yield an engine of two ranks and the pid of the second.
+
+    The shared engine is closed first, because a process can have only one open.
+    """
+    split.close()
+    before = set(children(os.getpid()))
+    engine = load_engine(exact_config_of(*folders, 2), Path)
+    (second,) = set(children(os.getpid())) - before
+    yield engine, second
+    engine.close()
+
+
+class TestLoss:
+    """The loss of one rank ends the whole replica."""
+
+    @pytest.mark.parametrize("busy", [False, True])
+    def test_an_idle_and_a_busy_engine_report_the_lost_rank(self, doomed: tuple[Engine, int], busy: bool) -> None:
+        engine, second = doomed
+        with pytest.raises(RankLost, match="rank 1: ended with exit code -9"):  # noqa: PT012 - raised at any time
+            os.kill(second, signal.SIGKILL)
+            while busy:
+                run(engine, "chain:3", 8)
+            time.sleep(20)
+
+    def test_the_engine_process_ends_with_the_reason(self, folders: tuple[Path, Path]) -> None:
+        async def lose() -> tuple[str, int]:
+            client = EngineClient(served(*folders), None)
+            try:
+                await asyncio.wait_for(client.loaded, 120)
+                (second,) = children(client.pid)
+                os.kill(second, signal.SIGKILL)
+                return await asyncio.wait_for(client.ended, 30), second
+            finally:
+                await client.close()
+
+        reason, _ = asyncio.run(lose())
+        assert reason == "rank 1: ended with exit code -9"
+
+    def test_ranks_end_with_their_engine(self, folders: tuple[Path, Path]) -> None:
+        async def kill() -> int:
+            client = EngineClient(served(*folders), None)
+            await asyncio.wait_for(client.loaded, 120)
+            (second,) = children(client.pid)
+            os.kill(client.pid, signal.SIGKILL)
+            await asyncio.wait_for(client.ended, 30)
+            await client.close()
+            return second
+
+        second = asyncio.run(kill())
+        deadline = time.monotonic() + 15
+        while Path(f"/proc/{second}").exists():
+            assert time.monotonic() < deadline, "the second rank outlives its engine"
+            time.sleep(0.1)
+
+    def test_shutdown_ends_all_in_order(self, folders: tuple[Path, Path]) -> None:
+        async def shut_down() -> tuple[int, int | None]:
+            client = EngineClient(served(*folders), None)
+            await asyncio.wait_for(client.loaded, 120)
+            (second,) = children(client.pid)
+            await client.close()
+            return second, client._child.exit_code
+
+        second, exit_code = asyncio.run(shut_down())
+        assert exit_code == 0
+        assert not Path(f"/proc/{second}").exists()

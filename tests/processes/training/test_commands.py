@@ -1,0 +1,284 @@
+"""The ``train`` and ``eval`` commands on a small random model with a tokenizer of one token per byte."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from specdecode_worker.__main__ import main
+from specdecode_worker.commands.common import engine_evaluation, sampler_comparison
+from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
+from specdecode_worker.models.configs.model_config import llama_config
+from specdecode_worker.models.networks.llama import Llama
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": 257,
+}
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<e>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<e>"}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.manual_seed(0)
+    weights = Llama(llama_config(CONFIG)).state_dict()
+    weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would predict itself
+    save_file({k: v.contiguous() for k, v in weights.items() if k != "lm_head.weight"}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": "Hi there"}], "domain": "qa"},
+        {"prompt": "def", "domain": "code"},
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def train(model: Path, out: Path, *more: str) -> int:
+    flags = ["--tokens", "300", "--draft-vocab", "64", "--steps", "3", "--batch-tokens", "512", "--dtype", "float32"]
+    flags += ["--rows", "8", "--max-tokens", "40"]
+    return main(["train", "--model", f"file://{model}", "--out", str(out), *flags, *more])
+
+
+def test_train_then_eval_with_prompts(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert train(model, out, "--prompts", str(prompts)) == 0
+    assert capsys.readouterr().out.strip() == str(out / "head")
+    assert len(json.loads((out / "history.json").read_text())) == 1
+    flags = ["--model", f"file://{model}", "--draft", f"file://{out / 'head'}", "--dtype", "float32", "--json"]
+    assert main(["eval", *flags, "--prompts", str(prompts), "--tree", "tree:2,1", "--max-tokens", "20"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["domains"]) == {"qa", "code"}
+    assert 1.0 <= document["overall"]["tokens_per_step"] <= 3.0
+    assert len(document["overall"]["acceptance"]) == 2
+    assert 0 < document["overall"]["distinct_4grams"] <= 1
+    assert document["overall"]["speedup"] > 0
+    assert document["overall"]["advice"]
+
+
+def test_repeated_run_resumes_without_recording_again(model: Path, prompts: Path, tmp_path: Path) -> None:
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    for out, runs in ((once, 1), (twice, 2)):
+        for _ in range(runs):
+            assert train(model, out, "--prompts", str(prompts)) == 0
+    assert len(list((twice / "recorded").glob("shard-*"))) == len(list((once / "recorded").glob("shard-*")))
+    first, second = (load_file(out / "head" / "model.safetensors") for out in (once, twice))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("method", ["peagle", "dflash", "eagle", "medusa", "draft-model"])
+def test_other_methods_train_and_continue_training(method: str, model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("All happy families are alike. " * 60)
+    flags = ("--text", str(text), "--tokens", "1000", "--depth", "2", "--method", method)
+    assert train(model, tmp_path / "one", *flags) == 0
+    head = tmp_path / "one" / "head"
+    assert infer_method(read_tensor_headers(head)) == method
+    assert train(model, tmp_path / "two", *flags, "--draft", f"file://{head}") == 0
+    lineage = json.loads((tmp_path / "two" / "head" / "lineage.json").read_text())
+    assert lineage["parent"] == {"uri": f"file://{head}", "hash": model_hash(head)}
+    assert lineage["method"] == method
+
+
+def test_a_draft_model_with_another_tokenizer_is_not_trained_further(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    tokenizer = Tokenizer.from_file(str(other / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<x>"])
+    tokenizer.save(str(other / "tokenizer.json"))
+    assert train(model, tmp_path / "out", "--method", "draft-model", "--draft", f"file://{other}") == 1
+    assert "a draft model with another tokenizer cannot be trained further" in capsys.readouterr().err
+
+
+def test_lineage_and_model_card_are_written(model: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert train(model, out, "--prompts", str(prompts), "--names", "speculators", "--layers", "2") == 0
+    document = json.loads((out / "head" / "lineage.json").read_text())
+    assert document["target"] == {"uri": f"file://{model}", "hash": model_hash(model)}
+    assert document["parent"] is None
+    data = document["data"]
+    assert data["answer_tokens"] == sum(data["by_domain"].values()) >= 300
+    assert len(data["window"]) == 2
+    assert document["settings"]["depth"] == 7
+    assert set(document["vocabulary"]["uncovered"]) == set(data["by_domain"])
+    assert document["results"] in document["history"]
+    card = (out / "head" / "README.md").read_text()
+    assert document["target"]["hash"] in card
+    assert (out / "head" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    factors = json.loads((out / "head" / "calibration.json").read_text())
+    assert set(factors["by_temperature"]) == {"0.3", "0.6", "0.8", "1.0"}
+    assert len(factors["sharpness"]) == len(factors["by_temperature"]["0.8"]["sharpness"]) == 7
+    config = json.loads((out / "head" / "config.json").read_text())
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 2
+
+
+def test_train_on_a_text_file(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("All happy families are alike. " * 60)
+    assert train(model, tmp_path / "out", "--text", str(text), "--tokens", "1000") == 0
+    assert (tmp_path / "out" / "head" / "model.safetensors").exists()
+
+
+def test_invalid_prompt_line_is_reported_with_its_number(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "temprature": 1}\n')
+    assert train(model, tmp_path / "out", "--prompts", str(path)) == 1
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_train_fails_if_the_target_only_loops(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 10
+    save_file(weights, model / "model.safetensors")
+    assert train(model, tmp_path / "out", "--prompts", str(prompts)) == 1
+    assert "loops" in capsys.readouterr().err
+
+
+def test_eval_without_prompts_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval"]) == 2
+    assert "--prompts" in capsys.readouterr().err
+
+
+def test_eval_of_a_draft_model_counts_the_steps_of_the_engine(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The target drafts for itself, so that every draft is accepted at every temperature."""
+    flags = ["--model", f"file://{model}", "--method", "draft-model", "--draft", f"file://{model}", "--depth", "3"]
+    flags += ["--dtype", "float32", "--max-tokens", "9", "--cache-dir", str(tmp_path), "--prompts", str(prompts)]
+    assert main(["eval", *flags, "--temperature", "0,0.8", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [run["temperature"] for run in document["runs"]] == [0.0, 0.8]
+    for run in document["runs"]:
+        assert run["overall"]["acceptance"] == [1.0, 1.0, 1.0]
+        assert run["overall"]["tokens_per_drafted_step"] == run["overall"]["tokens_per_step"] == 4.0
+        assert run["overall"]["drafted_steps"] == 1.0
+        assert run["overall"]["identical_texts"] == 1.0
+    assert len(engine_evaluation.table(document).splitlines()) > 3
+
+
+def test_trained_parallel_head_drafts_in_the_engine(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After 40 steps the first two of four depths are accepted now and then, and the text is that of plain decoding."""
+    out = tmp_path / "out"
+    flags = ("--method", "peagle", "--prompts", str(prompts), "--depth", "4", "--steps", "40")
+    assert train(model, out, *flags, "--learning-rate", "0.01", "--copiers", "0") == 0
+    capsys.readouterr()
+    served = ["--model", f"file://{model}", "--method", "peagle", "--draft", f"file://{out / 'head'}", "--depth", "4"]
+    served += ["--dtype", "float32", "--max-tokens", "30", "--prompts", str(prompts), "--cache-dir", str(tmp_path)]
+    assert main(["eval", *served, "--temperature", "0,0.8", "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["overall"]["identical_texts"] for run in runs] == [1.0, 1.0]
+    assert all(share > 0 for share in runs[0]["overall"]["acceptance"][:2])
+
+
+def test_copy_heads_are_refused_for_a_parallel_head(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--method", "peagle", "--prompts", str(prompts), "--copiers", "1")
+    assert train(model, tmp_path / "out", *flags) == 1
+    assert "copiers are heads of an EAGLE-3 layer; --method peagle has none" in capsys.readouterr().err
+
+
+def test_eval_of_prompt_lookup_needs_no_draft(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", f"file://{model}", "--method", "ngram", "--dtype", "float32", "--max-tokens", "6"]
+    assert main(["eval", *flags, "--cache-dir", str(tmp_path), "--prompts", str(prompts), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["method"], document["draft"]) == ("ngram", None)
+    overall = document["runs"][0]["overall"]
+    assert overall["identical_texts"] == 1.0
+    assert 1.0 <= overall["tokens_per_step"] <= overall["tokens_per_drafted_step"] or not overall["drafted_steps"]
+
+
+def test_eval_of_suffix_decoding_does_not_draft_from_the_answers_it_compares_with(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", f"file://{model}", "--method", "suffix", "--dtype", "float32", "--max-tokens", "12"]
+    flags += ["--temperature", "0.9,0.9", "--cache-dir", str(tmp_path), "--prompts", str(prompts), "--json"]
+    assert main(["eval", *flags]) == 0
+    first, second = (run["overall"] for run in json.loads(capsys.readouterr().out)["runs"])
+    assert first["tokens_per_step"] == second["tokens_per_step"] < 1.5, "sampled text of a random model has no repeats"
+
+
+def test_eval_with_two_ranks_counts_the_same_steps(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", f"file://{model}", "--method", "draft-model", "--draft", f"file://{model}", "--depth", "2"]
+    flags += ["--dtype", "float32", "--max-tokens", "10", "--cache-dir", str(tmp_path), "--prompts", str(prompts)]
+    flags += ["--temperature", "0,0.8", "--device", "cpu", "--threads", "2", "--json"]
+    documents = []
+    for size in ("1", "2"):
+        assert main(["eval", *flags, "--tensor-parallel-size", size]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    for one, two in zip(*(document["runs"] for document in documents), strict=True):
+        assert two["overall"]["identical_texts"] == 1.0
+        assert two["overall"]["tokens_per_step"] == one["overall"]["tokens_per_step"] == 3.0
+        assert two["domains"].keys() == one["domains"].keys()
+
+
+def test_tokens_per_step_is_clustered_by_request() -> None:
+    assert engine_evaluation.tokens_per_step([]) == (0.0, 0.0)
+    assert engine_evaluation.tokens_per_step([(10, 20), (10, 20)]) == (2.0, 0.0)
+    mean, error = engine_evaluation.tokens_per_step([(10, 10), (10, 30)])
+    assert (mean, round(error, 4)) == (2.0, round(200**0.5 / 20, 4))
+
+
+def test_eval_compares_samplers(model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(model, tmp_path / "out", "--prompts", str(prompts)) == 0
+    capsys.readouterr()
+    flags = ["--model", f"file://{model}", "--draft", f"file://{tmp_path / 'out' / 'head'}", "--dtype", "float32"]
+    flags += ["--prompts", str(prompts), "--max-tokens", "12", "--temperature", "0.9"]
+    assert main(["eval", *flags, "--sampler", "coupled,mss", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    places = {(cell["sampler"], cell["shape"], cell["temperature"]) for cell in document["cells"]}
+    assert places == {(s, t, 0.9) for s in ("coupled", "mss") for t in ("chain:3", "tree:3,2,1")}
+    for cell in document["cells"]:
+        assert len(cell["acceptance"]) == 3
+        assert cell["acceptance"][0] + 1 <= cell["tokens_per_step"] + 1e-4
+        assert 6 <= cell["steps"] <= 22, "two answers of twelve tokens, the first of each from its prompt"
+    assert len(sampler_comparison.table(document).splitlines()) == 5
+    with pytest.raises(SystemExit):
+        main(["eval", *flags, "--sampler", "typical"])
+    assert "typical" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""Target of a training run that two ranks share: the same states, answers and drafts as on one device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import small_model
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdecode_worker.models.checkpoints.weights import load_llama
+from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.question_sources import Question
+from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
+from specdecode_worker.training.data.state_recording import read_states
+from specdecode_worker.training.evaluation.draft_evaluation import ZeroContextAttention
+from specdecode_worker.training.split_target import TargetPlacement, placed_target
+
+CPU = torch.device("cpu")
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    small_model.write_target(path, config={"tie_word_embeddings": request.param == "tied"})
+    if request.param == "untied":
+        weights = load_file(path / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+        save_file(weights, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Llama:
+    return load_llama(folder, dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def split(folder: Path) -> Iterator[Llama]:
+    with placed_target(TargetPlacement(folder=folder, dtype="float32", device=CPU, size=2, threads=1)) as target:
+        yield target
+
+
+@torch.inference_mode()
+def test_states_and_logits_are_those_of_one_device(whole: Llama, split: Llama) -> None:
+    assert split.config.num_attention_heads == whole.config.num_attention_heads // 2
+    for length in (3, 40):
+        tokens_N = torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(length))
+        expected, split_states = read_states(whole, tokens_N), read_states(split, tokens_N)
+        for one, other in zip(expected, split_states, strict=True):
+            torch.testing.assert_close(other, one, **CLOSE)
+        torch.testing.assert_close(split.logits(split_states[1]), whole.logits(expected[1]), **CLOSE)
+
+
+@torch.inference_mode()
+def test_pass_behind_a_context_is_that_of_one_device(whole: Llama, split: Llama) -> None:
+    tokens = torch.ones(4, dtype=torch.int64)
+    outs = [
+        target(tokens, torch.arange(100, 104), ZeroContextAttention(), TargetStates((), True))
+        for target in (whole, split)
+    ]
+    torch.testing.assert_close(outs[1].hidden_TE, outs[0].hidden_TE, **CLOSE)
+
+
+def test_answers_are_those_of_one_device(whole: Llama, split: Llama) -> None:
+    """The second rollout reuses the rows of the first one."""
+    settings = RolloutSettings(rows=3, answer_tokens=12, question_tokens=16, for_training=False, seed=1)
+    questions = [Question(tuple(range(i, i + 5)), 0.0 if i % 2 else 0.8, "a") for i in range(7)]
+    for target_questions in (questions, questions[::-1]):
+        texts = [
+            [one.tokens_N.tolist() for one in Rollout(target, settings, iter(target_questions)).conversations()]
+            for target in (whole, split)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_number_of_devices_that_does_not_divide_the_heads_is_refused(folder: Path) -> None:
+    placement = TargetPlacement(folder=folder, dtype="float32", device=CPU, size=3)
+    with pytest.raises(ConfigMismatch, match="cannot be split"), placed_target(placement):
+        pass
+
+
+def test_lost_rank_ends_the_process(folder: Path) -> None:
+    """A collective without a rank may never return, so a Job's pod has to end and to start again."""
+    code = (
+        "import multiprocessing, torch, time\n"
+        "from pathlib import Path\n"
+        "from specdecode_worker.training.split_target import TargetPlacement, placed_target\n"
+        "if __name__ == '__main__':\n"
+        f"    placement = TargetPlacement(folder=Path({str(folder)!r}), dtype='float32', device=torch.device('cpu'), "
+        "size=2, threads=1)\n"
+        "    with placed_target(placement):\n"
+        "        multiprocessing.active_children()[0].kill()\n"
+        "        time.sleep(60)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, "a rank of the target ended" in ended.stderr) == (1, True), ended.stderr
