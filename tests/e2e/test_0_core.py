@@ -79,7 +79,10 @@ def test_chat_answer_streams_through_the_routers(routed: Routed) -> None:
     pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
     assert "".join(pieces) == whole.choices[0].message.content
     assert len(pieces) > 3, "not in one piece"
-    assert chunks[-1].usage == whole.usage
+    streamed, counted = chunks[-1].usage, whole.usage
+    assert streamed is not None
+    assert counted is not None
+    assert (streamed.prompt_tokens, streamed.completion_tokens) == (counted.prompt_tokens, counted.completion_tokens)
     with pytest.raises(openai.BadRequestError) as refusal:
         client.chat.completions.create(**words, modalities=["audio"])
     assert refusal.value.param == "modalities"

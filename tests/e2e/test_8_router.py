@@ -1,8 +1,8 @@
 """Routers before real workers: faults that clients do not notice, and scaling to zero.
 
 Clients stream sampled answers, one after the other, and repeat nothing by themselves. Each answer is compared with the
-one that came while nothing happened. ``make proofs P=router`` runs all of it but the first
-fault, which ``make test-all`` runs.
+one that came while nothing happened. ``make proofs P=router`` runs it; test_0_core.py
+has some of the faults in one run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def routed(release: Release, watched: Namespace) -> Iterator[Routed]:
         yield routed
 
 
+@PROOF
 def test_killed_engine_is_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("SIGKILL of an engine", clients=4) as pod:
         before = restarts(routed.endpoint, pod)

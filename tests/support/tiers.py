@@ -153,14 +153,19 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 def budget_seconds() -> float:
-    """Return the budget at the machine's present load: as many times longer as processes share a processor."""
-    return BUDGET_SECONDS * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    """Return the budget at the machine's present load."""
+    return BUDGET_SECONDS * crowding()
 
 
-def starved_seconds() -> float:
-    """Return for how long this process was ready to run and had no processor, since it began."""
+def crowding() -> float:
+    """Return how many times longer work takes because others use the machine: processes by processor, at least one."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def starved_seconds(task: str = "self") -> float:
+    """Return for how long a process, or a thread PID/task/TID, was ready to run but had no processor."""
     try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+        return int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):  # not every kernel counts
         return 0.0
 

@@ -75,6 +75,13 @@ def test_answer_is_cut_where_it_loops() -> None:
     assert said == LOOP_NGRAM * LOOP_COUNT
 
 
+def test_answer_that_does_not_loop_is_not_cut() -> None:
+    row = Row(Question((9,), 0.0, "qa"), [], answer_start=1, tokens=[9])
+    for token in (*range(LOOP_NGRAM), *range(500), *range(LOOP_NGRAM)):
+        assert not row.repeats_with(token)
+        row.tokens.append(token)
+
+
 def test_repetition_in_the_prompt_is_not_a_loop() -> None:
     period = list(range(LOOP_NGRAM))
     row = Row(Question(None, 0.0, "qa"), [], answer_start=3 * LOOP_NGRAM, tokens=period * 3)
