@@ -53,6 +53,7 @@ def test_blocked_import_fails() -> None:
     assert "torch is blocked" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_operator_imports_without_anything_of_the_worker_image() -> None:
     heavy = {"torch", "safetensors", "tokenizers", "fastapi", "uvicorn", "zmq", "triton"}
     done = blocking(

@@ -145,6 +145,7 @@ def test_ways_that_may_be_chosen_are_run_at_startup() -> None:
     assert prefill.warm_up(*KEY, torch.float32, torch.device("cpu")) == []
 
 
+@pytest.mark.slow
 def test_texts_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt chunks share steps with decoding rows, and follow cached prefixes and earlier chunks.
 

@@ -21,6 +21,11 @@ from specdecode_worker.models.configs.target_states import TargetStates
 METHODS = (*DRAFTS, "suffix-blind")
 PIPELINED = [(method, True) for method in METHODS if method not in ("ngram", "suffix")]
 """Nothing is foreseen for the other two while steps are launched ahead."""
+METHODS_AND_BATCHES = [
+    *((method, 1) for method in METHODS),
+    # A draft on a device of its own is a process.
+    *(pytest.param(method, 8, marks=() if method.startswith("own") else pytest.mark.core) for method in METHODS),
+]
 LEAST = {"draft-model": 1.5, "foreign-model": 1.2}
 """Minimum tokens per step for the test of a method to be meaningful. Other methods only need some accepted tokens."""
 SHAPES = {"chain": "chain:4", "tree": "tree:3,2,1,1"}
@@ -39,9 +44,8 @@ def plain(make_engine: Any, lossless: Any) -> Callable[[Sequence[Submit]], Text]
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.core)])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "batch"), METHODS_AND_BATCHES)
 def test_single_shape_equals_plain_decoding(
     make_engine: Any, lossless: Any, plain: Any, method: str, shape: str, batch: int, sampled: bool
 ) -> None:

@@ -154,7 +154,6 @@ def test_the_op_runs_the_kernel() -> None:
     assert close(op.attend(case.q_THD, case.cache_2NPKD, prepared), by_definition(case))
 
 
-@pytest.mark.slow
 def test_all_layers_share_a_plan() -> None:
     case = make_case(MIXED)
     made = planned(case)
@@ -182,7 +181,6 @@ def sequences(draw: st.DrawFn) -> Sequence:
     return Sequence(prefix, rows, parents, tuple(range(newest, rows)), draw(st.integers(0, prefix)))
 
 
-@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(sequences(), min_size=1, max_size=5).map(tuple),

@@ -67,6 +67,7 @@ def test_what_was_kept_of_others_is_not_told(
     assert '"fixed-3"' not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_decisions_are_told_when_asked_for(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--trace", "steady-cpu-full", "--policy", "ours", "--seeds", "1", "--hours", "0.5"]
     assert main([*flags, "--json", "--decisions", "--recordings", str(recordings)]) == 0

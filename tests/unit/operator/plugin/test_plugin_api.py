@@ -118,6 +118,7 @@ def test_status_goes_by_the_namespace_of_the_context(
     assert "TASK" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [("-n", "other", "status"), ("status", "-n", "other"), ("--namespace=other", "status", "--interval", "3")]
 )

@@ -76,6 +76,7 @@ def test_logits_plain_and_fused(
     torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_bf16_with_biases_and_norms_is_packed(
     shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path

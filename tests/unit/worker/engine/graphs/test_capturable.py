@@ -170,6 +170,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["none", "tree:2,2,1"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_two_steps_with_a_feature_make_the_same_calls(feature: str, shape: str) -> None:
@@ -180,6 +181,7 @@ def test_two_steps_with_a_feature_make_the_same_calls(feature: str, shape: str) 
     backend.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:2,2,1"])
 def test_two_steps_of_multi_round_sampling_make_the_same_calls(shape: str) -> None:
     engine, backend = run(shape, sampler=MultiRound, presence_penalty=0.3)
