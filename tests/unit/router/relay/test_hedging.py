@@ -80,6 +80,7 @@ async def test_silence_before_open() -> None:
         assert over.workers[1].requests[0].resume is None
 
 
+@pytest.mark.slow
 async def test_alive_worker_is_not_suspected() -> None:
     script = Script(tokens=3, interval_seconds=0.9, alive_seconds=0.1)
     async with harness(script, Script()) as over:

@@ -109,6 +109,7 @@ def read(path: Path) -> DistillationVerdict:
     return DistillationVerdict.model_validate_json(text)
 
 
+@pytest.mark.slow
 def test_job_publishes_after_its_verdict(
     flags: list[str], claim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

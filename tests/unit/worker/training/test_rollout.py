@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from specdecode_worker.models.networks.llama import Llama
@@ -33,6 +34,7 @@ def plain_greedy(target: Llama, ids: tuple[int, ...], count: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow
 def test_greedy_rollout_equals_plain_decoding(target: Llama) -> None:
     questions = asked(40)
     conversations = list(Rollout(target, SETTINGS, iter(questions)).conversations())

@@ -153,6 +153,7 @@ def run(
     return engine, backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "pipelined"), [("none", False), ("chain:3", True), ("tree:2,2,1", False)])
 def test_two_steps_of_one_key_make_the_same_calls(shape: str, pipelined: bool) -> None:
     engine, backend = run(shape, pipelined=pipelined)
