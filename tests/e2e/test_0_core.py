@@ -16,7 +16,7 @@ import openai
 import pytest
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
-from harness.loop import assert_explained, decision, planned_depth
+from harness.loop import assert_explained, names_load, planned_depth
 from harness.release import Release
 from harness.routed import Routed, routed_deployment
 from harness.streams import connect
@@ -24,7 +24,7 @@ from harness.traffic import Traffic
 from harness.worker_faults import kill_pod, restarts, signal_engine, swap_draft, wait_for_ready_pods
 from kube import KubectlError, wait_for
 
-from specdecode_worker.contract import StepTime, SyntheticKnobs
+from specdecode_worker.contract import StepTime, SyntheticKnobs, TreeShape
 
 pytestmark = [pytest.mark.core, pytest.mark.timeout(600)]
 
@@ -114,26 +114,33 @@ def test_bad_resource_is_refused_with_its_field_and_the_reason(
 def test_depth_falls_under_load_and_rises_again_and_says_why(routed: Routed, endpoint: Endpoint) -> None:
     failures: list[str] = []
 
-    def depth_under(concurrency: int, per_worker: int, least: int, most: int) -> int:
+    def depth_under(concurrency: int, per_worker: int, least: int, most: int) -> None:
         """Send requests until the plan and DEPTH have a depth from ``least`` to ``most`` for this load."""
 
-        def settled() -> list[int]:
+        def settled() -> bool:
             depths = [planned_depth(endpoint, per_worker), endpoint.depth()]
             assert all(least <= depth <= most for depth in depths), f"planned and shown: {depths}"
-            return depths
+            return True
 
         with Traffic(routed.url, MODEL, concurrency=concurrency, max_tokens=32) as traffic:
-            planned, _ = wait_for(f"depth for {concurrency} clients", settled, timeout_s=240, every_s=1)
+            wait_for(f"depth for {concurrency} clients", settled, timeout_s=240, every_s=1)
         failures.extend(traffic.failures)
-        return planned
 
     endpoint.set_knobs(LOADED_COSTS_MORE)
     depth_under(ALONE, 1, 2, 4)
-    fallen = depth_under(MANY, MANY_PER_WORKER, 0, 1)
+    depth_under(MANY, MANY_PER_WORKER, 0, 1)
     depth_under(ALONE, 1, 2, 4)
     endpoint.set_knobs(None)
     assert failures == []
-    assert_explained(endpoint, decision(endpoint, MANY_PER_WORKER, fallen))
+    largest = endpoint.plan(endpoint.ready_pods()[0]).buckets.concurrency[-1]
+    history = [entry for entry in endpoint.speculation()["history"] if names_load(entry, f">{largest}")]
+    falls = [entry for entry in history if _depth(entry["after"]) < _depth(entry["before"])]
+    assert falls, history
+    assert_explained(endpoint, falls[0])
+
+
+def _depth(shape: str) -> int:
+    return TreeShape.parse(shape).depth
 
 
 def test_killed_engine_killed_pod_and_stopped_process_are_not_noticed_by_eight_streams(

@@ -106,9 +106,13 @@ def planned_depth(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, 
     return plan.shape(bucket, 0, task).depth
 
 
-def names_load(entry: Manifest, concurrency: int) -> bool:
-    """Return whether an entry of the history was decided for this concurrency, alone or together with others."""
-    return re.match(rf"concurrency ([^,]+ or )?{concurrency}( or [^,]+)?,", entry["load"]) is not None
+def names_load(entry: Manifest, concurrency: int | str) -> bool:
+    """Return whether an entry of the history was decided for this concurrency, alone or together with others.
+
+    Loads above the last bound of the plan have a name such as ">2".
+    """
+    name = re.escape(str(concurrency))
+    return re.match(rf"concurrency ([^,]+ or )?{name}( or [^,]+)?,", entry["load"]) is not None
 
 
 def wait_for_row(endpoint: Endpoint, what: str, concurrency: int, depths: Sequence[int], task: str = OTHER_TASK) -> int:
