@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from fake_hub import COMMIT, Repository, StandInHub
-from tiers import skip_reason
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import Env, WorkerConfig
@@ -164,10 +163,10 @@ def test_pull_resumes_after_the_disk_was_full(pull: Pull, tmp_path: Path) -> Non
     assert (pull(Repository(FILES)) / "model.safetensors").read_bytes() == WEIGHTS
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason=skip_reason("root", "it mounts a small tmpfs"))
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
 def test_full_file_system_is_reported(pull: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.system(f"mount -t tmpfs -o size=256k tmpfs {tmp_path}") != 0:
-        pytest.skip(skip_reason("root", "a file system cannot be mounted here"))
+        pytest.skip("no mounts here")
     try:
         monkeypatch.setattr(
             download_folder, "_SPARE_BYTES", -len(WEIGHTS)
