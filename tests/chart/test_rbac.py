@@ -156,6 +156,7 @@ def test_aggregated_roles_can_be_left_to_another_release(chart: Any, values: dic
     assert [role["metadata"]["name"] for role in roles] == ["sys:sd-specdecode"]
 
 
+@pytest.mark.slow
 def test_the_account_of_helm_test_can_create_our_kind_and_nothing_else(chart: Any) -> None:
     assert granted_rights(named(chart.template(), "Role", "sd-specdecode-test")["rules"]) == {
         (GROUP, PLURAL): {"create"}

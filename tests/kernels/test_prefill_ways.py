@@ -77,6 +77,7 @@ def attended(case: Case) -> Tensor:
     return op.attend(case.q_THD, case.cache_2NPKD, prepare(case))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_kernels")
 @WAYS
 @pytest.mark.parametrize("name", BATCHES)

@@ -115,6 +115,7 @@ def test_runs_of_another_version_are_refused(
     assert "remove it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plots_and_a_table_are_written(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--plot", str(tmp_path), "--recordings", str(recordings)]) == 0
     assert (tmp_path / "simulate-regret.png").read_bytes().startswith(b"\x89PNG")

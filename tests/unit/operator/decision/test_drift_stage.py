@@ -125,6 +125,7 @@ def test_one_task_that_falls_is_named_and_the_mix_is_not(two_tasks: Drifting) ->
     assert [task.task for task in two_tasks.drift.stale] == ["chat"]
 
 
+@pytest.mark.slow
 def test_a_changed_mix_is_reported_and_makes_no_task_stale(two_tasks: Drifting) -> None:
     two_tasks.shares.update(chat=0.1, code=0.9)
     two_tasks.serve(2400)

@@ -132,6 +132,7 @@ def test_options_stand_before_or_after_the_command(
     assert main([*words, "--kubeconfig", str(server.kubeconfig)]) == 0
 
 
+@pytest.mark.slow
 def test_the_option_after_the_command_wins(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--kubeconfig", str(server.kubeconfig), "-n", "other", "status", "-n", "ns"]) == 0
     assert "demo" in capsys.readouterr().out

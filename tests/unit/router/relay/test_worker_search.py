@@ -53,6 +53,7 @@ async def test_request_waits_as_long_as_a_held_one_while_there_is_no_worker() ->
         assert (await task).text() == text_of(BODY, 20)
 
 
+@pytest.mark.slow
 async def test_no_worker_until_the_end_of_the_hold_time() -> None:
     async with harness(Script()) as over:
         over.registry.update([])

@@ -129,6 +129,7 @@ def test_job_publishes_after_its_verdict(
     assert {"calibration.json", "lineage.json"} <= {path.name for path in published.iterdir()}
 
 
+@pytest.mark.slow
 def test_publish_without_job_is_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     flags.remove("--job")
     with pytest.raises(SystemExit) as ended:

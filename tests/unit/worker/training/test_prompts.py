@@ -50,6 +50,7 @@ def test_overlapping_text_is_detected() -> None:
     assert not overlaps("What is yoga for?", [ngrams("What is yoga?")])
 
 
+@pytest.mark.slow
 def test_drawn_prompts_are_diverse() -> None:
     rng = random.Random(1)
     drawn = [draw(rng) for _ in range(3000)]

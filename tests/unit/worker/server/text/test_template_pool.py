@@ -53,6 +53,7 @@ def test_texts_are_those_of_the_template(pool: TemplatePool, content: str) -> No
         assert render(pool, content, **options) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
