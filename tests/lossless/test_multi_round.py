@@ -20,7 +20,7 @@ from specdecode_worker.speculation.sampling.multi_round import MultiRound
 
 SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none")]
 PROMPT = (7, 19, 3, 44)
-REQUESTS = by_effort(quick=400, full=800, nightly=2400)
+REQUESTS = by_effort(quick=800, full=2400, nightly=2400)
 CUT, TOKENS = 3, 3
 
 

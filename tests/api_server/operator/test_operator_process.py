@@ -362,7 +362,7 @@ def test_a_stopped_leader_writes_nothing_after_it_was_replaced(
             def replaced() -> bool:
                 return str(cluster.get("lease", "operator", own_namespace)["spec"]["holderIdentity"]).startswith("b")
 
-            wait_for("the other one leads", replaced, timeout_s=20)
+            wait_for("the other one leads", replaced, timeout_s=60)
             change_grace(cluster, own_namespace, "kept", 77)
             wait_for("it applies a change", lambda: grace(cluster, own_namespace, "kept") == 92, timeout_s=20)
             first.process.send_signal(signal.SIGCONT)
