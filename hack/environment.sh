@@ -2,6 +2,7 @@
 #
 #   CLUSTER       local (default): hack/cluster's; current: the cluster of the current kubectl context
 #   IMAGE_PREFIX  where images are named, and with CLUSTER=current pushed to
+#   BUILD_FLAGS   with CLUSTER=current: further words for docker buildx build, such as a cache
 # shellcheck shell=bash
 
 CLUSTER=${CLUSTER:-local}
@@ -39,7 +40,8 @@ ensure_images() {
     command -v docker >/dev/null || fail "CLUSTER=current builds with docker buildx: put docker on PATH."
     for component in operator worker; do
         say "Building and pushing $IMAGE_PREFIX/specdecode-$component:dev"
-        docker buildx build --push --tag "$IMAGE_PREFIX/specdecode-$component:dev" \
+        # shellcheck disable=SC2086  # words of their own
+        docker buildx build ${BUILD_FLAGS:-} --push --tag "$IMAGE_PREFIX/specdecode-$component:dev" \
             --file "$component/Dockerfile" --metadata-file "/tmp/specdecode-$component.json" .
     done
 }

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # makes `kube` importable
+pytest_plugins = ["pytester", "tiers"]
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # makes `kube` and `tiers` importable
 sys.path.insert(0, str(Path(__file__).parents[1] / "hack" / "cluster"))  # makes `localcluster` importable
 # tests/kernels runs kernels in Triton's interpreter. Triton reads this variable when it is first imported, which other
 # packages (transformers) do too. tests/gpu compiles its kernels and runs separately with 0.
@@ -25,34 +26,31 @@ if TYPE_CHECKING:  # tests/gpu runs on machines that have no client of a cluster
 def cluster() -> Cluster:
     """Return the cluster to test on.
 
-    Without a cluster, tests that are started by hand are skipped with a message; `make test` always provides one.
+    Without a cluster, tests that are started by hand are skipped with a message; hack/test always provides one.
     """
     from kube import connect
+    from tiers import skip_reason
 
     connected = connect()
     if connected is None:
-        message = "no cluster answers: run hack/cluster/up and hack/cluster/images first"
-        if os.environ.get("SPECDECODE_REQUIRE_CLUSTER"):
-            pytest.fail(message)
-        pytest.skip(message)
+        pytest.skip(skip_reason("cluster", "none answers; run hack/cluster/up and hack/cluster/images first"))
     return connected
 
 
 @pytest.fixture(scope="session")
 def promtool() -> Promtool:
-    """Return promtool with the prometheus binary from the same folder. `make test` fails without them."""
+    """Return promtool with the prometheus binary from the same folder."""
     from prometheus import PrometheusMissing, Promtool
+    from tiers import skip_reason
 
     try:
         return Promtool()
     except PrometheusMissing as missing:
-        if os.environ.get("SPECDECODE_REQUIRE_CLUSTER"):
-            pytest.fail(str(missing))
-        pytest.skip(str(missing))
+        pytest.skip(skip_reason("prometheus", str(missing)))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def namespace(cluster: Cluster) -> Iterator[str]:
-    """Yield a namespace for this run, so that nothing else on the cluster is affected."""
-    with cluster.namespace("test") as name:
+    """Yield a namespace for the tests of one module. It is being deleted while the next module runs."""
+    with cluster.namespace("test", wait=False) as name:
         yield name

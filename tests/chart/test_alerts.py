@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 from prometheus import Promtool, known_series, series_of
+
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent / "alerts_test.yaml"
 
@@ -37,8 +38,11 @@ def test_alerts_pass_their_unit_tests(promtool: Promtool) -> None:
 
 def test_alert_unit_tests_detect_a_rule_that_never_fires(promtool: Promtool, file: Path, tmp_path: Path) -> None:
     """A broken alert rule makes the promtool unit tests fail."""
+    document = yaml.safe_load(TESTS.read_text())
+    document["tests"] = [test for test in document["tests"] if "SpecdecodeReportsStale" in str(test)]
+    assert document["tests"]
     (tmp_path / "tests" / "chart").mkdir(parents=True)
-    shutil.copy(TESTS, tmp_path / "tests" / "chart")
+    (tmp_path / "tests" / "chart" / TESTS.name).write_text(yaml.safe_dump(document))
     broken = tmp_path / "helm" / "specdecode" / "files" / "alerts.yaml"
     broken.parent.mkdir(parents=True)
     broken.write_text(file.read_text().replace("specdecode_stale_reports > 0", "specdecode_stale_reports > 9"))

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import GROUP, PLURAL, Spec, Status
+from specdecode_operator.kube import kinds
+from specdecode_operator.types import Deployment
 
 SPEC = Spec.model_validate({"model": {"uri": "embedded://t"}, "router": {"replicas": 2}})
 Rights = dict[tuple[str, str], set[str]]
@@ -80,7 +83,6 @@ def test_rights_in_the_own_namespace_are_limited_to_names(chart: Any) -> None:
 
 
 def test_rights_equal_those_that_the_code_declares() -> None:
-    kinds = pytest.importorskip("specdecode_operator.kube.kinds")
     for declared, granted in ((kinds.PERMISSIONS, SERVED), (kinds.OWN_NAMESPACE_PERMISSIONS, OWN)):
         assert {target: set(verbs) for target, verbs in declared.items()} == granted
 
@@ -94,10 +96,7 @@ def test_secrets_of_users_are_read_only_on_request(chart: Any, namespaces: list[
 @pytest.mark.parametrize("namespaces", SCOPES, ids=["ClusterRole", "Role"])
 def test_the_operator_holds_every_right_that_it_grants_to_routers(chart: Any, namespaces: list[str]) -> None:
     """Kubernetes refuses a role with more rights than its author has, unless the author may escalate."""
-    manifests = pytest.importorskip("specdecode_operator.manifests")
-    deployment = pytest.importorskip("specdecode_operator.types").Deployment(
-        namespace="team-a", name="llama", uid="u", generation=1, spec=SPEC, status=Status()
-    )
+    deployment = Deployment(namespace="team-a", name="llama", uid="u", generation=1, spec=SPEC, status=Status())
     held = granted_rights(served_rules(chart, {"watchNamespaces": namespaces}))
     for target, verbs in granted_rights(manifests.router_role(deployment)["rules"]).items():
         assert verbs <= held[target], target
@@ -157,6 +156,7 @@ def test_aggregated_roles_can_be_left_to_another_release(chart: Any, values: dic
     assert [role["metadata"]["name"] for role in roles] == ["sys:sd-specdecode"]
 
 
+@pytest.mark.slow
 def test_the_account_of_helm_test_can_create_our_kind_and_nothing_else(chart: Any) -> None:
     assert granted_rights(named(chart.template(), "Role", "sd-specdecode-test")["rules"]) == {
         (GROUP, PLURAL): {"create"}

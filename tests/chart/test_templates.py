@@ -9,9 +9,6 @@ import pytest
 
 from specdecode_operator.settings import PREFIX, read_settings
 
-ANNOUNCED_SETTINGS = {"leader_election", "lease_name", "namespace", "identity", "worker_ca"}
-"""Variables of the chart whose fields in Settings come with leader election and TLS. Empty once they exist."""
-
 
 def pods(rendered: Any) -> list[dict[str, Any]]:
     return [rendered.one("Deployment")["spec"]["template"]["spec"], *(pod["spec"] for pod in rendered.of("Pod"))]
@@ -66,7 +63,7 @@ def test_the_operator_reads_every_variable_it_is_given(chart: Any) -> None:
     assert settings.watch_namespaces == ("a", "b")
     assert (settings.poll_seconds, settings.concurrency, settings.log_level) == (2.5, 2, "debug")
     fields = {name.removeprefix(PREFIX).lower() for name in variables}
-    assert fields - ANNOUNCED_SETTINGS <= set(type(settings).model_fields)
+    assert fields <= set(type(settings).model_fields)
 
 
 def test_ports_of_the_pod_are_the_ports_the_operator_listens_on(chart: Any) -> None:

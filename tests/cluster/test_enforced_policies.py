@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,15 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 from kube import ROOT, Cluster, Manifest, wait_for
+from tiers import skip_reason
 
 from specdecode_operator.manifests.identity import router_labels, selector
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not os.environ.get("NETWORK_POLICIES"), reason="two minutes: NETWORK_POLICIES=1, or make network-policies"
-    ),
+    pytest.mark.proof("network-policies"),
 ]
 COMMAND = ROOT / "hack" / "cluster" / "network-policies"
 HELM = Path(sys.executable).parent / "helm"
@@ -104,7 +102,7 @@ EXPECTED = dict.fromkeys(POD_LABELS, EVERYONE) | {
 @pytest.fixture(scope="module")
 def pods(cluster: Cluster) -> Iterator[Pods]:
     if not cluster.local:
-        pytest.skip("only the local cluster gets a firewall")
+        pytest.skip(skip_reason("local cluster", "it gets a firewall"))
     with cluster.namespace("np-sys") as system, cluster.namespace("np-a") as team, cluster.namespace("np-b") as other:
         pods = Pods(cluster, {"system": system, "team": team, "other": other})
         for name, labels in POD_LABELS.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,12 @@ import pytest
 from cluster_faults.extra_node import TAINT, TOLERATIONS, bring_back, extra_node, node_command
 from kube import Cluster, KubectlError, Manifest, wait_for
 from localcluster.settings import ExtraNode, Layout
+from tiers import skip_reason
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not os.environ.get("EXTRA_NODE"), reason="three minutes: EXTRA_NODE=1, or make extra-node"),
+    pytest.mark.proof("extra-node"),
 ]
 
 PAGE = "import urllib.request; print(urllib.request.urlopen('http://{host}:8080/', timeout=3).status)"
@@ -26,7 +26,7 @@ PAGE = "import urllib.request; print(urllib.request.urlopen('http://{host}:8080/
 def node(cluster: Cluster) -> Iterator[ExtraNode]:
     """Yield a second node that takes only pods with a toleration, so that nothing else runs there."""
     if not cluster.local:
-        pytest.skip("only the local cluster can get a second node")
+        pytest.skip(skip_reason("local cluster", "it gets a second node"))
     with extra_node([cluster.operator_image]) as name:
         (line,) = [line for line in node_command("list").splitlines() if line.startswith(f"{name} ")]
         yield ExtraNode(name, int(line.split()[2].split(".")[2]))

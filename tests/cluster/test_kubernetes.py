@@ -7,6 +7,7 @@ import urllib.request
 
 import pytest
 from kube import Cluster, Manifest, wait_for
+from tiers import skip_reason
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -103,7 +104,7 @@ def test_a_pod_reaches_a_service_by_name(cluster: Cluster, namespace: str, serve
 
 def test_the_machine_reaches_a_service(cluster: Cluster, namespace: str, server: str) -> None:
     if not cluster.local:
-        pytest.skip("only the local cluster's services are reachable from the machine")
+        pytest.skip(skip_reason("local cluster", "its services are reachable from the machine"))
     address = cluster.get("service", server, namespace)["spec"]["clusterIP"]
 
     def status() -> int:

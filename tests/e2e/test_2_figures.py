@@ -11,6 +11,7 @@ from harness.endpoint import DTYPE, EQUAL_STEPS, MODEL, Endpoint
 from harness.traffic import PROMPTS, Traffic
 from kube import wait_for
 from prometheus_client.parser import text_string_to_metric_families
+from tiers import skip_reason
 
 from specdecode_worker.contract import Metric
 
@@ -76,7 +77,7 @@ def test_accept_equals_the_workers_own_counters(measured: tuple[float, dict[str,
     assert abs(status["acceptanceRate"] - by_metrics) <= 0.05
 
 
-@pytest.mark.skipif(not GAINS, reason="drafts need not gain on a processor without bfloat16 instructions")
+@pytest.mark.skipif(not GAINS, reason=skip_reason("bf16", "without its instructions drafts need not gain"))
 @pytest.mark.timeout(300)
 def test_speedup_is_what_bench_measures_in_the_pod(
     endpoint: Endpoint, measured: tuple[float, dict[str, float]]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from harness.endpoint import Endpoint
-from harness.loop import names_load
+from harness.loop import assert_explained, decision
 from harness.traffic import Traffic
-from kube import Manifest, wait_for
+from kube import wait_for
 
 from specdecode_worker.contract import Buckets, StepTime, SyntheticKnobs, TreeShape
 
@@ -18,7 +18,7 @@ CONCURRENCY = 2
 BUCKET = Buckets().concurrency.index(CONCURRENCY)
 """Concurrency bucket of this load."""
 SETTLED_SECONDS = 240
-"""Timeout of a row change: twice what simulations of the loop need (tests/unit/operator/test_piloted_loop.py)."""
+"""Timeout of a row change: twice what simulations of the loop need (tests/unit/operator/planning)."""
 PLAIN_SECONDS = 0.3
 """Duration of a padded plain step.
 
@@ -67,19 +67,6 @@ def wait_for_row(endpoint: Endpoint, what: str, *depths: int) -> int:
     return wait_for(what, read_row, timeout_s=SETTLED_SECONDS, every_s=2)[0]
 
 
-def decision(endpoint: Endpoint, depth: int) -> Manifest:
-    """Return the entry of the status history in which this load's row came to ``depth``."""
-    after = f"chain:{depth}" if depth else "none"
-
-    def find_entry() -> Manifest | None:
-        ours = (e for e in endpoint.speculation()["history"] if names_load(e, CONCURRENCY))
-        return next((entry for entry in ours if entry["after"] == after), None)
-
-    history_entry = wait_for(f"status history names {after}", find_entry, timeout_s=30)
-    assert history_entry
-    return history_entry
-
-
 def test_new_depth_bound_reaches_workers_without_a_restart(endpoint: Endpoint) -> None:
     before, version = endpoint.identities(), endpoint.plan().version
     endpoint.patch({"speculation": {"depth": {"max": 2, "initial": 2}}})
@@ -101,7 +88,7 @@ def test_depth_falls_when_deep_trees_cost_more_and_rises_again(endpoint: Endpoin
         wait_for_row(endpoint, "deep while deep is cheap", 2, 3, 4)
         endpoint.set_knobs(COSTLY)
         fallen = wait_for_row(endpoint, "shallow while deep is dear", 0, 1)
-        why = decision(endpoint, fallen)
+        why = decision(endpoint, CONCURRENCY, fallen)
         wait_for("DEPTH shows it", lambda: endpoint.depth() <= fallen, timeout_s=60)
         endpoint.set_knobs(CHEAP)
         wait_for_row(endpoint, "deep again", 2, 3, 4)
@@ -117,19 +104,11 @@ def test_depth_falls_with_acceptance_and_rises_again(endpoint: Endpoint, url: st
         wait_for_row(endpoint, "speculating while drafts are good", 1, 2, 3, 4)
         endpoint.set_knobs(UNLUCKY)
         fallen = wait_for_row(endpoint, "plain while drafts are bad", 0)
-        why = decision(endpoint, fallen)
+        why = decision(endpoint, CONCURRENCY, fallen)
         endpoint.set_knobs(FAIR)
         wait_for_row(endpoint, "speculating again", 1, 2, 3, 4)
     assert not traffic.failures
     assert_explained(endpoint, why)
-
-
-def assert_explained(endpoint: Endpoint, why: Manifest) -> None:
-    """Assert that a decision names its measurements and was published as an Event."""
-    assert "acceptance by depth" in why["reason"], why
-    assert " ms" in why["reason"], why
-    events = [e["message"] for e in endpoint.namespace.list("events") if e["involvedObject"]["name"] == endpoint.name]
-    assert any(why["reason"] in message for message in events), events
 
 
 def test_knobs_are_named_while_on(endpoint: Endpoint) -> None:

@@ -8,6 +8,7 @@ import pytest
 from harness.endpoint import Endpoint
 from harness.traffic import Traffic, answers
 from kube import wait_for
+from tiers import skip_reason
 
 from specdecode_worker.contract import SyntheticKnobs
 
@@ -31,7 +32,7 @@ def test_rollout_refuses_no_request(endpoint: Endpoint, url: str, model: str) ->
         wait_for("the old pod is gone", lambda: old not in endpoint.all_pods(), timeout_s=200)
         finished = traffic.finished
         if not endpoint.namespace.cluster.local:
-            pytest.skip("a forwarded port ends with its pod, so nothing here crosses the Service")
+            pytest.skip(skip_reason("local cluster", "a forwarded port ends with its pod"))
         wait_for("the new pod answers", lambda: traffic.finished > finished + 2, timeout_s=30)
     assert not traffic.failures
 

@@ -1,13 +1,12 @@
 """A candidate draft on the real cluster: tried on one of two workers, promoted, and kept by new pods; or rolled back.
 
 The incumbent is a copy of the embedded head with noise on its weights; its files are on the node. Steps are padded to
-one duration, so that the gain is that of tokens per step, on every processor. ``make drafts`` runs all of it; ``make
-test`` runs the promotion only.
+one duration, so that the gain is that of tokens per step, on every processor. ``make test-all`` runs the promotion, and
+``make proofs P=drafts`` the rest.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from harness.release import Release
 from harness.streams import StreamTraffic, failures, unbroken_answers
 from harness.worker_faults import kill_pod, wait_for_ready_pods
 from kube import Cluster, Manifest, wait_for
+from tiers import skip_reason
 
 from specdecode_worker.contract import StepTime, SyntheticKnobs
 from specdecode_worker.models.checkpoints.model_hash import model_hash
@@ -34,14 +34,14 @@ VERDICT_SECONDS = 600
 CLIENTS = 6
 TASK = "code"
 pytestmark = pytest.mark.timeout(1500)
-PROOFS = pytest.mark.skipif(not os.environ.get("DRAFT_PROOFS"), reason="minutes: DRAFT_PROOFS=1, or make drafts")
+PROOF = pytest.mark.proof("drafts")
 
 
 @pytest.fixture(scope="module")
 def drafts(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder on the node with the noised head."""
     if not cluster.local:
-        pytest.skip("the files of the incumbent lie on this machine")
+        pytest.skip(skip_reason("local cluster", "the files of the incumbent lie on this machine"))
     folder = tmp_path_factory.mktemp("drafts")
     write_noised_head(folder / "noised")
     write_noised_head(folder / "twin", 0.001)
@@ -107,7 +107,7 @@ def _is_promoted(endpoint: Endpoint, digest: str) -> bool:
     return current.get("hash") == digest and endpoint.running_drafts() == {digest}
 
 
-@PROOFS
+@PROOF
 def test_worse_candidate_is_rolled_back(release: Release, watched: Namespace, drafts: Path) -> None:
     release.start()
     good, noised = model_hash(resolve(GOOD_URI)), model_hash(drafts / "noised")
@@ -124,7 +124,7 @@ def test_worse_candidate_is_rolled_back(release: Release, watched: Namespace, dr
         assert failures(traffic.answers, expected) == []
 
 
-@PROOFS
+@PROOF
 def test_killed_operators_change_no_outcome(release: Release, watched: Namespace, drafts: Path) -> None:
     """All replicas of the operator are killed again and again while a draft is tried, promoted and taken back."""
     release.start()
@@ -159,7 +159,7 @@ class OperatorKiller(ClientThreads):
             self.kills += 1
 
 
-@PROOFS
+@PROOF
 def test_candidate_with_more_tokens_per_step_and_slower_steps_is_rolled_back(
     release: Release, watched: Namespace, drafts: Path
 ) -> None:
@@ -176,7 +176,7 @@ def test_candidate_with_more_tokens_per_step_and_slower_steps_is_rolled_back(
         assert failures(traffic.answers, expected) == []
 
 
-@PROOFS
+@PROOF
 def test_candidate_that_loses_one_task_is_not_promoted(release: Release, watched: Namespace, drafts: Path) -> None:
     """The candidate is faster on three quarters of the traffic and on average. For one task it drafts nothing right."""
     release.start()

@@ -1,13 +1,13 @@
 """Routers before real workers: faults that clients do not notice, and scaling to zero.
 
 Clients stream sampled answers, one after the other, and repeat nothing by themselves. Each answer is compared with the
-one that came while nothing happened. ``make router`` runs all of it; ``make test`` runs the first fault only.
+one that came while nothing happened. ``make proofs P=router`` runs it; test_0_core.py
+has some of the faults in one run.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from kube import Manifest, wait_for
 OTHER = "routed-next"
 """Deployment that gets a share of the traffic."""
 pytestmark = pytest.mark.timeout(900)
-PROOFS = pytest.mark.skipif(not os.environ.get("ROUTER_PROOFS"), reason="minutes: ROUTER_PROOFS=1, or make router")
+PROOF = pytest.mark.proof("router")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,7 @@ def routed(release: Release, watched: Namespace) -> Iterator[Routed]:
         yield routed
 
 
+@PROOF
 def test_killed_engine_is_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("SIGKILL of an engine", clients=4) as pod:
         before = restarts(routed.endpoint, pod)
@@ -43,14 +44,14 @@ def test_killed_engine_is_not_noticed(routed: Routed) -> None:
         wait_for("the worker restarted", lambda: restarts(routed.endpoint, pod) > before, timeout_s=120)
 
 
-@PROOFS
+@PROOF
 def test_killed_pod_is_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("SIGKILL of a pod") as pod:
         kill_pod(routed.endpoint, pod)
         wait_for("the pod is gone", lambda: pod not in routed.endpoint.all_pods(), timeout_s=60)
 
 
-@PROOFS
+@PROOF
 def test_stopped_engine_is_not_noticed_and_the_watchdog_ends_its_worker(routed: Routed) -> None:
     with routed.unnoticed("SIGSTOP of an engine") as pod:
         before = restarts(routed.endpoint, pod)
@@ -58,7 +59,7 @@ def test_stopped_engine_is_not_noticed_and_the_watchdog_ends_its_worker(routed: 
         wait_for("the worker restarted", lambda: restarts(routed.endpoint, pod) > before, timeout_s=180)
 
 
-@PROOFS
+@PROOF
 def test_short_stop_of_an_engine_gives_no_token_twice(routed: Routed) -> None:
     with routed.unnoticed("SIGSTOP and SIGCONT of an engine") as pod:
         before = restarts(routed.endpoint, pod)
@@ -95,31 +96,31 @@ def swap_drafts(endpoint: Endpoint) -> None:
         assert swap_draft(endpoint, pod, quantization="int8") == "int8"
 
 
-@PROOFS
+@PROOF
 def test_evictions_are_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("eviction of each worker"):
         evict_each(routed.endpoint)
 
 
-@PROOFS
+@PROOF
 def test_rolling_update_is_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("rolling update"):
         roll(routed.endpoint, "once")
 
 
-@PROOFS
+@PROOF
 def test_scaling_down_and_up_is_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("2 -> 1 -> 2 workers"):
         scale_down_and_up(routed.endpoint)
 
 
-@PROOFS
+@PROOF
 def test_draft_swap_is_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("draft swap on each worker"):
         swap_drafts(routed.endpoint)
 
 
-@PROOFS
+@PROOF
 def test_all_changes_in_one_run_are_not_noticed(routed: Routed) -> None:
     """The draft of the spec changes too, which replaces the workers."""
     with routed.unnoticed("evictions, rolling update, 2 -> 1 -> 2, draft swap and draft of the spec in one run"):
@@ -151,7 +152,7 @@ def split(endpoint: Endpoint, *shares: Manifest) -> None:
     endpoint.namespace.kubectl("rollout", "status", f"deployment/{routers}", "--timeout=180s")
 
 
-@PROOFS
+@PROOF
 def test_a_share_of_the_traffic_goes_to_another_deployment_and_back(routed: Routed, watched: Namespace) -> None:
     """The other deployment has the same weights, so that answers can be compared wherever they come from."""
     with (
@@ -168,7 +169,7 @@ def test_a_share_of_the_traffic_goes_to_another_deployment_and_back(routed: Rout
         assert answered(other) == before, "traffic goes on, and none of it there"
 
 
-@PROOFS
+@PROOF
 def test_held_requests_wake_workers_also_while_the_operator_restarts(routed: Routed, release: Release) -> None:
     endpoint = routed.endpoint
     endpoint.patch({"scaling": {"minReplicas": 0, "idleSeconds": 10}})

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
-from harness.loop import PROOFS, deployed
+from harness.loop import PROOF, deployed
 from harness.release import Release
 from harness.traffic import Traffic
 from kube import ROOT, Cluster, Manifest, wait_for
 
-pytestmark = [PROOFS, pytest.mark.timeout(900)]
+pytestmark = [PROOF, pytest.mark.timeout(900)]
 
 NAME = "external"
 ALWAYS_ONE: Manifest = {"owner": "External", "minReplicas": 1, "maxReplicas": 1}

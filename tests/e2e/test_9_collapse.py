@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
-from harness.loop import PROOFS, SETTLED_SECONDS, deployed, knobs, steps
+from harness.loop import PROOF, SETTLED_SECONDS, deployed, knobs, steps
 from harness.release import Release
 from harness.traffic import Traffic
 from kube import wait_for
 
-pytestmark = [PROOFS, pytest.mark.timeout(900)]
+pytestmark = [PROOF, pytest.mark.timeout(900)]
 
 FAIR = knobs(steps(node_seconds=0.01))
 COLLAPSED = knobs(steps(node_seconds=0.01), acceptance=(0.05,))

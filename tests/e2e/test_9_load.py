@@ -8,12 +8,12 @@ from contextlib import ExitStack
 import pytest
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
-from harness.loop import PROOFS, deployed, knobs, steps, wait_for_row
+from harness.loop import PROOF, deployed, knobs, steps, wait_for_row
 from harness.release import Release
 from harness.traffic import Traffic
 from kube import wait_for
 
-pytestmark = [PROOFS, pytest.mark.timeout(1200)]
+pytestmark = [PROOF, pytest.mark.timeout(1200)]
 
 ALONE, SOME, MANY = 1, 4, 16
 MOST = 3

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
-from harness.loop import PROOFS, SETTLED_SECONDS, deployed, knobs, names_load, planned_depth, steps, wait_for_row
+from harness.loop import PROOF, SETTLED_SECONDS, deployed, knobs, names_load, planned_depth, steps, wait_for_row
 from harness.release import Release
 from harness.traffic import Traffic
 from kube import Manifest, wait_for
 
-pytestmark = [PROOFS, pytest.mark.timeout(900)]
+pytestmark = [PROOF, pytest.mark.timeout(900)]
 
 CONCURRENCY = 2
 CODE = tuple(f"Write a Python function that returns the {what}." for what in ("factorial of n", "sum of a list", "gcd"))

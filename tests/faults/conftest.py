@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,10 +98,9 @@ def _starter(folder: Path, base_flags: tuple[str, ...]) -> Iterator[StartWorker]
         yield start
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the slow fault tests unless ``make faults`` runs them."""
-    if os.environ.get("SLOW_FAULTS"):
-        return
+    """Mark every test of this folder as slow: each has a worker that really runs."""
     for item in items:
-        if item.get_closest_marker("slow_fault"):
-            item.add_marker(pytest.mark.skip(reason="takes long: SLOW_FAULTS=1, or make faults"))
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("slow")

@@ -46,3 +46,16 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from specdecode_kernels import dispatch
 
     monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)
+
+
+SLOW_INTERPRETED = ("planted", "detected", "random", "all_layers_share_a_plan", "processed_tokens_equal")
+"""Parts of the names of tests that take over two seconds in the interpreter: properties and planted bugs."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent / "triton" in item.path.parents and any(
+            part in item.name for part in SLOW_INTERPRETED
+        ):
+            item.add_marker("slow")

@@ -103,6 +103,7 @@ def sparse(rows: list[Row]) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=4))
 def test_reference_equals_plain_loops(rows: list[Row]) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import skip_reason
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,7 +23,7 @@ from specdecode_kernels.cpu import native
 from specdecode_kernels.cpu.matrix import pack, pack_gated
 from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Norm, Pages, Tail, attend
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled on this machine")
+pytestmark = pytest.mark.skipif(native.library() is None, reason=skip_reason("native", "nothing is compiled here"))
 BLOCK = 16
 
 
@@ -180,6 +181,7 @@ def tokens(count: int, heads: Heads, seed: int) -> tuple[Tensor, Tensor, Tensor]
     return joined.split((heads.queries, heads.keys, heads.keys), dim=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_attention_reads_exactly_the_tokens_of_each_path(data: st.DataObject) -> None:

@@ -18,6 +18,8 @@ from specdecode_worker.engine.graphs.capture_backends import EagerBackend
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.grammars import regex_grammar
 
+pytestmark = pytest.mark.slow
+
 KERNELS = ("small_linear", "rms_norm", "rope_cache", "silu_mul", "top_k", "tree_attention", "verify", "kv_keep")
 CASES = {
     "greedy chain": ("chain:2", False, {}),

@@ -77,6 +77,7 @@ def attended(case: Case) -> Tensor:
     return op.attend(case.q_THD, case.cache_2NPKD, prepare(case))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_kernels")
 @WAYS
 @pytest.mark.parametrize("name", BATCHES)
@@ -145,6 +146,7 @@ def test_ways_that_may_be_chosen_are_run_at_startup() -> None:
     assert prefill.warm_up(*KEY, torch.float32, torch.device("cpu")) == []
 
 
+@pytest.mark.slow
 def test_texts_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt chunks share steps with decoding rows, and follow cached prefixes and earlier chunks.
 

@@ -97,12 +97,14 @@ def with_starts(case: Case, start: Callable[[Sequence], int]) -> Case:
     return replace(case, sequences=tuple(replace(s, start=start(s)) for s in case.sequences))
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(CASES)
 def test_op_equals_dense_softmax_over_each_path(case: Case) -> None:
     assert close(by_op(case), by_definition(case))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(CASES)
 def test_reference_equals_dense_softmax_and_op_equals_the_reference(case: Case) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import skip_reason
 
 from specdecode_kernels.cpu.native import library
 from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -21,7 +22,7 @@ from specdecode_worker.models.checkpoints.model_store import default_cache_dir
 
 pytestmark = [
     pytest.mark.embedded,
-    pytest.mark.skipif(library() is None, reason="nothing is compiled on this machine"),
+    pytest.mark.skipif(library() is None, reason=skip_reason("native", "nothing is compiled here")),
 ]
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "heldout.jsonl"

@@ -1,4 +1,4 @@
-"""The embedded model in fp32: speculative text equals plain text on LOSSLESS_PROMPTS prompts (24 unless set).
+"""The embedded model in fp32: speculative text equals plain text on 16 prompts (``make proofs P=lossless``: 200).
 
 Both texts come from the engine that `generate` runs, in batches of eight with mixed shapes. In fp32 a pass over nine
 rows rounds differently from a pass over one row. Where the scores of the two best tokens (with noise, if sampled) are
@@ -8,7 +8,6 @@ within 1e-4, texts may therefore diverge; this is counted. Any other difference 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import by_effort
 from torch import Tensor
 
 from specdecode_kernels.noise.reference import gumbel
@@ -31,7 +31,7 @@ from specdecode_worker.training.data.state_recording import read_states
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(3600)]
 
-COUNT = int(os.environ.get("LOSSLESS_PROMPTS", "24"))
+COUNT = by_effort(quick=4, full=16, nightly=200)
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "heldout.jsonl"
 BATCH, TOKENS = 8, 20
 NEAR = 1e-4
@@ -186,6 +186,7 @@ def summary_text(name: str, tally: Tally, outputs: list[Answer]) -> str:
     return "\n    ".join(["", *lines, *tally.near_ties])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_speculative_text_equals_plain_text(
     local: LocalEngine,

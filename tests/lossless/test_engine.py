@@ -17,6 +17,8 @@ from specdecode_kernels.sample.reference import processed
 from specdecode_worker.contract import MAX_RANKS, Plan, SyntheticKnobs, TreeShape
 from specdecode_worker.engine.ipc.messages import Submit
 
+pytestmark = pytest.mark.core
+
 CHAINS = [TreeShape.chain(depth) for depth in range(1, 7)]
 TREES = [TreeShape.parse(text) for text in ("tree:4,2,1", "tree:2,2,2", "tree:8", "tree:3,1,1,1", "0,0,0,1,1,2,4,4,6")]
 TOKENS = 40

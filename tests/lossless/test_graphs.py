@@ -120,6 +120,7 @@ def test_several_loaded_drafts_keep_graphs(
     assert acceptances[0] == acceptances[1]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model", "foreign-model"])
 def test_all_features_together(make_engine: Any, lossless: Any, plain: Any, draft: str) -> None:
     """The text is the same with all features combined.

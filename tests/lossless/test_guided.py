@@ -125,6 +125,7 @@ def _until_end(answer: list[int], request: Submit) -> list[int]:
     return answer[: answer.index(END, least) + 1] if END in answer[least:] else answer
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("draft", [None, "copy", *DRAFTS])
 def test_guided_text_equals_plain_decoding(guided_engine: Any, plain: GuidedDecoding, draft: str | None) -> None:
     submits = [r for r in requests() if r.sampling.grammar]

@@ -19,6 +19,13 @@ from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.models.configs.target_states import TargetStates
 
 METHODS = (*DRAFTS, "suffix-blind")
+PIPELINED = [(method, True) for method in METHODS if method not in ("ngram", "suffix")]
+"""Nothing is foreseen for the other two while steps are launched ahead."""
+METHODS_AND_BATCHES = [
+    *((method, 1) for method in METHODS),
+    # A draft on a device of its own is a process.
+    *(pytest.param(method, 8, marks=() if method.startswith("own") else pytest.mark.core) for method in METHODS),
+]
 LEAST = {"draft-model": 1.5, "foreign-model": 1.2}
 """Minimum tokens per step for the test of a method to be meaningful. Other methods only need some accepted tokens."""
 SHAPES = {"chain": "chain:4", "tree": "tree:3,2,1,1"}
@@ -37,9 +44,8 @@ def plain(make_engine: Any, lossless: Any) -> Callable[[Sequence[Submit]], Text]
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "batch"), METHODS_AND_BATCHES)
 def test_single_shape_equals_plain_decoding(
     make_engine: Any, lossless: Any, plain: Any, method: str, shape: str, batch: int, sampled: bool
 ) -> None:
@@ -53,14 +59,11 @@ def test_single_shape_equals_plain_decoding(
     assert 1 + report.accepted_tokens / report.drafts >= LEAST.get(method, 1.0)
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "pipelined"), [(method, False) for method in METHODS] + PIPELINED)
 def test_mixed_shapes_equal_plain_decoding(
     make_engine: Any, lossless: Any, plain: Any, method: str, pipelined: bool
 ) -> None:
     """The text is the same with few slots and blocks, prompt chunks and a different shape for every request."""
-    if pipelined and method in ("ngram", "suffix"):
-        pytest.skip("nothing is foreseen while steps are launched ahead")
     plan_of, submit, texts = lossless
     engine = make_engine(method, max_num_seqs=5, blocks=24, budget=40, pipelined=pipelined)
     engine.set_plan(plan_of(MIX))

@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 from plain_decoding import PlainDecoding
 from scipy.stats import chi2
+from tiers import by_effort
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
 from specdecode_worker.engine.graphs.graph_multi_round import GraphRounds
@@ -19,7 +20,8 @@ from specdecode_worker.speculation.sampling.multi_round import MultiRound
 
 SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none")]
 PROMPT = (7, 19, 3, 44)
-REQUESTS, CUT, TOKENS = 2400, 3, 3
+REQUESTS = by_effort(quick=800, full=2400, nightly=2400)
+CUT, TOKENS = 3, 3
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,9 @@ def sampled_answers(
 
 
 @pytest.mark.parametrize(
-    ("draft", "cuts"), [("copy", False), ("copy", True), ("peagle", False)], ids=["whole", "cut-short", "parallel"]
+    ("draft", "cuts"),
+    [pytest.param("copy", False, marks=pytest.mark.core), ("copy", True), ("peagle", False)],
+    ids=["whole", "cut-short", "parallel"],
 )
 def test_sampled_text_follows_the_target_distribution(
     make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str, cuts: bool

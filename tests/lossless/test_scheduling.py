@@ -91,6 +91,7 @@ SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
 BATCH = pytest.mark.parametrize("batch", [1, 8])
 
 
+@pytest.mark.core
 @SAMPLED
 @SHAPES
 @BATCH

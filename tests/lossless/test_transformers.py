@@ -38,7 +38,8 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def transformers_model(folder: Path) -> Any:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

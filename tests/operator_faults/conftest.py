@@ -1,20 +1,19 @@
 """Black-box tests of the operator under faults, on a real cluster, with a release of its own and stand-in workers.
 
 The tests look only at the Kubernetes API, at stand-in workers and at clients, so that the same tests run against any
-revision of the operator (fault_harness/revision.py). The tests in quick/ always run; the others run with
-OPERATOR_FAULTS=1 (`make operator-faults`). Those that take the API server away run on the local cluster only, and not
-with OPERATOR_FAULTS_DISRUPTIVE=0.
+revision of the operator (fault_harness/revision.py). The tests in quick/ always run; the others are the proofs
+`operator-faults` and `upgrade`. Those that take the API server away (`disruptive`) run on the local cluster only.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import skip_reason
 
 sys.path.insert(0, str(Path(__file__).parent))  # makes `fault_harness` importable
 
@@ -35,19 +34,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "disruptive: takes the API server of the whole cluster away")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder, and skip those that the environment does not ask for."""
-    slow = pytest.mark.skip(reason="runs with OPERATOR_FAULTS=1 (make operator-faults)")
-    disruptive = pytest.mark.skip(reason="OPERATOR_FAULTS_DISRUPTIVE=0: it takes the cluster's API server away")
+    """Mark the tests of this folder."""
     for item in items:
         if HERE not in item.path.parents:
             continue
         item.add_marker(pytest.mark.cluster)
         item.add_marker(pytest.mark.operator_fault)
-        if HERE / "quick" not in item.path.parents and not os.environ.get("OPERATOR_FAULTS"):
-            item.add_marker(slow)
-        if item.get_closest_marker("disruptive") and os.environ.get("OPERATOR_FAULTS_DISRUPTIVE") == "0":
-            item.add_marker(disruptive)
+        if HERE / "quick" not in item.path.parents and not item.get_closest_marker("proof"):
+            item.add_marker(pytest.mark.proof("operator-faults"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -112,6 +108,6 @@ def installation(
 def running_operator(request: pytest.FixtureRequest, cluster: Cluster) -> None:
     """Install the operator before the first test that needs it."""
     if "disruptive" in request.keywords and not cluster.local:
-        pytest.skip("only the local cluster's API server can be taken away")
+        pytest.skip(skip_reason("local cluster", "the API server is taken away"))
     if "own_operator" not in request.keywords:
         request.getfixturevalue("installation")

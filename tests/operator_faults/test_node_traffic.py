@@ -12,6 +12,7 @@ from fault_harness.figures import Figures
 from fault_harness.revision import Revision
 from fault_harness.tenant import ServedDeployment, Tenant
 from kube import Cluster, wait_for
+from tiers import skip_reason
 
 pytestmark = pytest.mark.timeout(600)
 LOSS_NOTICED_SECONDS = 120
@@ -23,7 +24,7 @@ QUIET_SECONDS = 20
 @pytest.fixture(scope="module")
 def node(cluster: Cluster, revision: Revision) -> Iterator[str]:
     if not cluster.local:
-        pytest.skip("only the local cluster can get a second node")
+        pytest.skip(skip_reason("local cluster", "it gets a second node"))
     with extra_node([revision.image]) as name:
         yield name
 

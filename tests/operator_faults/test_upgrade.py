@@ -24,12 +24,13 @@ from kube import Cluster, wait_for
 FROM = "OPERATOR_FAULTS_FROM_"
 pytestmark = [
     pytest.mark.own_operator,
-    pytest.mark.skipif(not os.environ.get(f"{FROM}IMAGE"), reason=f"runs with {FROM}IMAGE and {FROM}SOURCE"),
+    pytest.mark.proof("upgrade"),
 ]
 
 
 @pytest.fixture
 def before(cluster: Cluster) -> Revision:
+    assert os.environ.get(f"{FROM}IMAGE"), f"this proof needs {FROM}IMAGE and {FROM}SOURCE (docs/operator-faults.md)"
     return Revision.from_environment(cluster, FROM)
 
 

@@ -75,6 +75,7 @@ def test_endless_headers_are_refused(worker: WorkerProcess, request_start: bytes
                 time.sleep(0.01)
         status = read_all(opened).split(b"\r\n")[0]
     assert status in (b"HTTP/1.1 431 Request Header Fields Too Large", b"HTTP/1.1 400 Bad Request", b"")
+    assert worker.get("/health").status_code == 200, "an empty answer is a closed connection, not a dead server"
 
 
 def test_late_headers_get_408(worker: WorkerProcess) -> None:

@@ -1,12 +1,11 @@
 """Fuzz tests: valid and invalid requests generated from the worker's OpenAPI document, sent to a real worker.
 
-FUZZ_CASES sets the number of requests (`make fuzz`: 10,000). The worker must answer as documented and keep running.
+500 requests; 10,000 with ``make proofs P=fuzz``. The worker must answer as documented and keep running.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -17,12 +16,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
+from tiers import by_effort
 from worker_process import WorkerProcess, real
 
 from specdecode_worker.server.requests.structured_outputs import GRAMMAR, REGEX
 from specdecode_worker.server.requests.tools import JSON_OBJECT
 
-CASES = int(os.environ.get("FUZZ_CASES", "500"))
+CASES = by_effort(quick=500, full=500, nightly=10_000)
 SHARES = {
     ("/v1/completions", "POST"): 0.4,
     ("/v1/chat/completions", "POST"): 0.4,

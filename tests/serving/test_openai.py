@@ -18,7 +18,7 @@ from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.core]
 
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from capturing_workers import MAX_AGE_SECONDS, capturing, free_port
+from tiers import skip_reason
 
 from specdecode_worker.capture.errors import PullFailed
 from specdecode_worker.capture.retention import stored_retention
@@ -237,7 +238,7 @@ def test_full_disk_ends_the_pull_with_its_cause(
     add(folders[0], bytes(300_000))
     words = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
     if subprocess.run(words, capture_output=True, check=False).returncode:
-        pytest.skip("a file system cannot be mounted here")
+        pytest.skip(skip_reason("root", "a file system cannot be mounted here"))
     try:
         with pytest.raises(PullFailed, match="No space left") as raised:
             pull(port, tmp_path)

@@ -13,6 +13,8 @@ import pytest
 
 from specdecode_worker.server.service import Service
 
+pytestmark = pytest.mark.core
+
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"model": "small", "prompt": "hi"}
 

@@ -1,13 +1,12 @@
 """Soak test: open-loop load with disconnecting and misbehaving clients while plan and draft are swapped.
 
-SOAK_SECONDS (20 unless set; `make soak` sets 300) is the duration. No request may fail or get stuck, equal requests
+It lasts 20 seconds; 300 with ``make proofs P=soak``. No request may fail or get stuck, equal requests
 must get equal texts at all times, memory must stay constant, and every block must be freed.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -17,11 +16,12 @@ from typing import Any
 
 import pytest
 import small_model
+from tiers import by_effort
 from worker_process import WorkerProcess, real
 
 from specdecode_worker.contract import Plan, Report, Route, TreeShape
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
+SECONDS = by_effort(quick=20.0, full=20.0, nightly=300.0)
 LONG = SECONDS >= 60
 RATE = "1:60" if LONG else "1:16"
 """Range of the request rate, per second. A long run reaches the maximum number of concurrent clients."""

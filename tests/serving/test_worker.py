@@ -58,6 +58,7 @@ def push(worker: WorkerProcess, shape: str, version: int) -> None:
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.core
 def test_the_server_process_has_no_torch(worker: WorkerProcess) -> None:
     def loaded(pid: int) -> bool:
         return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
@@ -66,6 +67,7 @@ def test_the_server_process_has_no_torch(worker: WorkerProcess) -> None:
     assert not loaded(worker.process.pid)
 
 
+@pytest.mark.core
 def test_stream_chunks_join_to_the_whole_answer(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="small", messages=MESSAGES, **GREEDY)
     assert whole.usage is not None
@@ -81,6 +83,7 @@ def test_stream_chunks_join_to_the_whole_answer(client: openai.OpenAI) -> None:
     ), "only what was found in the cache may differ"
 
 
+@pytest.mark.core
 def test_speculation_does_not_change_the_text(client: openai.OpenAI, worker: WorkerProcess) -> None:
     texts: dict[str, set[str]] = {"greedy": set(), "sampled": set()}
     before = report(worker).drafts
@@ -131,6 +134,7 @@ def test_environment_knobs_apply_before_the_first_request(folders: tuple[Path, P
         assert report(worker).synthetic is None
 
 
+@pytest.mark.core
 def test_concurrent_requests_get_the_same_text_as_single_ones(client: openai.OpenAI) -> None:
     def ask(prompt: str) -> str:
         return client.completions.create(model="small", prompt=prompt, **GREEDY).choices[0].text
@@ -160,6 +164,7 @@ def test_prompt_that_fills_the_context_is_served(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == 256
 
 
+@pytest.mark.core
 def test_disconnect_frees_slot_and_blocks(client: openai.OpenAI, worker: WorkerProcess) -> None:
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.2}]})
     worker.call_admin(Route.synthetic, "PUT", content=knobs.model_dump_json()).raise_for_status()

@@ -1,6 +1,6 @@
 """kubectl client for tests: cluster selection, calls, and waiting. Fixtures are in tests/conftest.py.
 
-The cluster is the one that `make test` chose: KUBECONFIG and CLUSTER from the environment, else the local cluster of
+The cluster is the one that hack/test chose: KUBECONFIG and CLUSTER from the environment, else the local cluster of
 hack/cluster if it is running.
 """
 
@@ -74,14 +74,14 @@ class Cluster:
         self.kubectl("apply", *flags, "-f", "-", namespace=namespace, stdin=document)
 
     @contextmanager
-    def namespace(self, purpose: str) -> Iterator[str]:
-        """Create a namespace that is deleted with all its contents when the block ends."""
+    def namespace(self, purpose: str, *, wait: bool = True) -> Iterator[str]:
+        """Create a namespace that is deleted with all its contents when the block ends; ``wait`` until it is gone."""
         name = f"specdecode-{purpose}-{uuid.uuid4().hex[:6]}"
         self.kubectl("create", "namespace", name)
         try:
             yield name
         finally:
-            self.kubectl("delete", "namespace", name, "--wait=true", "--timeout=110s")
+            self.kubectl("delete", "namespace", name, f"--wait={str(wait).lower()}", "--timeout=110s")
 
 
 def connect() -> Cluster | None:

@@ -12,6 +12,7 @@ from localcluster import (
     daemons,
     extra_nodes,
     host,
+    kept_images,
     leftovers,
     network_policies,
     node,
@@ -41,6 +42,7 @@ def up(layout: Layout) -> None:
         prepare(layout)
         layout.state.mkdir(parents=True, exist_ok=True, mode=0o755)
         _clear_after_reboot(layout)
+        kept_images.restore(layout)
         LOCK.write_text(str(layout.state))
         host.remember(layout)
         host.prepare()
@@ -51,10 +53,14 @@ def up(layout: Layout) -> None:
         say(f"==> Ready. export KUBECONFIG={layout.kubeconfig}")
 
 
-def down(layout: Layout) -> None:
-    """Back to the machine before `up`: also after a crash, also when nothing runs."""
+def down(layout: Layout, *, purge: bool = False) -> None:
+    """Back to the machine before `up`: also after a crash, also when nothing runs.
+
+    Images stay unless ``purge`` is set, or the runtime did not end in order.
+    """
     host.check_root()
     with _only_one(layout), step("Taking the cluster down"):
+        in_order = bool(daemons.running(layout, "containerd"))
         daemons.stop(layout, "buildkitd")
         network_policies.stop(layout)
         extra_nodes.end_all(layout)
@@ -62,6 +68,10 @@ def down(layout: Layout) -> None:
         control_plane.stop(layout)
         leftovers.clear(layout, host.cgroups_before(layout))
         host.restore(layout)
+        if purge:
+            kept_images.purge(layout)
+        elif in_order:
+            kept_images.keep(layout)
         leftovers.wipe(layout)
         LOCK.write_text("")
 

@@ -48,6 +48,8 @@ def stop(layout: Layout) -> None:
     daemons.stop(layout, "kubelet")
     if daemons.running(layout, "containerd"):
         kill_tasks(layout)
+        for container in run(ctr(layout, "containers", "list", "--quiet")).split():
+            succeeds(ctr(layout, "containers", "delete", container))
     daemons.stop(layout, "containerd")
 
 

@@ -45,7 +45,7 @@ _CLUSTER_NETWORK_PREFIX = POD_NETWORK.rsplit(".", 2)[0]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where this cluster keeps what: `state` goes with `down`, `cache` stays."""
+    """Where this cluster keeps what: `state` goes with `down`; `cache` and `kept_images` stay."""
 
     state: Path
     cache: Path
@@ -55,6 +55,11 @@ class Layout:
         state = os.environ.get("SPECDECODE_CLUSTER_DIR", "/var/lib/specdecode/cluster")
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         return cls(Path(state).resolve(), Path(cache).resolve() / "specdecode")
+
+    @property
+    def kept_images(self) -> Path:
+        """Images of a cluster that is down, on the same file system as its state."""
+        return self.state.with_name(f"{self.state.name}-images")
 
     @property
     def nodes(self) -> Path:

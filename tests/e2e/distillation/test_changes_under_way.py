@@ -1,12 +1,11 @@
 """Changes of the user while a draft is trained or tried, on the real cluster: draft, target and replicas.
 
-The user's value takes effect within a minute, and requests are answered as before. ``make drafts`` runs this.
+The user's value takes effect within a minute, and requests are answered as before. ``make proofs P=drafts`` runs this.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from harness.loop import with_knobs
 from harness.release import Release
 from harness.training_runs import begin, jobs, served_meanwhile, trained, wait_for_end, wait_for_run, wait_until_idle
 from kube import Cluster, wait_for
+from tiers import skip_reason
 
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
@@ -32,7 +32,7 @@ RUNS = ("Collecting", "Distilling")
 PHASES = pytest.mark.parametrize("phase", ["Serving", *RUNS, "Canary", "Promoting", "RollingBack", "Cooldown"])
 pytestmark = [
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not os.environ.get("DRAFT_PROOFS"), reason="half an hour: DRAFT_PROOFS=1, or make drafts"),
+    pytest.mark.proof("drafts"),
 ]
 
 
@@ -40,7 +40,7 @@ pytestmark = [
 def claim(cluster: Cluster, watched: Namespace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Yield the folder of a claim with two heads and a target, whose hash differs from that of the embedded one."""
     if not cluster.local:
-        pytest.skip("the volume lies on this machine")
+        pytest.skip(skip_reason("local cluster", "the volume lies on this machine"))
     folder = tmp_path_factory.mktemp("changes") / CLAIM
     folder.mkdir()
     write_noised_head(folder / NOISED)

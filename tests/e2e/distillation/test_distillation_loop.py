@@ -3,13 +3,12 @@
 A run begins by command, with a head that has noise on its weights, or by drift, with a head that does not know tables
 and traffic that turns from questions to tables. The heads lie on a claim that workers and the Job mount. Only requests
 of one kind of client permit their capture: different prompts with short answers, so that a verdict has enough
-conversations within minutes. ``make drafts`` runs it.
+conversations within minutes. ``make proofs P=drafts`` runs it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from harness.worker_faults import wait_for_ready_pods
 from kube import Cluster, Manifest, wait_for
 from localcluster.settings import NODE_ADDRESS
 from storage_servers.s3_server import s3_server
+from tiers import skip_reason
 
 from specdecode_operator.times import seconds_of_timestamp
 from specdecode_worker.contract.capture import CaptureReport
@@ -46,7 +46,7 @@ BASELINE_SECONDS, DRIFT_SECONDS = 1500, 1200
 COLLECT_SECONDS, JOB_SECONDS, CANARY_SECONDS = 900, 1500, 900
 pytestmark = [
     pytest.mark.timeout(4800),
-    pytest.mark.skipif(not os.environ.get("DRAFT_PROOFS"), reason="an hour: DRAFT_PROOFS=1, or make drafts"),
+    pytest.mark.proof("drafts"),
 ]
 
 
@@ -54,7 +54,7 @@ pytestmark = [
 def claim(cluster: Cluster, watched: Namespace, tmp_path: Path) -> Iterator[Path]:
     """Yield the folder of a claim that has both heads."""
     if not cluster.local:
-        pytest.skip("the volume lies on this machine")
+        pytest.skip(skip_reason("local cluster", "the volume lies on this machine"))
     folder = tmp_path / CLAIM
     folder.mkdir()
     write_noised_head(folder / "noised")

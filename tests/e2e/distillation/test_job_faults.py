@@ -2,13 +2,12 @@
 
 Its pod or its node is lost, it is suspended, finds no node, has too little memory or a full claim, or the operator is
 killed. The status says what happened. The runs are too short for a verdict: each that is carried out ends with
-NotBetter. ``make drafts`` runs them.
+NotBetter. ``make proofs P=drafts`` runs them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -38,6 +37,7 @@ from harness.training_runs import (
     wait_until_idle,
 )
 from kube import Cluster, Manifest, wait_for
+from tiers import skip_reason
 
 NAME, CLAIM, SMALL_CLAIM = "faulty", "training", "small-training"
 CLAIM_BYTES = 20_000_000
@@ -45,9 +45,7 @@ CLAIM_BYTES = 20_000_000
 NODE_LABEL = "accelerator"
 pytestmark = [
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        not os.environ.get("DRAFT_PROOFS"), reason="a quarter of an hour: DRAFT_PROOFS=1, or make drafts"
-    ),
+    pytest.mark.proof("drafts"),
 ]
 
 
@@ -57,7 +55,7 @@ def folders(
 ) -> Iterator[dict[str, Path]]:
     """Yield the folders of two claims by name. The second one is full after CLAIM_BYTES."""
     if not cluster.local:
-        pytest.skip("the volumes lie on this machine")
+        pytest.skip(skip_reason("local cluster", "the volumes lie on this machine"))
     parent = tmp_path_factory.mktemp("claims")
     made = {name: parent / name for name in (CLAIM, SMALL_CLAIM)}
     for folder in made.values():

@@ -6,7 +6,6 @@ slow each other down on a machine with two cores.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from kube import Manifest, wait_for
 
 from specdecode_worker.contract import OTHER_TASK, Env, StepTime, SyntheticKnobs
 
-PROOFS = pytest.mark.skipif(not os.environ.get("LOOP_PROOFS"), reason="minutes each: LOOP_PROOFS=1, or make loop")
+PROOF = pytest.mark.proof("loop")
 SETTLED_SECONDS = 240
 HALF_A_CORE = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "500m", "memory": "4Gi"}}
 PLAIN_SECONDS = 0.3
@@ -30,6 +29,27 @@ SPECULATION: Manifest = {
     "hysteresis": {"minDwellSeconds": 5, "minGainPercent": 3, "maxChangesPerHour": 120},
     "explorePercent": 20,
 }
+
+
+def decision(endpoint: Endpoint, concurrency: int, depth: int) -> Manifest:
+    """Return the newest entry of the status history in which the row of this concurrency came to ``depth``."""
+    after = f"chain:{depth}" if depth else "none"
+
+    def find_entry() -> Manifest | None:
+        ours = (e for e in endpoint.speculation()["history"] if names_load(e, concurrency))
+        return next((entry for entry in ours if entry["after"] == after), None)
+
+    history_entry = wait_for(f"status history names {after}", find_entry, timeout_s=30)
+    assert history_entry
+    return history_entry
+
+
+def assert_explained(endpoint: Endpoint, why: Manifest) -> None:
+    """Assert that a decision names its measurements and was published as an Event."""
+    assert "acceptance by depth" in why["reason"], why
+    assert " ms" in why["reason"], why
+    events = [e["message"] for e in endpoint.namespace.list("events") if e["involvedObject"]["name"] == endpoint.name]
+    assert any(why["reason"] in message for message in events), events
 
 
 @contextmanager
@@ -55,7 +75,7 @@ def deployed(
         endpoint.wait_ready()
         yield endpoint
     finally:
-        namespace.kubectl("delete", "sdd", name, "--timeout=30s")
+        namespace.kubectl("delete", "sdd", name, "--ignore-not-found", "--timeout=30s")
         wait_for("its pods are gone", lambda: not endpoint.all_pods(), timeout_s=60)
 
 
@@ -86,9 +106,13 @@ def planned_depth(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, 
     return plan.shape(bucket, 0, task).depth
 
 
-def names_load(entry: Manifest, concurrency: int) -> bool:
-    """Return whether an entry of the history was decided for this concurrency, alone or together with others."""
-    return re.match(rf"concurrency ([^,]+ or )?{concurrency}( or [^,]+)?,", entry["load"]) is not None
+def names_load(entry: Manifest, concurrency: int | str) -> bool:
+    """Return whether an entry of the history was decided for this concurrency, alone or together with others.
+
+    Loads above the last bound of the plan have a name such as ">2".
+    """
+    name = re.escape(str(concurrency))
+    return re.match(rf"concurrency ([^,]+ or )?{name}( or [^,]+)?,", entry["load"]) is not None
 
 
 def wait_for_row(endpoint: Endpoint, what: str, concurrency: int, depths: Sequence[int], task: str = OTHER_TASK) -> int:

@@ -33,13 +33,18 @@ class Routed:
     @contextmanager
     def unnoticed(self, fault: str, clients: int = CLIENTS) -> Iterator[str]:
         """Yield a ready worker while clients stream. Afterwards no request has failed and no text differs."""
+        with self.unbroken_traffic(fault, clients):
+            yield sorted(self.endpoint.ready_pods())[0]
+
+    @contextmanager
+    def unbroken_traffic(self, fault: str, clients: int = CLIENTS) -> Iterator[StreamTraffic]:
+        """Yield clients that stream. Afterwards no request has failed and no text differs."""
         wait_for_ready_pods(self.endpoint, 2)
         with StreamTraffic(self.url, MODEL, clients) as traffic:
-            wait_for("traffic", lambda: traffic.count() >= clients, timeout_s=120)
-            yield sorted(self.endpoint.ready_pods())[0]
+            traffic.wait_for_answers(clients)
+            yield traffic
             wait_for_ready_pods(self.endpoint, 2)
-            ended = traffic.count()
-            wait_for("traffic after the fault", lambda: traffic.count() >= ended + clients, timeout_s=120)
+            traffic.wait_for_answers(clients)
         answers = traffic.answers
         gap = gap_percentile(answers, 99)
         broken = failures(answers, self.expected)

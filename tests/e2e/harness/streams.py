@@ -11,6 +11,7 @@ import httpx
 import openai
 from harness.client_threads import ClientThreads
 from harness.traffic import PROMPTS
+from kube import wait_for
 
 MAX_TOKENS = 48
 TEMPERATURE = 0.7
@@ -91,6 +92,11 @@ class StreamTraffic(ClientThreads):
         """Return the number of requests that have ended."""
         with self._lock:
             return len(self.answers)
+
+    def wait_for_answers(self, more: int) -> None:
+        """Wait until so many more requests have ended."""
+        before = self.count()
+        wait_for(f"{more} more answers", lambda: self.count() >= before + more, timeout_s=120)
 
     def _run(self) -> None:
         client = connect(self._url)

@@ -1,9 +1,8 @@
-"""Rotation of an API key under traffic, through routers and directly at a worker (``make outages``)."""
+"""Rotation of an API key under traffic, through routers and directly at a worker (``make proofs P=outages``)."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from specdecode_worker.contract import Port
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not os.environ.get("OUTAGE_PROOFS"), reason="minutes: OUTAGE_PROOFS=1, or make outages"),
+    pytest.mark.proof("outages"),
 ]
 SECRET, ENTRY = "rotated-keys", "team-a"
 OLD, NEW = "first-key-of-team-a", "second-key-of-team-a"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from kube import Manifest, wait_for
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not os.environ.get("OUTAGE_PROOFS"), reason="minutes: OUTAGE_PROOFS=1, or make outages"),
+    pytest.mark.proof("outages"),
 ]
 HUB, PORT, URI = "model-hub", 8080, "hf://org/model"
 FIRST, SECOND = "a" * 40, "b" * 40

@@ -1,11 +1,10 @@
-"""Routers through outages: the API server gone for a minute, a drained node and a lost node (``make outages``).
+"""Routers through outages: the API server gone for a minute, a drained node and a lost node.
 
 The routers and the operator run on the first node. Clients of a lost router would see one broken connection.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -19,10 +18,11 @@ from harness.release import Release
 from harness.routed import Routed, routed_deployment
 from harness.worker_faults import kill_server, restarts, wait_for_ready_pods
 from kube import Cluster, wait_for
+from tiers import skip_reason
 
 pytestmark = [
     pytest.mark.timeout(1800),  # the image of workers is copied to the second node
-    pytest.mark.skipif(not os.environ.get("OUTAGE_PROOFS"), reason="minutes: OUTAGE_PROOFS=1, or make outages"),
+    pytest.mark.proof("outages"),
 ]
 OUTAGE_SECONDS = 60
 
@@ -30,14 +30,14 @@ OUTAGE_SECONDS = 60
 @pytest.fixture(autouse=True)
 def local_cluster(cluster: Cluster, release: Release) -> None:
     if not cluster.local:
-        pytest.skip("only the local cluster can lose its API server or get a second node")
+        pytest.skip(skip_reason("local cluster", "it loses its API server and gets a second node"))
     release.start()
 
 
 @pytest.fixture(scope="module")
 def node(cluster: Cluster) -> Iterator[str]:
     if not cluster.local:
-        pytest.skip("only the local cluster can get a second node")
+        pytest.skip(skip_reason("local cluster", "it gets a second node"))
     with extra_node([cluster.worker_image], timeout_s=1500) as name:
         yield name
 

@@ -42,7 +42,8 @@ def fast_worker(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize(
-    "flags", [pytest.param((), id="default", marks=pytest.mark.slow_fault), pytest.param(SHORT_TIMEOUTS, id="short")]
+    "flags",
+    [pytest.param((), id="default", marks=pytest.mark.proof("faults")), pytest.param(SHORT_TIMEOUTS, id="short")],
 )
 def test_half_open_requests_are_closed_and_delay_no_client(
     start_small: Callable[..., WorkerProcess], flags: tuple[str, ...]

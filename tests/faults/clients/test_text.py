@@ -157,7 +157,7 @@ def _assert_four_refused_at_once(worker: WorkerProcess, path: str, fields: dict[
     assert seconds <= 4 * REFUSAL_SECONDS
 
 
-@pytest.mark.slow_fault
+@pytest.mark.proof("faults")
 def test_huge_text_with_a_real_tokenizer(tmp_path: Path) -> None:
     with real(EMBEDDED_FLAGS, tmp_path / "worker.log") as worker:
         worker.wait_ready()
@@ -229,7 +229,7 @@ def test_logprob_bomb_is_refused(worker: WorkerProcess) -> None:
         assert_refused(answer, "log-probabilities", "max_tokens")
 
 
-@pytest.mark.slow_fault
+@pytest.mark.proof("faults")
 @pytest.mark.parametrize(("prompts", "tokens"), [(47, 1000), (1, 32_000)])
 def test_most_log_probabilities_that_are_served_fit_in_memory(worker: WorkerProcess, prompts: int, tokens: int) -> None:
     fields = {"prompt": [[1, 2, 3, 4] * (tokens // 4)] * prompts, "max_tokens": 1, "echo": True, "logprobs": 20}

@@ -121,7 +121,7 @@ def test_slow_draft_swap_is_no_hang(start_fake: StartWorker, tmp_path: Path) -> 
         time.sleep(0.05)
 
 
-@pytest.mark.slow_fault
+@pytest.mark.proof("faults")
 def test_stopped_rank_ends_the_worker(start_small: StartWorker) -> None:
     worker = start_small("--step-timeout-seconds", str(STEP_TIMEOUT_SECONDS), "--tensor-parallel-size", "2")
     engine_pid = worker.engine_pid

@@ -50,7 +50,7 @@ def cpu_seconds(pid: int) -> float:
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.slow_fault  # holds a duration to a bound, so nothing may run beside it
+@pytest.mark.proof("faults")  # holds a duration to a bound, so nothing may run beside it
 def test_short_request_behind_long_prompts(embedded_worker: WorkerProcess) -> None:
     engine_pid = embedded_worker.engine_pid
     alone = complete_seconds(embedded_worker, "The sky is")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiers import skip_reason
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True, check=False
     )
     if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+        pytest.skip(skip_reason("root", f"a file system cannot be mounted here: {mounted.stderr.strip()}"))
     try:
         yield folder
     finally:

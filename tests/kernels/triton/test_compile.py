@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from interpreted import kernel_modules
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).parents[1] / "support"
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "compiled-kernels.json"
 RECORDED: dict[str, Any] = json.loads(RESULTS.read_text())

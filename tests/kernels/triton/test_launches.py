@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "gpu"
 RECORDED: dict[str, Any] = json.loads((BENCHMARKS / "launches.json").read_text())
 

@@ -111,6 +111,7 @@ def test_rows_are_independent() -> None:
     assert torch.equal(together[3:4], by_kernel(kernel, logits[3:4], ROWS[3:4]))
 
 
+@pytest.mark.slow
 def test_candidate_list_size_does_not_change_the_output() -> None:
     logits = logits_of(4, 200, 1.0)
     assert torch.equal(by_kernel(kernel, logits, ROWS[1:5], 8), by_kernel(kernel, logits, ROWS[1:5], 256))

@@ -138,6 +138,7 @@ def matches(module: Any, step: Step, **how: Any) -> bool:
     return all(actual is wanted is None or torch.equal(actual, wanted) for actual, wanted in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("cuts", [False, True])
 def test_a_step(name: str, cuts: bool) -> None:

@@ -67,6 +67,7 @@ def wanted(logits: Tensor, k: int, ids: Tensor | None, sharpness: float, *, trun
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize(("vocab", "k"), [(1, 1), (7, 7), (63, 3), (64, 8), (100, 4), (1003, 8)])
 def test_proposals_equal_the_reference(vocab: int, k: int, mapped: bool) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).parents[1] / "support"
 MOST = {
     "_rows_kernel": 9,  # three quantisations, three numbers of rows

@@ -40,6 +40,7 @@ def chosen(module: ModuleType, logits: Tensor, truncation: tuple[Tensor, Tensor,
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("vocab", [1, 7, 63, 64, 100, 1003])
@@ -57,6 +58,7 @@ def test_vocabulary_split_does_not_change_the_choice(processors: int, monkeypatc
     assert torch.equal(chosen(kernel, logits), reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS))
 
 
+@pytest.mark.slow
 def test_truncated_tokens_are_not_chosen() -> None:
     logits = logits_of(200)
     wanted = reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS, TRUNCATION)
@@ -136,6 +138,7 @@ def rounds_of(
     return actual, op.multi_round(parents, tokens, logp, q, seeds, positions, depth, drawn_BN=drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("how", ["best", "drawn", "some"])
 @settings(max_examples=8, deadline=None)

@@ -39,6 +39,7 @@ def test_a_simulator_on_the_path_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "flags").read_text() == "run\n"
 
 
+@pytest.mark.slow
 def test_the_operator_starts_without_simulator_and_plots() -> None:
     code = """
 import sys, specdecode_operator.__main__

@@ -67,6 +67,7 @@ def test_what_was_kept_of_others_is_not_told(
     assert '"fixed-3"' not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_decisions_are_told_when_asked_for(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--trace", "steady-cpu-full", "--policy", "ours", "--seeds", "1", "--hours", "0.5"]
     assert main([*flags, "--json", "--decisions", "--recordings", str(recordings)]) == 0
@@ -114,6 +115,7 @@ def test_runs_of_another_version_are_refused(
     assert "remove it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plots_and_a_table_are_written(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--plot", str(tmp_path), "--recordings", str(recordings)]) == 0
     assert (tmp_path / "simulate-regret.png").read_bytes().startswith(b"\x89PNG")

@@ -112,6 +112,7 @@ def test_counters_only_rise_and_hold_together(library: Library) -> None:
     assert sum(cell.t for cell in last.steps) <= 300.0
 
 
+@pytest.mark.slow
 def test_a_planner_that_errs_shows_as_regret(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the plan that goes out has every depth mirrored, as an inverted gain would, and no guard stops it."""
     trace = small(seconds=600.0, kinds=(Kind(domain="qa", quality=flat(-0.3), prompt=64, output=96),), rate=flat(0.3))
@@ -160,6 +161,7 @@ def test_an_operator_that_is_away_decides_nothing_and_remembers(library: Library
     assert plans.version >= 1
 
 
+@pytest.mark.slow
 def test_a_step_is_answered_and_no_later_where_more_is_allowed(library: Library) -> None:
     kind = Kind(domain="qa", quality=square(1200.0, 0.6, -0.6), prompt=64, output=64)
     trace = small(seconds=1200.0, kinds=(kind,), steps_at=(600.0,))

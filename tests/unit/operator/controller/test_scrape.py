@@ -31,6 +31,8 @@ from specdecode_router.telemetry.metrics import HedgeOutcome, ResumeOutcome, Res
 from specdecode_worker.contract import LatencyHistogram, Report
 from specdecode_worker.metrics import ServerCounters, render
 
+pytestmark = pytest.mark.slow
+
 DASHBOARD = ROOT / "helm" / "specdecode" / "files" / "dashboard.json"
 QUIET = {
     "specdecode_wanted_replicas",

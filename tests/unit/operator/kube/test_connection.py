@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 import pytest
-from kube import Cluster
+from tiers import skip_reason
 
-from specdecode_operator.kube import connection
-from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.kube.connection import environment_proxy, keepalive_socket
 
 
@@ -25,7 +22,7 @@ def test_environment_proxy_is_used_except_for_no_proxy(monkeypatch: pytest.Monke
     assert environment_proxy("https://api.example.org") is None
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the system has no option for it")
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason=skip_reason("linux", "the system has no option for it"))
 def test_sockets_notice_a_dead_peer_within_twenty_seconds() -> None:
     with keepalive_socket((socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", 1))) as made:
         idle, interval, probes = (
@@ -35,18 +32,3 @@ def test_sockets_notice_a_dead_peer_within_twenty_seconds() -> None:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert idle + interval * probes <= 20
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 20_000
-
-
-@pytest.mark.cluster
-async def test_connections_to_the_api_server_have_keepalive(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[socket.socket] = []
-
-    def recording(address: tuple[Any, ...]) -> socket.socket:
-        made.append(keepalive_socket(address))
-        return made[-1]
-
-    monkeypatch.setattr(connection, "keepalive_socket", recording)
-    client = await KubeClient.connect(cluster.kubeconfig)
-    await client.get(CONFIG_MAPS, "default", "absent")
-    await client.close()
-    assert len(made) == 1

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from typing import Any
 
-import pytest
-from kube import Cluster
-
-from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.pod_events import mount_problem
 
 
@@ -45,23 +39,3 @@ async def test_the_latest_problem_is_returned() -> None:
 async def test_other_warnings_are_no_problem_of_mounts() -> None:
     assert await problem_of(event("BackOff", "restarting")) is None
     assert await problem_of() is None
-
-
-@pytest.mark.cluster
-async def test_a_missing_secret_is_named(api: KubeClient, namespace: str, cluster: Cluster) -> None:
-    spec = {
-        "containers": [{"name": "c", "image": "none", "volumeMounts": [{"name": "v", "mountPath": "/v"}]}],
-        "volumes": [{"name": "v", "secret": {"secretName": "absent-secret"}}],
-        "terminationGracePeriodSeconds": 0,
-    }
-    cluster.apply(
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "mounts"}, "spec": spec}, namespace=namespace
-    )
-    uid = cluster.get("pod", "mounts", namespace)["metadata"]["uid"]
-    started = time.monotonic()
-    while (problem := await mount_problem(api, namespace, uid)) is None:
-        assert time.monotonic() - started < 30, "no event"
-        await asyncio.sleep(0.5)
-    assert problem.startswith("FailedMount: ")
-    assert "absent-secret" in problem
-    cluster.kubectl("delete", "pod", "mounts", "--wait=false", namespace=namespace)

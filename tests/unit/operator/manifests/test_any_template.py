@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import pytest
 from fleet import DEFAULTS, deployment_with
 from hypothesis import HealthCheck, given, settings
 from spec_strategies import TEMPLATE
@@ -19,6 +20,7 @@ from specdecode_operator.manifests import pod_template, resolved_image
 CASES = 400
 
 
+@pytest.mark.slow
 def test_every_template_is_merged_or_refused_with_its_place() -> None:
     outcomes: Counter[str] = Counter()
 

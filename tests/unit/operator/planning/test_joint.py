@@ -297,6 +297,7 @@ def timed_cost(found: tuple[float, int, float, float, int]) -> Any:
     return cell.model_copy(update={"values": tuple(values), "tokens_bucket": 1 << more})
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(rates, rates, timed, bounds, tasks, objectives, stood, st.integers(1, 3), st.integers(6, 12), st.booleans())
 def test_any_memory_gives_rows_within_bounds_and_none_that_is_worse(

@@ -101,6 +101,7 @@ def test_a_trial_that_disappoints_is_over_at_once_and_not_repeated() -> None:
     assert all(seen[-36:])
 
 
+@pytest.mark.slow
 def test_what_does_not_change_stays() -> None:
     tasks = {"code": TaskTruth(4, CODE), "prose": TaskTruth(4, [0.4])}
     loop = mixed_loop(tasks, **speculation())

@@ -314,6 +314,7 @@ times = st.lists(st.tuples(st.floats(0.5, 64), st.integers(0, 8), st.floats(1e-5
 bounds = st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8)).map(sorted)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(rates, times, bounds, st.integers(0, 16), st.floats(0, 1e4))
 def test_within_bounds_for_any_memory_and_then_at_rest(

@@ -105,6 +105,7 @@ def demo(server: Server) -> str:
     return f"{path}/demo"
 
 
+@pytest.mark.slow
 def test_status_goes_by_the_namespace_of_the_context(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +118,7 @@ def test_status_goes_by_the_namespace_of_the_context(
     assert "TASK" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [("-n", "other", "status"), ("status", "-n", "other"), ("--namespace=other", "status", "--interval", "3")]
 )
@@ -130,6 +132,7 @@ def test_options_stand_before_or_after_the_command(
     assert main([*words, "--kubeconfig", str(server.kubeconfig)]) == 0
 
 
+@pytest.mark.slow
 def test_the_option_after_the_command_wins(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--kubeconfig", str(server.kubeconfig), "-n", "other", "status", "-n", "ns"]) == 0
     assert "demo" in capsys.readouterr().out

@@ -145,6 +145,7 @@ def test_another_image_shows_as_a_new_baseline(served: Drifting) -> None:
     assert condition.message.endswith("left; the workers' image changed (ImageChanged)")
 
 
+@pytest.mark.slow
 def test_a_changed_mix_leaves_the_draft_fresh() -> None:
     served = drifting({"chat": USUAL, "code": (0.4, 0.3, 0.3)}, shares={"chat": 0.7, "code": 0.3}, requests_per_day=400)
     served.serve(3000)

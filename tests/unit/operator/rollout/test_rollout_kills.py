@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from canary import (
     CANDIDATE,
     COOLDOWN,
@@ -134,6 +135,7 @@ class Cluster:
         self.tick(step[1] if kind == "kill" else "")
 
 
+@pytest.mark.slow
 @given(steps=STEPS)
 @settings(max_examples=60)
 def test_every_history_ends_with_one_draft_on_all_workers(steps: list[tuple[Any, ...]]) -> None:
@@ -172,6 +174,7 @@ def test_the_assignment_follows_from_what_is_stored(steps: list[tuple[Any, ...]]
             assert all(one == assignment_of(stored, cluster.canary.deployment) for one in running)
 
 
+@pytest.mark.slow
 @given(steps=RUN_STEPS, is_begun=st.booleans())
 @settings(max_examples=60)
 def test_runs_make_one_job_and_end_with_one_draft_on_all_workers(steps: list[tuple[Any, ...]], is_begun: bool) -> None:

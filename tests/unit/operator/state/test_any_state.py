@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from crowd import Crowd, same
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -128,6 +129,7 @@ def by_kind(cells: tuple[StepTimeCell, ...]) -> list[StepTimeCell]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, phases=[Phase.explicit, Phase.generate])
 @given(states)
 def test_any_state_survives_the_round_trip(learned: LearnedState) -> None:
@@ -144,6 +146,7 @@ def test_any_state_survives_the_round_trip(learned: LearnedState) -> None:
 WRITTEN = render_state(Crowd().learned(pods=1))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, phases=[Phase.explicit, Phase.generate])
 @given(st.sampled_from(sorted(WRITTEN)), st.randoms(use_true_random=False))
 def test_no_damage_raises(key: str, chance: random.Random) -> None:

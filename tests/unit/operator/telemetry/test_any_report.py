@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from fleet import DEFAULTS, deployment_with, workload_with
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -128,6 +129,7 @@ def later(before: Report | None, after: Report) -> Report:
     return after.model_copy(update={name: getattr(before, name) + getattr(after, name) for name in RISING})
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(st.lists(st.lists(reports, min_size=1, max_size=2), min_size=2, max_size=5))
 def test_any_reports_make_a_decision_within_bounds(looks: list[list[Report]]) -> None:

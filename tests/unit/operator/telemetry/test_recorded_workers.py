@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from kube import ROOT
+from tiers import skip_reason
 
 from specdecode_operator.telemetry.deltas import difference
 from specdecode_operator.telemetry.report_validation import read_report
@@ -89,7 +90,7 @@ def unpack_contract(revision: str, folder: Path) -> None:
     words = ["git", "archive", revision, "worker/specdecode_worker/__init__.py", "worker/specdecode_worker/contract"]
     archived = subprocess.run(words, cwd=ROOT, capture_output=True)
     if archived.returncode:
-        pytest.skip(f"no revision {revision}: {archived.stderr.decode()[:200]}")
+        pytest.skip(skip_reason("git", f"no revision {revision}: {archived.stderr.decode()[:200]}"))
     with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as archive:
         archive.extractall(folder, filter="data")
 

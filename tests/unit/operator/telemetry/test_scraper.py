@@ -19,6 +19,8 @@ from specdecode_operator.telemetry.scraper import next_turn
 from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_worker.contract import Plan
 
+pytestmark = pytest.mark.slow
+
 # --- readings ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,11 +7,14 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import pytest
 from scraper_bench import KEY, bench_of
 from socket_workers import GoodWorker, hanging
 
 from specdecode_operator.telemetry.scrape_round import ScrapeLimits
 from specdecode_operator.telemetry.worker_poll import NOT_ASKED
+
+pytestmark = pytest.mark.slow
 
 
 async def test_workers_that_hang_are_asked_less_often_until_they_are_ready_again() -> None:

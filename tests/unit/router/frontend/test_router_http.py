@@ -178,6 +178,7 @@ async def test_client_that_does_not_read_a_large_body_is_dropped() -> None:
         writer.close()
 
 
+@pytest.mark.slow
 async def test_connections_without_a_request_are_closed() -> None:
     async with router_over(Script(), header_timeout_seconds=0.3, max_connections=3) as router:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 
+import pytest
 from router_harness import RouterUnderTest, router_over
 from stand_in_worker import Script, text_of
 
@@ -58,6 +59,7 @@ async def write_p99(router: RouterUnderTest) -> float:
     return sorted(gaps)[int(0.99 * len(gaps))]
 
 
+@pytest.mark.slow
 async def test_slow_clients_take_bounded_memory_and_delay_no_others() -> None:
     script = Script(tokens=TOKENS, interval_seconds=0.005, event_bytes=EVENT_BYTES)
     async with router_over(script, max_unsent_bytes=UNSENT_BYTES, write_timeout_seconds=600) as router:

@@ -6,6 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from virtual_loop import run_virtual
 
 from specdecode_router.queueing.admission import Admission, QueueLimits
@@ -80,6 +81,7 @@ def test_a_tenant_with_ten_times_the_load_at_most_doubles_the_times_of_the_small
     assert p95(shared.waits) <= 2 * p95(own_half.waits)
 
 
+@pytest.mark.slow
 def test_more_weight_shortens_the_wait() -> None:
     equal, heavier = (run_virtual(times_of_small(LARGE_RATE, weight=weight)) for weight in (1.0, 4.0))
     assert p95(heavier.waits) < 0.8 * p95(equal.waits)

@@ -80,6 +80,7 @@ async def test_silence_before_open() -> None:
         assert over.workers[1].requests[0].resume is None
 
 
+@pytest.mark.slow
 async def test_alive_worker_is_not_suspected() -> None:
     script = Script(tokens=3, interval_seconds=0.9, alive_seconds=0.1)
     async with harness(script, Script()) as over:
@@ -113,6 +114,7 @@ async def test_crash_of_the_suspect_leaves_the_second_attempt_running() -> None:
         assert len(over.workers[1].requests) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write_seconds", [0.8])
 async def test_slow_client_is_no_silent_worker(write_seconds: float) -> None:
     async with harness(Script(tokens=3), Script()) as over:

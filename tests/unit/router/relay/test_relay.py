@@ -159,6 +159,7 @@ async def test_another_key_never_continues_the_text() -> None:
         assert over.client.text() == text_of(BODY, 5)
 
 
+@pytest.mark.slow
 async def test_no_worker_within_the_bound() -> None:
     async with harness() as over:
         with pytest.raises(ApiError) as failed:

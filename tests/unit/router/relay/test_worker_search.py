@@ -53,6 +53,7 @@ async def test_request_waits_as_long_as_a_held_one_while_there_is_no_worker() ->
         assert (await task).text() == text_of(BODY, 20)
 
 
+@pytest.mark.slow
 async def test_no_worker_until_the_end_of_the_hold_time() -> None:
     async with harness(Script()) as over:
         over.registry.update([])
@@ -82,6 +83,7 @@ async def test_time_of_each_stage_is_observed() -> None:
         assert over.metric("added_latency_seconds_count", stage="write") == 20
 
 
+@pytest.mark.slow
 async def test_operator_learns_of_requests_that_lost_the_last_worker() -> None:
     demand = RecordedDemand()
     async with router_over(Script(tokens=50, interval_seconds=0.01), demand=demand, no_worker_seconds=5) as router:

@@ -110,6 +110,7 @@ async def test_failed_attempts_are_errors(monkeypatch: pytest.MonkeyPatch) -> No
     assert not request.parent_span_id
 
 
+@pytest.mark.slow
 async def test_a_collector_that_is_gone_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     async with open_tracer() as tracer:

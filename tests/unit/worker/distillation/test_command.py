@@ -20,6 +20,8 @@ from specdecode_worker.commands import distill
 from specdecode_worker.training.distillation import student_training
 from specdecode_worker.training.distillation.splits import split_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def flags(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp_path: Path) -> list[str]:

@@ -133,6 +133,7 @@ def test_mix_weights_domains_by_their_tokens() -> None:
     assert draft_verdict.domains["b"].estimate == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 300), st.integers(1, 300)), min_size=64, max_size=90),
        st.floats(0.2, 5.0), st.floats(-0.5, 0.5))  # fmt: skip
 @settings(max_examples=40, deadline=None)
@@ -159,6 +160,7 @@ def test_verdict_invariants(rows: list[tuple[int, int, int]], cost: float, wante
     )
 
 
+@pytest.mark.slow
 def test_equal_drafts_are_rarely_called_better() -> None:
     """Drafts that are equal on average are rarely called better.
 
@@ -174,6 +176,7 @@ def test_equal_drafts_are_rarely_called_better() -> None:
     assert called["better"] + called["worse"] >= 4, "bounds that never exclude anything would be useless"
 
 
+@pytest.mark.slow
 def test_confidence_bounds_have_the_stated_coverage() -> None:
     held = 0
     for seed in range(200):

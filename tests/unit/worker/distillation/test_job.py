@@ -15,6 +15,7 @@ import pytest
 import torch
 from job_runs import read, run
 from safetensors.torch import save_file
+from tiers import skip_reason
 
 from specdecode_worker.capture import CaptureError
 from specdecode_worker.contract import MAX_VERDICT_BYTES, Artifact
@@ -30,6 +31,8 @@ from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.training.distillation.job_result import failure_kind
 from specdecode_worker.training.distillation.run_clock import RunClock
 from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
+
+pytestmark = pytest.mark.slow
 
 EARLIER_SECONDS = 1000.0
 
@@ -141,7 +144,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)]
     if subprocess.run(words, capture_output=True, check=False).returncode:
-        pytest.skip("a file system cannot be mounted here")
+        pytest.skip(skip_reason("root", "a file system cannot be mounted here"))
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 

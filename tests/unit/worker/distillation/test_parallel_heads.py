@@ -52,6 +52,7 @@ def distill(flags: list[str], head: Path, out: Path) -> int:
     return main(["distill", *words, "--out", str(out)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["peagle", "dflash"])
 def test_a_parallel_head_is_distilled_to_one_of_its_method(
     method: str, head: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,8 @@ from job_runs import read, run
 
 from specdecode_worker.capture import Record
 
+pytestmark = pytest.mark.slow
+
 
 def test_poisoned_capture_teaches_nothing(
     flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path

@@ -109,6 +109,7 @@ def read(path: Path) -> DistillationVerdict:
     return DistillationVerdict.model_validate_json(text)
 
 
+@pytest.mark.slow
 def test_job_publishes_after_its_verdict(
     flags: list[str], claim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ def test_job_publishes_after_its_verdict(
     assert {"calibration.json", "lineage.json"} <= {path.name for path in published.iterdir()}
 
 
+@pytest.mark.slow
 def test_publish_without_job_is_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     flags.remove("--job")
     with pytest.raises(SystemExit) as ended:

@@ -21,6 +21,8 @@ from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.object_store import StoredModel
 
+pytestmark = pytest.mark.slow
+
 RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="embedded://draft", bucket="s3://heads/team")
 
 

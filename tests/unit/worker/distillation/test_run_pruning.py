@@ -247,6 +247,7 @@ def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_job_deletes_earlier_runs_and_goes_on_with_its_own(
     flags: list[str], claim: Path, message: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def _stored_times(out: Path) -> list[float]:
     return sorted(record.time_seconds for path in (out / "data").rglob("*.records") for record in read_records_of(path))
 
 
+@pytest.mark.slow
 def test_verdict_ends_the_captured_text_of_a_job(flags: list[str], tmp_path: Path, message: Path) -> None:
     assert run(flags, tmp_path / "out") == 0
     assert read(message).verdict == "inconclusive"

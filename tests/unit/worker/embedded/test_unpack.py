@@ -95,6 +95,7 @@ def test_the_shipped_head_is_complete() -> None:
     assert tensors["t2d"].nonzero().squeeze(1).tolist() == known.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.embedded
 def test_unpacked_target_matches_transformers() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,6 +115,7 @@ def test_unpacked_target_matches_transformers() -> None:
     assert "def " in tokenizer.decode(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.embedded
 def test_the_shipped_head_loads_strictly_and_helps() -> None:
     from specdecode_worker.contract import TreeShape

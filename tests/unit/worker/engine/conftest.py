@@ -5,9 +5,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hypothesis import settings
-
 sys.path.insert(0, str(Path(__file__).parent / "support"))
-
-settings.register_profile("patient", deadline=None, max_examples=40)
-settings.load_profile("patient")

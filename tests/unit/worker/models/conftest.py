@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor, nn
 
 from specdecode_worker.models.configs.model_config import llama_config
@@ -16,8 +15,6 @@ from specdecode_worker.models.networks.llama import Llama
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-settings.register_profile("patient", deadline=None, max_examples=40)
-settings.load_profile("patient")
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -27,6 +27,7 @@ def load(folder: Path, target: Llama) -> EagleHead:
     return load_eagle(folder, target, dtype=torch.float32, device=CPU)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])

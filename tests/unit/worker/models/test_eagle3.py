@@ -36,6 +36,7 @@ EAGLE3: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("variant", EAGLE3)
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])

@@ -61,6 +61,7 @@ def our_logits(model: Llama, dense: Any) -> Tensor:
     return model.logits(model(TOKENS, torch.arange(len(TOKENS)), dense).hidden_TE)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_plain_and_fused(
@@ -75,6 +76,7 @@ def test_logits_plain_and_fused(
     torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_bf16_with_biases_and_norms_is_packed(
     shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import skip_reason
 from torch import Tensor, nn
 
 from specdecode_kernels.cpu.native import library
@@ -22,7 +23,7 @@ from specdecode_worker.models.transforms.fusion import PackedLinear, fuse
 
 TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))
 PACKS = fusion._should_pack(nn.Linear(16, 16).bfloat16())
-needs_bf16 = pytest.mark.skipif(not PACKS, reason="this CPU does not multiply bf16 natively")
+needs_bf16 = pytest.mark.skipif(not PACKS, reason=skip_reason("bf16", "this CPU does not multiply it"))
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
@@ -90,7 +91,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "torch":
         monkeypatch.setattr(compiled_cpu, "library", lambda: None)
     elif library() is None:
-        pytest.skip("nothing is compiled on this machine")
+        pytest.skip(skip_reason("native", "nothing is compiled here"))
     return bool(request.param == "compiled")
 
 

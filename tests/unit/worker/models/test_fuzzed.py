@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tenso
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tiers import by_effort
 from tokens import saved, tokenizer
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 
-few = settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "15")), deadline=None)
+few = settings(max_examples=by_effort(quick=15, full=15, nightly=200), deadline=None)
 KINDS = ("eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model", "target")
 FIELDS = (
     """
@@ -166,6 +166,7 @@ def test_whole_folders_load(kind: str, whole: Path) -> None:
     assert loads(kind, whole / kind, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @few
 @given(changes=CHANGES, dropped=st.sets(st.sampled_from(FIELDS), max_size=2))
@@ -255,6 +256,7 @@ def spoiled(tensors: dict[str, Tensor], name: str, data: st.DataObject) -> None:
         tensors[name] = tensors[name] + data.draw(st.integers(-200, 200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("harm", [deleted, renamed, reshaped, retyped, spoiled])
 @few

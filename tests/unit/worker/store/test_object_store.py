@@ -54,6 +54,7 @@ def bucket() -> S3Store:
     return store
 
 
+@pytest.mark.slow
 def test_draft_is_fetched_with_its_calibration(head: Path, bucket: S3Store, tmp_path: Path) -> None:
     object_store.upload(head, URI)
     obstore.put(bucket, "README.md", b"no model file")
@@ -125,6 +126,7 @@ def test_two_processes_fetch_once(head: Path, tmp_path: Path) -> None:
     assert calls.count("config.json") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bucket")
 def test_known_draft_is_used_while_the_store_is_gone(
     head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

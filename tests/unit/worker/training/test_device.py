@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from tiers import skip_reason
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -106,7 +107,7 @@ def test_losses_are_computed_on_the_device_of_the_logits(fake: FakeTensorMode) -
         assert loss.device.type == "cuda"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason=skip_reason("no GPU", "it looks for the message without one"))
 @pytest.mark.parametrize("command", [["train"], ["distill", "--capture", "x", "--golden", "x", "--replay-share", "0"]])
 def test_missing_gpu_is_reported(command: list[str], tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--out", str(tmp_path), "--device", "cuda"]) == 1

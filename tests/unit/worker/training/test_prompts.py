@@ -35,6 +35,7 @@ def test_held_out_prompts_cover_all_domains() -> None:
     assert {"math", "summary"} <= set(domains)
 
 
+@pytest.mark.slow
 def test_no_training_prompt_overlaps_a_held_out_one() -> None:
     held_out = [ngrams(line.text) for line in read_prompts(HELD_OUT)]
     rng = random.Random(0)
@@ -49,6 +50,7 @@ def test_overlapping_text_is_detected() -> None:
     assert not overlaps("What is yoga for?", [ngrams("What is yoga?")])
 
 
+@pytest.mark.slow
 def test_drawn_prompts_are_diverse() -> None:
     rng = random.Random(1)
     drawn = [draw(rng) for _ in range(3000)]

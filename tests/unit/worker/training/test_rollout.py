@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from specdecode_worker.models.networks.llama import Llama
@@ -33,6 +34,7 @@ def plain_greedy(target: Llama, ids: tuple[int, ...], count: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow
 def test_greedy_rollout_equals_plain_decoding(target: Llama) -> None:
     questions = asked(40)
     conversations = list(Rollout(target, SETTINGS, iter(questions)).conversations())
@@ -73,6 +75,13 @@ def test_answer_is_cut_where_it_loops() -> None:
             break
         row.tokens.append(token)
     assert said == LOOP_NGRAM * LOOP_COUNT
+
+
+def test_answer_that_does_not_loop_is_not_cut() -> None:
+    row = Row(Question((9,), 0.0, "qa"), [], answer_start=1, tokens=[9])
+    for token in (*range(LOOP_NGRAM), *range(500), *range(LOOP_NGRAM)):
+        assert not row.repeats_with(token)
+        row.tokens.append(token)
 
 
 def test_repetition_in_the_prompt_is_not_a_loop() -> None:

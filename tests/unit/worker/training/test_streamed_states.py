@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from specdecode_worker.capture import Record
@@ -71,6 +72,7 @@ def samples() -> Iterator[Sample]:
         yield Sample(made, conversation)
 
 
+@pytest.mark.slow
 def test_recorded_states_are_written_and_read_within_bounded_memory(tmp_path: Path) -> None:
     with PeakMemory() as peak:
         write_samples(tmp_path / "samples", samples(), shard_tokens=512)

@@ -213,6 +213,7 @@ def test_another_hash_is_refused(run: Harness) -> None:
     assert "has the hash new and not other" in run.problem
 
 
+@pytest.mark.slow
 def test_a_trial_runs_pairs_in_the_order_of_the_coin_and_texts_stay_the_same(run: Harness) -> None:
     names = [f"r{index:0{index % 5 + 1}}" for index in range(20)]
     plain = small_engine(draft=False)

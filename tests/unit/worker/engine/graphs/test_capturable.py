@@ -153,6 +153,7 @@ def run(
     return engine, backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "pipelined"), [("none", False), ("chain:3", True), ("tree:2,2,1", False)])
 def test_two_steps_of_one_key_make_the_same_calls(shape: str, pipelined: bool) -> None:
     engine, backend = run(shape, pipelined=pipelined)
@@ -170,6 +171,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["none", "tree:2,2,1"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_two_steps_with_a_feature_make_the_same_calls(feature: str, shape: str) -> None:
@@ -180,6 +182,7 @@ def test_two_steps_with_a_feature_make_the_same_calls(feature: str, shape: str) 
     backend.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:2,2,1"])
 def test_two_steps_of_multi_round_sampling_make_the_same_calls(shape: str) -> None:
     engine, backend = run(shape, sampler=MultiRound, presence_penalty=0.3)

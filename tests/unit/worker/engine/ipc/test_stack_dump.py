@@ -44,6 +44,7 @@ async def test_every_request_returns_the_stacks_of_now(stuck_process: subprocess
         assert stacks.count("in stuck") == 1
 
 
+@pytest.mark.slow
 async def test_a_stopped_process_gives_no_stacks(stuck_process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     stuck_process.send_signal(signal.SIGSTOP)
     os.waitpid(stuck_process.pid, os.WUNTRACED)  # until it has stopped

@@ -36,6 +36,7 @@ def load(folder: Path, target: Llama) -> PEagleHead:
     return load_peagle(folder, target, dtype=torch.float32, device=CPU)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])

@@ -38,6 +38,7 @@ def render(pool: TemplatePool, content: str, **options: Any) -> str:
     return pool.render([{"role": "user", "content": content}], tools, variables, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["hi", "", "é你✨", 'quote " \\ \n \u2028 \x00', "\ud800", "x" * 1_000_000])
 def test_texts_are_those_of_the_template(pool: TemplatePool, content: str) -> None:
     template = ChatTemplate(SOURCE, {"bos_token": "<s>"}, "tools: " + SOURCE)
@@ -52,6 +53,7 @@ def test_texts_are_those_of_the_template(pool: TemplatePool, content: str) -> No
         assert render(pool, content, **options) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

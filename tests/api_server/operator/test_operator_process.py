@@ -23,7 +23,6 @@ from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_worker.contract import CheckVerdict, MemoryState
 
-pytestmark = pytest.mark.cluster
 MAX_MEMORY_MIB = 120
 CHILDREN = "deploy,cm,svc,pdb"
 
@@ -363,7 +362,7 @@ def test_a_stopped_leader_writes_nothing_after_it_was_replaced(
             def replaced() -> bool:
                 return str(cluster.get("lease", "operator", own_namespace)["spec"]["holderIdentity"]).startswith("b")
 
-            wait_for("the other one leads", replaced, timeout_s=20)
+            wait_for("the other one leads", replaced, timeout_s=60)
             change_grace(cluster, own_namespace, "kept", 77)
             wait_for("it applies a change", lambda: grace(cluster, own_namespace, "kept") == 92, timeout_s=20)
             first.process.send_signal(signal.SIGCONT)

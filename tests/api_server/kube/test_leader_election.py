@@ -15,8 +15,6 @@ from specdecode_operator.errors import NotLeader
 from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.kube.leader_election import LeaderElector
 
-pytestmark = pytest.mark.cluster
-
 
 def start(client: KubeClient, namespace: str, lease: str, identity: str) -> tuple[LeaderElector, asyncio.Task[Any]]:
     elector = LeaderElector(client, namespace=namespace, name=lease, identity=identity)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation, write_shard
 
-SCRIPT = Path(__file__).parents[1] / "support" / "train_small.py"
+SCRIPT = Path(__file__).parents[2] / "unit" / "worker" / "training" / "support" / "train_small.py"
 
 
 def ranked(recorded: Path, out: Path, ranks: int) -> dict[str, torch.Tensor]:

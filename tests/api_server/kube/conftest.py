@@ -1,31 +1,25 @@
-"""Router's client of the API server, direct and through a TCP proxy that can fail."""
+"""Connections to the API server, direct and through a TCP proxy that can fail."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "operator" / "kube" / "support"))
-
 from kube import Cluster
 from tcp_proxy import TcpProxy
 
-from specdecode_router.discovery.api_server import ApiServer
+from specdecode_operator.kube.client import KubeClient
 
 
 @pytest.fixture
-async def direct(cluster: Cluster, tmp_path: Path) -> AsyncIterator[ApiServer]:
+async def api(cluster: Cluster) -> AsyncIterator[KubeClient]:
     """Yield a client of the API server."""
-    path = tmp_path / "direct"
-    path.write_text(yaml.safe_dump(_kubeconfig(cluster)))
-    api = await ApiServer.connect(str(path))
-    yield api
-    await api.close()
+    client = await KubeClient.connect(cluster.kubeconfig)
+    yield client
+    await client.close()
 
 
 @pytest.fixture
@@ -38,17 +32,17 @@ async def proxy(cluster: Cluster) -> AsyncIterator[TcpProxy]:
 
 
 @pytest.fixture
-async def proxied(cluster: Cluster, proxy: TcpProxy, tmp_path: Path) -> AsyncIterator[ApiServer]:
+async def proxied(cluster: Cluster, proxy: TcpProxy, tmp_path: Path) -> AsyncIterator[KubeClient]:
     """Yield a client that is connected through the proxy."""
     kubeconfig = _kubeconfig(cluster)
     server = kubeconfig["clusters"][0]["cluster"]
     server["server"] = f"https://127.0.0.1:{proxy.port}"
     server["tls-server-name"] = proxy.host
-    path = tmp_path / "proxied"
+    path = tmp_path / "kubeconfig"
     path.write_text(yaml.safe_dump(kubeconfig))
-    api = await ApiServer.connect(str(path))
-    yield api
-    await api.close()
+    client = await KubeClient.connect(str(path))
+    yield client
+    await client.close()
 
 
 def _kubeconfig(cluster: Cluster) -> dict[str, Any]:

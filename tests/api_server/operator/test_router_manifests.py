@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.kube.kinds import PERMISSIONS
 from specdecode_operator.types import Deployment, Manifest
 
-pytestmark = pytest.mark.cluster
 OPERATOR = "operator"
 
 
@@ -29,6 +29,14 @@ def children(deployment: Deployment) -> list[Manifest]:
         manifests.router_budget(deployment),
         manifests.router_workload(deployment, DEFAULTS),
     ]
+
+
+@pytest.fixture(scope="module")
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """Yield a namespace that admits only pods of the restricted profile. No other test shares it."""
+    with cluster.namespace("psa", wait=False) as name:
+        cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
+        yield name
 
 
 @pytest.fixture
@@ -44,10 +52,7 @@ def deployment(cluster: Cluster, namespace: str) -> Deployment:
 @pytest.fixture
 def operator(cluster: Cluster, namespace: str) -> str:
     """Return the flag of an account with the rights of the operator in the namespace, and nothing else."""
-    account = grant(cluster, namespace, OPERATOR, PERMISSIONS)
-    labels = ("pod-security.kubernetes.io/enforce=restricted", "--overwrite")
-    cluster.kubectl("label", "namespace", namespace, *labels)
-    return account
+    return grant(cluster, namespace, OPERATOR, PERMISSIONS)
 
 
 def send(cluster: Cluster, manifest: Manifest, *flags: str) -> str:
@@ -126,5 +131,5 @@ def test_data_of_routers_survive_an_apply_of_the_operator(
 
 
 def _dry(child: Manifest) -> tuple[str, ...]:
-    """A binding needs its role, so only pods and budgets are not created."""
+    """Return flags for a dry run of pods and budgets. The others are created: a binding needs its role."""
     return ("--dry-run=server",) if child["kind"] in ("Deployment", "PodDisruptionBudget") else ()

@@ -21,7 +21,6 @@ from specdecode_operator.kube.kinds import OWN_NAMESPACE_PERMISSIONS, PERMISSION
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Manifest
 
-pytestmark = pytest.mark.cluster
 RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="embedded://draft", claim="drafts")
 JOBS = ("batch", "jobs")
 WITHOUT_JOBS = {right: verbs for right, verbs in PERMISSIONS.items() if right != JOBS}

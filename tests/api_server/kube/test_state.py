@@ -17,8 +17,6 @@ from specdecode_operator.state.learned import LearnedState, LoadState
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.types import ChildProblem, Deployment, Key
 
-pytestmark = pytest.mark.cluster
-
 
 class Unowned:
     """Writer without owner references: the garbage collector would delete children of an owner that does not exist."""

@@ -19,7 +19,6 @@ from specdecode_router.discovery.endpoint_slices import EndpointSliceDiscovery
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.demand import read_demand
 
-pytestmark = pytest.mark.cluster
 SERVICE = "demo-workers"
 
 

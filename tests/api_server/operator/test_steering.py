@@ -16,7 +16,6 @@ from operator_process import OperatorProcess, install_crd
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_operator.plugin.cli import main
 
-pytestmark = pytest.mark.cluster
 CHILDREN = "deployments,services,poddisruptionbudgets,configmaps"
 TWO_ROUNDS_SECONDS = 4.0
 

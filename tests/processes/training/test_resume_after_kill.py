@@ -9,17 +9,18 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from tiers import by_effort
 
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation, write_shard
 
-SCRIPT = Path(__file__).parent / "support" / "train_small.py"
-KILLS = 10
+SCRIPT = Path(__file__).parents[2] / "unit" / "worker" / "training" / "support" / "train_small.py"
+KILLS = by_effort(quick=3, full=3, nightly=10)
 # A checkpoint every other step, so that some kills interrupt its writing.
 FLAGS = ("--steps", "80", "--validate-steps", "2")
 
 
-def test_run_resumed_after_ten_kills_has_identical_weights(
+def test_run_resumed_after_kills_has_identical_weights(
     target: Llama, conversations: list[Conversation], tmp_path: Path
 ) -> None:
     recorded = tmp_path / "recorded"

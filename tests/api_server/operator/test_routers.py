@@ -18,7 +18,6 @@ from operator_process import OperatorProcess, install_crd
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_worker.contract.demand import HeldRequests
 
-pytestmark = pytest.mark.cluster
 CHILDREN = "deploy,cm,svc,pdb,sa,role,rolebinding"
 ROUTED = {
     "replicas": 0,

@@ -18,8 +18,6 @@ from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.kinds import CONFIG_MAPS, SERVICES, Child
 from specdecode_operator.types import ChildProblem, Key
 
-pytestmark = pytest.mark.cluster
-
 
 class Children:
     """Applier with the informers that it reads."""

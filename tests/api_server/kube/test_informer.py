@@ -19,8 +19,6 @@ from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.types import Key
 
-pytestmark = pytest.mark.cluster
-
 
 @asynccontextmanager
 async def running(client: KubeClient, namespace: str, parent: str) -> AsyncIterator[tuple[Informer[Any], list[Key]]]:

@@ -1,14 +1,13 @@
 """Fuzz test of the CRD: the API server admits a generated spec or says why not, and the operator takes what it admits.
 
-150 specs in `make test`; ``CRD_FUZZ_CASES=10000`` runs more, with new ones each time. ``CRD_FUZZ_PLANTED=1`` shows that
-the fuzz can fail: each rule of the schema is dropped once, and each maximum is raised once.
+150 specs; a nightly run has 10,000, new ones each time. The proof ``crd-fuzz`` shows that the fuzz can fail: each rule
+of the schema is dropped once, and each maximum is raised once.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from kind_copy import KindCopy, served_copy
 from kube import Cluster
 from pydantic import ValidationError
 from spec_strategies import Json, Schema, specs
+from tiers import by_effort
 
 from specdecode_operator import manifests
 from specdecode_operator.api import crd
@@ -33,8 +33,8 @@ from specdecode_operator.state.session import Session
 from specdecode_operator.types import Deployment, Observation
 from specdecode_worker.contract import Plan
 
-CASES_OF_MAKE_TEST = 150
-CASES = int(os.environ.get("CRD_FUZZ_CASES", CASES_OF_MAKE_TEST))
+FEW = 150
+CASES = by_effort(quick=FEW, full=FEW, nightly=10_000)
 
 
 @contextmanager
@@ -139,10 +139,9 @@ def fuzz(api: KindCopy, schema: Schema, cases: int, *, derandomize: bool, shrink
     return outcomes
 
 
-@pytest.mark.cluster
-@pytest.mark.timeout(0 if CASES > CASES_OF_MAKE_TEST else 300)
+@pytest.mark.timeout(0 if CASES > FEW else 300)
 def test_every_spec_is_admitted_or_refused_and_never_makes_the_operator_raise(api: KindCopy) -> None:
-    outcomes = fuzz(api, crd.root_schema()["properties"]["spec"], CASES, derandomize=CASES == CASES_OF_MAKE_TEST)
+    outcomes = fuzz(api, crd.root_schema()["properties"]["spec"], CASES, derandomize=CASES == FEW)
     print(dict(outcomes))
     assert outcomes["served"] >= CASES // 10, outcomes
     assert outcomes["refused by the operator"] >= CASES // 100, outcomes
@@ -161,37 +160,41 @@ def nodes(schema: Json, path: str = "") -> Iterator[tuple[str, Json]]:
         yield from nodes(node, f"{path}.{key}" if path else key)
 
 
-def planted_faults() -> Iterator[tuple[str, Json]]:
-    """Yield schemas with one fault each: a rule is dropped, or a maximum is raised. Rules over time have no spec."""
+def planted_faults() -> Iterator[tuple[str, str, int | None]]:
+    """Yield faults of the schema: a name, a path, and the rule there to drop; None raises the maximum there.
+
+    Rules over time have no spec.
+    """
     for path, node in nodes(crd.root_schema()):
         for index, rule in enumerate(node.get("x-kubernetes-validations", ())):
             if "oldSelf" not in rule["rule"] and path:
-                schema, planted = _copy_with_node(path)
-                del planted["x-kubernetes-validations"][index]
-                yield f"rule dropped: {_shown(path)}: {rule['message'][:60]}", schema
+                yield f"rule dropped: {_shown(path)}: {rule['message'][:60]}", path, index
         if path.startswith("properties.spec.") and isinstance(node.get("maximum"), int | float):
-            schema, planted = _copy_with_node(path)
-            planted["maximum"] *= RAISE
-            yield f"maximum raised: {_shown(path)}", schema
+            yield f"maximum raised: {_shown(path)}", path, None
 
 
 def _shown(path: str) -> str:
     return path.replace("properties.", "").replace(".items", "[]")
 
 
-def _copy_with_node(path: str) -> tuple[Json, Json]:
+def schema_with_fault(path: str, rule: int | None) -> Json:
+    """Return the schema with one planted fault."""
     schema = copy.deepcopy(crd.root_schema())
-    return schema, dict(nodes(schema))[path]
+    node = dict(nodes(schema))[path]
+    if rule is None:
+        node["maximum"] *= RAISE
+    else:
+        del node["x-kubernetes-validations"][rule]
+    return schema
 
 
-PLANTED = dict(planted_faults()) if os.environ.get("CRD_FUZZ_PLANTED") else {}
+PLANTED = {name: (path, rule) for name, path, rule in planted_faults()}
 
 
-@pytest.mark.cluster
-@pytest.mark.skipif(not PLANTED, reason="minutes: CRD_FUZZ_PLANTED=1, or make crd-fuzz")
+@pytest.mark.proof("crd-fuzz")
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_fault_of_the_schema_is_caught(cluster: Cluster, fault: str) -> None:
     """The models have every rule and maximum too, so the operator cannot read what the faulty schema admits."""
-    schema = PLANTED[fault]
+    schema = schema_with_fault(*PLANTED[fault])
     with served_copy(cluster, schema) as faulty, pytest.raises(ValidationError):
         fuzz(faulty, schema["properties"]["spec"], PLANTED_CASES, derandomize=False, shrink=False)

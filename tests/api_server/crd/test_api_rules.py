@@ -1,0 +1,61 @@
+"""Rules of the resource on the API server: the same examples that the validators get in tests/unit/operator/api.
+
+A real API server judges the CEL rules, in server-side dry runs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from api_examples import BAD, GOOD, NAMES, TYPOS, spec_with
+from kind_copy import KindCopy
+from kube import KubectlError
+
+from specdecode_operator.api.v1alpha1 import PLURAL, VERSION
+
+
+@pytest.mark.parametrize("change", GOOD, ids=str)
+def test_the_api_server_accepts_valid_specs(api: KindCopy, change: dict[str, Any]) -> None:
+    assert "created" in api.dry_run(spec_with(change))
+
+
+@pytest.mark.parametrize(("change", "words"), BAD, ids=str)
+def test_the_api_server_refuses_invalid_specs(api: KindCopy, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(KubectlError, match=words):
+        api.dry_run(spec_with(change))
+
+
+@pytest.mark.parametrize("change", TYPOS, ids=str)
+def test_the_api_server_names_unknown_fields(api: KindCopy, change: dict[str, Any]) -> None:
+    with pytest.raises(KubectlError, match="unknown field"):
+        api.dry_run(spec_with(change))
+
+
+@pytest.mark.parametrize(("name", "is_valid"), NAMES.items())
+def test_the_api_server_refuses_names_that_cannot_become_a_service(api: KindCopy, name: str, is_valid: bool) -> None:
+    if is_valid:
+        assert "created" in api.dry_run(spec_with({}), name=name)
+        return
+    with pytest.raises(KubectlError, match=r"becomes the name of a Service|RFC 1123"):
+        api.dry_run(spec_with({}), name=name)
+
+
+def test_the_api_server_refuses_a_share_for_the_deployment_itself(api: KindCopy) -> None:
+    change = {"router": {"replicas": 2, "trafficSplit": [{"deployment": "llama", "percent": 10}]}}
+    assert "created" in api.dry_run(spec_with(change), name="other")
+    with pytest.raises(KubectlError, match="names other deployments"):
+        api.dry_run(spec_with(change), name="llama")
+
+
+def test_replicas_cannot_be_changed_while_the_operator_owns_them(api: KindCopy, namespace: str) -> None:
+    """The one rule over time: it needs a stored object."""
+    cluster, scale = api.cluster, ("scale", f"{api.resource}/owned", "--replicas=3")
+    cluster.apply(api.manifest(spec_with({"scaling": {"owner": "Operator"}}), "owned"), namespace=namespace)
+    with pytest.raises(KubectlError, match=r"scaling\.owner is Operator"):
+        cluster.kubectl(*scale, namespace=namespace)
+    cluster.apply(api.manifest(spec_with({"scaling": {"owner": "External"}}), "owned"), namespace=namespace)
+    cluster.kubectl(*scale, namespace=namespace)
+    path = f"/apis/{api.group}/{VERSION}/namespaces/{namespace}/{PLURAL}/owned/scale"
+    assert json.loads(cluster.kubectl("get", "--raw", path))["spec"]["replicas"] == 3

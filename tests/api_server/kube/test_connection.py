@@ -1,0 +1,27 @@
+"""Connections to the API server have keepalive."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+from kube import Cluster
+
+from specdecode_operator.kube import connection
+from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
+from specdecode_operator.kube.connection import keepalive_socket
+
+
+async def test_connections_to_the_api_server_have_keepalive(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+
+    def recording(address: tuple[Any, ...]) -> socket.socket:
+        made.append(keepalive_socket(address))
+        return made[-1]
+
+    monkeypatch.setattr(connection, "keepalive_socket", recording)
+    client = await KubeClient.connect(cluster.kubeconfig)
+    await client.get(CONFIG_MAPS, "default", "absent")
+    await client.close()
+    assert len(made) == 1

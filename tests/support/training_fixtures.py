@@ -1,0 +1,63 @@
+"""Fixtures for the training tests: a small random Llama, a head for it, and conversations recorded from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdecode_worker.models.configs.model_config import LlamaConfig
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.data.state_recording import read_states
+from specdecode_worker.training.heads.initialization import new_head
+
+VOCABULARY = 64
+
+
+@pytest.fixture
+def target() -> Llama:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,  # with fewer layers, two of the three aux layers would coincide
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_ids=(0,),
+    )
+    return Llama(config).requires_grad_(False)
+
+
+@pytest.fixture
+def head(target: Llama) -> Eagle3Head:
+    """Return a head with every other token in its vocabulary.
+
+    Noise is added to its weights, so that no half of a matrix is zero.
+    """
+    draft_head = new_head(target, torch.arange(0, VOCABULARY, 2))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft_head.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return draft_head
+
+
+@pytest.fixture
+def conversations(target: Llama) -> list[Conversation]:
+    """Return six random conversations of two domains with the target's states, half of them greedy."""
+    generator = torch.Generator().manual_seed(2)
+    samples = []
+    for i, length in enumerate((17, 23, 9, 30, 12, 26)):
+        tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        aux, hidden = read_states(target, tokens)
+        temperature = 0.0 if i % 2 == 0 else 0.8
+        samples.append(Conversation(tokens.int(), aux, hidden, 3 + i % 3, temperature, "code" if i < 3 else "prose"))
+    return samples
