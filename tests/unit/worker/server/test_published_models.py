@@ -1,0 +1,101 @@
+"""Workers on model folders as they are published, asked over HTTP, with and without speculation.
+
+The models are small and random. A grammar with one choice makes them write a given text, in the tokens in which their
+tokenizer writes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import small_model
+from published.tokens import SIZE, Kind, tokenizer_of
+from worker_process import WorkerProcess, real
+
+from specdecode_worker.contract import Plan, Route, TreeShape
+
+WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+VERSIONS = itertools.count(1)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+class Asked:
+    """Client of one worker with one plan."""
+
+    def __init__(self, worker: WorkerProcess, kind: Kind) -> None:
+        self.worker, self.kind = worker, kind
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        body = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 300, "seed": 3}
+        return httpx.post(f"{self.worker.public}/v1/chat/completions", json=body | fields, timeout=60)
+
+    def choice(self, **fields: Any) -> Any:
+        answer = self.chat(**fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]
+
+    def says(self, text: str, **fields: Any) -> Any:
+        """Return the choice of a model that writes this text."""
+        return self.choice(structured_outputs={"choice": [text]}, **fields)
+
+
+@pytest.fixture(scope="module", params=["text", "special"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Kind]]:
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    sizes = {"vocab_size": SIZE, "max_position_embeddings": 2048}
+    small_model.write_target(target, config=sizes)
+    small_model.write_draft(draft, config=sizes)
+    tokenizer_of(request.param).save(str(target / "tokenizer.json"))
+    words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
+    words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "2"]
+    with real(words, tmp_path_factory.mktemp("log") / "log") as started:
+        started.wait_ready()
+        yield started, request.param
+
+
+@pytest.fixture(params=["tree:4,2,1", "none"])
+def asked(worker: tuple[WorkerProcess, Kind], request: pytest.FixtureRequest) -> Asked:
+    """Return a client of a worker that speculates, or does not. The guard is off: it would end speculation here."""
+    plan = Plan(version=next(VERSIONS), initial=TreeShape.parse(request.param), max_depth=6, top_k=4, guard=False)
+    answer = worker[0].call_admin(Route.plan, "PUT", content=plan.model_dump_json())
+    assert answer.status_code == 200, answer.text
+    return Asked(*worker)
+
+
+def read_call(choice: Any) -> tuple[str, Any]:
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["message"]["content"] is None
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forced_calls(asked: Asked, temperature: float) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for tool_choice in ("required", named):
+        choice = asked.choice(tools=TOOLS, tool_choice=tool_choice, parallel_tool_calls=False, temperature=temperature)
+        assert read_call(choice) in [("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"})]
+
+
+def test_the_token_of_the_tag_begins_a_strict_call(asked: Asked) -> None:
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    tag = tokenizer_of(asked.kind).token_to_id("<tool_call>")
+    choice = asked.choice(tools=strict, logit_bias={str(tag): 100}, parallel_tool_calls=False)
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_a_written_call_is_a_call_whatever_its_tags_are(asked: Asked) -> None:
+    assert read_call(asked.says(CALL, tools=TOOLS)) == ("weather", {"city": "Oslo"})
+
+
+@pytest.mark.parametrize("text", ["<think>ok</think>", "</s>", "a<|python_tag|>b", "[TOOL_CALLS]", "<a b>"])
+def test_text_that_names_a_token_is_returned(asked: Asked, text: str) -> None:
+    assert asked.says(text)["message"]["content"] == text
+    schema = {"type": "object", "properties": {"a": {"const": text}}, "required": ["a"], "additionalProperties": False}
+    answer_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    assert json.loads(asked.choice(response_format=answer_format)["message"]["content"]) == {"a": text}
