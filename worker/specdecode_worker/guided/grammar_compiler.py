@@ -41,9 +41,10 @@ def parser_limits() -> LLParserLimits:
 class _TokenTexts:
     """Tokens as the text that clients receive, for llguidance's ``TokenizerWrapper``.
 
-    A special token has no text: no literal of a grammar matches it, and its name in a literal is spelled with other
-    tokens. Any other added token is its text. llguidance itself takes every added token of the form ``<...>`` for a
-    special one, and still writes literals with it, so that a literal ``<tool_call>`` ends in an error.
+    A special token, or one that ends an answer, has no text: no literal of a grammar matches it, and its name in a
+    literal is spelled with other tokens. Any other added token is its text. llguidance itself takes every added token
+    of the form ``<...>`` for a special one, and still writes literals with it, so that a literal ``<tool_call>`` ends
+    in an error.
     """
 
     bos_token_id = None
@@ -58,7 +59,7 @@ class _TokenTexts:
         self._ids: dict[str, int] = {}
         for token in (token for token in added if token["id"] < vocab_size):
             self.tokens[token["id"]] = token["content"].encode()
-            if token["special"] and token["content"] not in TEXT_TAGS:
+            if token["id"] in end_tokens or (token["special"] and token["content"] not in TEXT_TAGS):
                 special.add(token["id"])
             else:
                 special.discard(token["id"])

@@ -21,6 +21,7 @@ from specdecode_worker.contract import Plan, Route, TreeShape
 
 WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+GENERATION_END = tokenizer_of("text").token_to_id("</s>")
 VERSIONS = itertools.count(1)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
@@ -48,8 +49,9 @@ class Asked:
 @pytest.fixture(scope="module", params=["text", "special"])
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Kind]]:
     target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
-    sizes = {"vocab_size": SIZE, "max_position_embeddings": 2048}
+    sizes = {"vocab_size": SIZE, "max_position_embeddings": 2048, "eos_token_id": None}
     small_model.write_target(target, config=sizes)
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [GENERATION_END]}))
     small_model.write_draft(draft, config=sizes)
     tokenizer_of(request.param).save(str(target / "tokenizer.json"))
     words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
@@ -99,3 +101,11 @@ def test_text_that_names_a_token_is_returned(asked: Asked, text: str) -> None:
     schema = {"type": "object", "properties": {"a": {"const": text}}, "required": ["a"], "additionalProperties": False}
     answer_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
     assert json.loads(asked.choice(response_format=answer_format)["message"]["content"]) == {"a": text}
+
+
+@pytest.mark.parametrize("end", [small_model.END_ID, GENERATION_END])
+def test_an_answer_ends_at_the_end_tokens_of_all_files(asked: Asked, end: int) -> None:
+    """config.json names none, tokenizer_config.json the first and generation_config.json the other."""
+    answer = asked.chat(logit_bias={str(end): 100}).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 1

@@ -30,6 +30,7 @@ from specdecode_worker.models.configs.model_config import (
     medusa_config,
     read_config,
 )
+from specdecode_worker.models.configs.text_config import end_tokens
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
@@ -42,7 +43,7 @@ _EMBEDDING = "embed_tokens.weight"
 
 def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> UnloadedNetwork[Llama]:
     """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
-    config = llama_config(read_config(folder), max_model_len)
+    config = replace(llama_config(read_config(folder), max_model_len), eos_token_ids=end_tokens(folder))
     checkpoint = open_checkpoint(folder)
     with meta_init():
         model = Llama(config)

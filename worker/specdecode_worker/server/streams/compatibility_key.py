@@ -22,6 +22,7 @@ def compatibility_key(config: WorkerConfig, loaded: Loaded, tokenizer: Tokenizer
     parts = {
         "weights": loaded.target,
         "tokenizer": tokenizer.digest,
+        "end_tokens": loaded.eos_token_ids,
         "dtype": config.model.dtype,
         "quantization": config.model.quantization,
         "sampler": config.engine.sampler,
