@@ -180,7 +180,8 @@ async def _load(service: Service) -> None:
 
 
 def _tokenizer(config: WorkerConfig) -> Tokenizer:
-    return Tokenizer.from_folder(model_store.resolve(config.model.uri, Path(config.cache_dir)))
+    folder = model_store.resolve(config.model.uri, Path(config.cache_dir))
+    return Tokenizer.from_folder(folder, config.server.chat_template)
 
 
 async def _shut_down(service: Service, shutdown: Shutdown) -> int:

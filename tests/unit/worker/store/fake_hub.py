@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "siblings": [{"rfilename": name} for name in hub.files],
             }
             return self._answer(200, json.dumps(listing).encode())
-        name = self.path.rpartition("/")[2]
+        name = self.path.rpartition(f"{COMMIT}/")[2].rpartition(f"{NEWER_COMMIT}/")[2]
         if name not in hub.files or not (COMMIT in self.path or NEWER_COMMIT in self.path):
             return self._answer(404, b"no such file")
         if self.path.startswith("/storage/"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ import httpx
 
 from specdecode_worker.models.checkpoints.download_folder import MANIFEST, check_room, disk_full_errors, locked
 from specdecode_worker.models.checkpoints.model_store import HubModel
+from specdecode_worker.models.configs.text_config import TEMPLATE_FOLDER
 from specdecode_worker.models.errors import AccessDenied, HashMismatch, HubUnreachable, NotOnHub
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -164,6 +166,7 @@ class Hub:
         done, partial = folder / file.name, folder / f"{file.name}.partial"
         if done.is_file() and done.stat().st_size == file.size:
             return  # a file is renamed only after its hash check
+        partial.parent.mkdir(exist_ok=True)
         failures = 0
         while (before := _size(partial)) < file.size or not partial.exists():
             try:
@@ -197,7 +200,7 @@ class Hub:
 def wanted_files(model: HubModel, names: Sequence[str]) -> list[str]:
     """Return the files of a repository to download: safetensors, JSON, tokenizer and chat template.
 
-    Files in subfolders are not needed. Weights come last.
+    Of files in subfolders, only further chat templates are needed. Weights come last.
 
     Raises:
         NotOnHub: the repository holds no safetensors.
@@ -211,6 +214,7 @@ def wanted_files(model: HubModel, names: Sequence[str]) -> list[str]:
             )
         raise NotOnHub(f"{model.id} holds no *.safetensors; nothing else is served")
     wanted = [name for name in top if name.endswith((".json", ".safetensors", ".jinja")) or name == "tokenizer.model"]
+    wanted += [name for name in names if re.fullmatch(rf"{TEMPLATE_FOLDER}/[\w-]+\.jinja", name)]
     return sorted(wanted, key=lambda name: (name.endswith(".safetensors"), name))
 
 

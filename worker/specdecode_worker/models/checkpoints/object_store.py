@@ -30,6 +30,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionErr
 from obstore.store import S3Store
 
 from specdecode_worker.models.checkpoints.download_folder import MANIFEST, check_room, disk_full_errors, locked
+from specdecode_worker.models.configs.text_config import TEMPLATE_FOLDER
 from specdecode_worker.models.errors import (
     AccessDenied,
     BadUri,
@@ -53,7 +54,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """Object directly below the path of a model."""
+    """Object directly below the path of a model, or below its folder of chat templates."""
 
     name: str
     size: int
@@ -156,7 +157,10 @@ def upload(folder: Path, uri: str) -> None:
 def _list(model: StoredModel, store: S3Store) -> list[StoredFile]:
     """Return the files of a model that are fetched, in the order of their names."""
     with _store_errors(model):
-        listed = obstore.list_with_delimiter(store)["objects"]
+        listed = [
+            *obstore.list_with_delimiter(store)["objects"],
+            *obstore.list_with_delimiter(store, TEMPLATE_FOLDER)["objects"],
+        ]
     files = [StoredFile(str(entry["path"]), int(entry["size"]), str(entry["e_tag"] or "")) for entry in listed]
     wanted = [file for file in files if file.name.endswith(_FETCHED_SUFFIXES) or file.name == "tokenizer.model"]
     names = {file.name for file in wanted}
@@ -194,6 +198,7 @@ def _fetch_all(
 def _fetch_file(store: S3Store, file: StoredFile, folder: Path, progress: Progress) -> None:
     """Fetch the object that was listed, and no other one that has replaced it meanwhile."""
     received = 0
+    (folder / file.name).parent.mkdir(exist_ok=True)
     response = obstore.get(store, file.name, options={"if_match": file.etag} if file.etag else {})
     with (folder / file.name).open("wb") as out:
         for chunk in response.stream(min_chunk_size=_CHUNK_BYTES):

@@ -15,9 +15,9 @@ from pathlib import Path
 import tokenizers
 
 from specdecode_worker.guided.grammar_compiler import TEXT_TAGS
+from specdecode_worker.models.errors import TokenizerProblem
+from specdecode_worker.models.vocabulary.chat_template import ChatTemplate, Message, find_template
 from specdecode_worker.models.vocabulary.token_bytes import Vocabulary
-from specdecode_worker.server.errors import TokenizerProblem
-from specdecode_worker.server.text.chat_template import ChatTemplate, Message, find_template
 from specdecode_worker.server.text.length_bound import most_bytes_per_token
 
 _INCOMPLETE = "\ufffd"
@@ -42,8 +42,8 @@ class Tokenizer:
         self._special = frozenset(one.content for one in model.get_added_tokens_decoder().values() if one.special)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
-        """Load tokenizer.json and the chat template of a model folder.
+    def from_folder(cls, folder: Path, template: str | None = None) -> Tokenizer:
+        """Load tokenizer.json and the chat template of a model folder, or another ``template`` (a file or its text).
 
         Raises:
             TokenizerProblem: tokenizer.json is missing, or a file cannot be parsed.
@@ -57,8 +57,8 @@ class Tokenizer:
             raise TokenizerProblem(f"{path} cannot be read: {error}") from None
         model.no_padding()
         model.no_truncation()
-        template = find_template(folder)
-        return cls(model, template, _digest(path, template))
+        chat_template = find_template(folder, template)
+        return cls(model, chat_template, _digest(path, chat_template))
 
     @property
     def json(self) -> str:
