@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from specdecode_worker.contract import Plan, Route, TreeShape
 WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
 GENERATION_END = tokenizer_of("text").token_to_id("</s>")
+TEMPLATE = small_model.TEMPLATE.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
 VERSIONS = itertools.count(1)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
@@ -45,17 +47,36 @@ class Asked:
         """Return the choice of a model that writes this text."""
         return self.choice(structured_outputs={"choice": [text]}, **fields)
 
+    def streamed(self, text: str, **fields: Any) -> Any:
+        """Return the message of a model that writes this text, put together from the chunks of a stream."""
+        answer = self.chat(**{"structured_outputs": {"choice": [text]}, **fields}, stream=True)
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        message: Any = {"role": "assistant", "content": "", "tool_calls": []}
+        for delta in (json.loads(line)["choices"][0]["delta"] for line in lines):
+            message["content"] += delta.get("content") or ""
+            for part in delta.get("tool_calls", ()):
+                if part["index"] == len(message["tool_calls"]):
+                    message["tool_calls"].append(part)
+                else:
+                    message["tool_calls"][part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+        return message
+
 
 @pytest.fixture(scope="module", params=["text", "special"])
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Kind]]:
     target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     sizes = {"vocab_size": SIZE, "max_position_embeddings": 2048, "eos_token_id": None}
-    small_model.write_target(target, config=sizes)
+    given = ["--chat-template", str(tmp_path_factory.mktemp("template") / "chat.jinja")]
+    if request.param == "special":
+        Path(given[1]).write_text(TEMPLATE)
+    else:
+        given = []
+    small_model.write_target(target, config=sizes, template="{% unknown %}" if given else TEMPLATE)
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [GENERATION_END]}))
     small_model.write_draft(draft, config=sizes)
     tokenizer_of(request.param).save(str(target / "tokenizer.json"))
     words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
-    words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "2"]
+    words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "2", *given]
     with real(words, tmp_path_factory.mktemp("log") / "log") as started:
         started.wait_ready()
         yield started, request.param
@@ -109,3 +130,46 @@ def test_an_answer_ends_at_the_end_tokens_of_all_files(asked: Asked, end: int) -
     answer = asked.chat(logit_bias={str(end): 100}).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_the_template_is_rendered(asked: Asked) -> None:
+    """It has the tag ``generation``. One of the workers gets it by a flag, and its folder has a broken one."""
+    answer = httpx.post(f"{asked.worker.public}/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
+    text = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert answer.json()["tokens"] == tokenizer_of(asked.kind).encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("null", {}),
+        ('""', {}),
+        ('{"city": "a\n\tb"}', {"city": "a\n\tb"}),
+        ("[]", None),
+        ('"noon"', None),
+        ('{"city": no}', None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_written_call_is_valid_or_text_and_accepted_as_history(
+    asked: Asked, arguments: str, read: Any, stream: bool
+) -> None:
+    text = CALL.replace('{"city": "Oslo"}', arguments)
+    message = asked.streamed(text, tools=TOOLS) if stream else asked.says(text, tools=TOOLS)["message"]
+    if read is None:
+        assert message["content"] == text
+        assert not message.get("tool_calls")
+    else:
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == read
+    result = {"role": "tool", "tool_call_id": "none", "content": "15"}
+    if read is not None:
+        result["tool_call_id"] = message["tool_calls"][0]["id"]
+    asked.choice(messages=[{"role": "user", "content": "hi"}, message, result], tools=TOOLS, max_tokens=1)
+
+
+def test_a_forced_call_that_is_cut_is_accepted_as_history(asked: Asked) -> None:
+    message = asked.streamed("", tools=TOOLS, tool_choice="required", structured_outputs=None, max_tokens=44)
+    (call,) = message["tool_calls"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["function"]["arguments"])
+    asked.choice(messages=[{"role": "user", "content": "hi"}, message], tools=TOOLS, max_tokens=1)

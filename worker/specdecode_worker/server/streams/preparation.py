@@ -211,4 +211,5 @@ def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions |
         raise unsupported("this model's chat template does not tell how calls are written; start the worker with "
                           "--tool-call-parser", "tools")  # fmt: skip
     functions = [tool.function.name for tool in body.tools]
-    return ToolCallOptions(partial(parser_for, name, functions), parallel=body.parallel_tool_calls)
+    parser = partial(parser_for, name, functions, streams=body.stream and body.guides_calls)
+    return ToolCallOptions(parser, parallel=body.parallel_tool_calls)
