@@ -15,10 +15,12 @@ from typing import Any
 import httpx
 import pytest
 import small_model
+import torch
 from published.tokens import SIZE, Kind, tokenizer_of
+from safetensors.torch import load_file
 from worker_process import WorkerProcess, real
 
-from specdecode_worker.contract import Plan, Route, TreeShape
+from specdecode_worker.contract import Plan, Report, Route, TreeShape
 
 WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
@@ -74,12 +76,27 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     small_model.write_target(target, config=sizes, template="{% unknown %}" if given else TEMPLATE)
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [GENERATION_END]}))
     small_model.write_draft(draft, config=sizes)
+    if request.param == "special":
+        publish_as_pickle(draft)
     tokenizer_of(request.param).save(str(target / "tokenizer.json"))
     words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
     words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "2", *given]
+    words += ["--cache-dir", str(tmp_path_factory.mktemp("cache"))]
     with real(words, tmp_path_factory.mktemp("log") / "log") as started:
         started.wait_ready()
         yield started, request.param
+        report = Report.model_validate(started.call_admin(Route.report).json())
+        assert report.draft.problem is None
+        assert report.drafts > 0, "the answers with a tree must be speculative"
+
+
+def publish_as_pickle(draft: Path) -> None:
+    """Store a head as pytorch_model.bin, without the output matrix that it shares with the target."""
+    state = load_file(draft / "model.safetensors")
+    torch.save(
+        {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}, draft / "pytorch_model.bin"
+    )
+    (draft / "model.safetensors").unlink()
 
 
 @pytest.fixture(params=["tree:4,2,1", "none"])

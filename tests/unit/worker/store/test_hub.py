@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fake_hub import COMMIT, Repository, StandInHub
+from published.hub import COMMIT, Repository, StandInHub
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import Env, WorkerConfig
@@ -184,8 +184,11 @@ def test_full_file_system_is_reported(pull: Pull, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"config.json": b"{}", "pytorch_model.bin": b""}, "convert them to safetensors"),
-        ({"config.json": b"{}"}, r"holds no \*\.safetensors"),
+        (
+            {"config.json": b"{}", "medusa_lm_head.pt": b"", "model.gguf": b""},
+            "medusa_lm_head.pt, model.gguf cannot be read",
+        ),
+        ({"config.json": b"{}"}, r"holds neither \*\.safetensors nor pytorch_model"),
     ],
 )
 def test_repositories_without_safetensors_are_refused(pull: Pull, files: dict[str, bytes], message: str) -> None:
