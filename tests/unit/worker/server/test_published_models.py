@@ -74,7 +74,10 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     else:
         given = []
     small_model.write_target(target, config=sizes, template="{% unknown %}" if given else TEMPLATE)
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [GENERATION_END]}))
+    generation = {"eos_token_id": [GENERATION_END], "temperature": 0.0, "top_k": 3, "do_sample": False}
+    (target / "generation_config.json").write_text(json.dumps(generation))
+    if given:
+        given += ["--generation-config", "vllm"]
     small_model.write_draft(draft, config=sizes)
     if request.param == "special":
         publish_as_pickle(draft)
@@ -190,3 +193,17 @@ def test_a_forced_call_that_is_cut_is_accepted_as_history(asked: Asked) -> None:
     with pytest.raises(json.JSONDecodeError):
         json.loads(call["function"]["arguments"])
     asked.choice(messages=[{"role": "user", "content": "hi"}, message], tools=TOOLS, max_tokens=1)
+
+
+def test_sampling_defaults_are_those_of_the_model(asked: Asked) -> None:
+    """generation_config.json asks for temperature 0. The worker with ``--generation-config vllm`` ignores it."""
+
+    def texts(**fields: Any) -> set[str]:
+        # No two letters in a row can be the same: these models like to repeat themselves.
+        pattern = {"regex": "[a-f][g-m][n-z][0-4][5-9][A-F][G-M][N-Z]"}
+        answers = [asked.choice(seed=seed, structured_outputs=pattern, **fields) for seed in range(6)]
+        return {answer["message"]["content"] for answer in answers}
+
+    assert (len(texts()) == 1) == (asked.kind == "text")
+    assert len(texts(temperature=1.5)) > 1, "a field of the request counts more"
+    assert len(texts(temperature=0)) == 1

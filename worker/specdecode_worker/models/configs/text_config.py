@@ -1,4 +1,4 @@
-"""Fields about text in a model folder, which are spread over several files: end tokens and special tokens.
+"""Fields about text in a model folder, which are spread over several files: end tokens, special tokens, sampling.
 
 Published folders disagree with themselves. config.json of a chat model often names the end of a document alone, and
 generation_config.json or the tokenizer the end of a turn.
@@ -14,6 +14,7 @@ from typing import Any
 from specdecode_worker.models.configs.config_fields import Fields, read_config
 from specdecode_worker.models.errors import ConfigMismatch
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Folder, within that of a model, of chat templates for special purposes."""
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -32,6 +33,12 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     text = special_tokens(folder).get("eos_token")
     known = _token_id(folder, text) if text else None
     return tuple(sorted(ids if known is None else ids | {known}))
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return the sampling parameters that generation_config.json names, as vLLM reads them. Raises ConfigMismatch."""
+    given = read_optional(folder / "generation_config.json")
+    return {name: given[name] for name in _SAMPLING if given.get(name) is not None}
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

@@ -112,6 +112,7 @@ async def start_completion(service: Service, call: Call, wait: Wait) -> StartedR
     """
     body = call.parse(CompletionRequest)
     service.check_model_name(body.model)
+    body = service.model.with_defaults(body)
     text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
     writer = CompletionWriter(_context(service, call, body))
     if call.resume is not None:
@@ -129,6 +130,7 @@ async def start_chat(service: Service, call: Call, wait: Wait) -> StartedRequest
     """
     body = call.parse(ChatRequest)
     service.check_model_name(body.model)
+    body = service.model.with_defaults(body)
     text = "\n".join(message.content for message in body.messages)
     writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body))
     if call.resume is not None:

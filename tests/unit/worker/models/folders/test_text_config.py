@@ -12,7 +12,7 @@ import torch
 from published.tokens import TOKENS, tokenizer_of
 
 from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.configs.text_config import end_tokens
+from specdecode_worker.models.configs.text_config import end_tokens, sampling_defaults
 from specdecode_worker.models.errors import ConfigMismatch
 
 END, S_END = small_model.END_ID, small_model.VOCAB_SIZE + TOKENS.index("</s>")
@@ -62,3 +62,10 @@ def test_a_loaded_target_has_them(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2]}')
     target = load_llama(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     assert target.config.eos_token_ids == (1, 2, END)
+
+
+def test_sampling_defaults_are_the_fields_that_vllm_reads(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path) == {}
+    given = {"temperature": 0.6, "top_p": None, "top_k": 50, "do_sample": True, "bos_token_id": 1, "max_length": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 50}
