@@ -37,17 +37,18 @@ TEMPLATE = (
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def byte_tokenizer(added: Sequence[str] = ()) -> Tokenizer:
+def byte_tokenizer(added: Sequence[str] = (), words: Sequence[str] = ()) -> Tokenizer:
     """Return a tokenizer with one token per byte.
 
     Every character beyond ASCII spans several tokens; 256 and 257 are special tokens. ``added`` are further special
-    tokens, which get the ids from 258 on.
+    tokens, which get the ids from 258 on, and ``words`` added tokens behind them that are text.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *added)])
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     return tokenizer
 
 
@@ -116,18 +117,17 @@ def write_varied_target(folder: Path, *, spread: float = 0.3, context: int = 256
     save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
 
 
-def write_draft(folder: Path, seed: int = 1) -> None:
-    """Write a random EAGLE-3 head for that target."""
+def write_draft(folder: Path, seed: int = 1, config: Mapping[str, Any] = _NOTHING) -> None:
+    """Write a random EAGLE-3 head for that target, whose config has these other fields."""
     import torch
     from safetensors.torch import save_file
 
     from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
     from specdecode_worker.models.networks.eagle3 import Eagle3Head
 
-    config = {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": VOCAB_SIZE}
+    target = llama_config({**CONFIG, **config})
+    config = {**CONFIG, **config, "num_hidden_layers": 1, "draft_vocab_size": target.vocab_size}
     torch.manual_seed(seed)
-    head = Eagle3Head(
-        eagle3_config(config, llama_config(CONFIG)), torch.nn.Embedding(VOCAB_SIZE, CONFIG["hidden_size"])
-    )
+    head = Eagle3Head(eagle3_config(config, target), torch.nn.Embedding(target.vocab_size, CONFIG["hidden_size"]))
     save_file({name: value.contiguous() for name, value in head.state_dict().items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

@@ -26,7 +26,6 @@ from specdecode_worker.commands.common.transformers_peer import is_installed, tr
 from specdecode_worker.contract import MergedDraft, TreeShape
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.server.errors import TokenizerProblem
 
 QUESTIONS = (
     "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
                 engine.folder, args.dtype, [p.tokens for p in prompts], args.max_tokens
             )
             document["transformers"] = {"tokens_per_second": tokens_per_second}
-    except (ModelError, EmbeddedModelError, TokenizerProblem, ValueError, OSError) as error:
+    except (ModelError, EmbeddedModelError, ValueError, OSError) as error:
         print(f"specdecode-worker bench: {error}", file=sys.stderr)
         return 1
     if args.out:

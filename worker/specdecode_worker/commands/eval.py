@@ -28,7 +28,6 @@ from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.transforms.quantization import quantise_draft, quantise_target
-from specdecode_worker.server.errors import TokenizerProblem
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.data.question_sources import greedy, read_prompts
 from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         document, table = _run_evaluation(args, method, draft)
-    except (TrainingError, ModelError, TokenizerProblem, OSError, ValueError) as error:
+    except (TrainingError, ModelError, OSError, ValueError) as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 1
     print(json.dumps(document, indent=2) if args.json else table(document))

@@ -27,7 +27,6 @@ from specdecode_worker.commands.common.local_engine import (
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.engine.ipc.messages import Tokens
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.server.errors import TokenizerProblem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             if args.prompt is not None and not args.json
             else _all(engine, prompts, args)
         )
-    except (ModelError, EmbeddedModelError, TokenizerProblem, ValueError, OSError) as error:
+    except (ModelError, EmbeddedModelError, ValueError, OSError) as error:
         print(f"specdecode-worker generate: {error}", file=sys.stderr)
         return 1
 

@@ -83,6 +83,9 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--admin-tokens-path", metavar="DIR",
                         help="folder with files operator, router and capture; read again when they change")  # fmt: skip
     parser.add_argument("--shared-prefix-cache", action="store_true", help="share cached prefixes between API keys")
+    parser.add_argument("--chat-template", metavar="FILE", help="file or text of another template than the model's")
+    parser.add_argument("--generation-config", choices=("auto", "vllm"), default="auto",
+                        help="auto: sampling defaults of generation_config.json; vllm: of the API")  # fmt: skip
     parser.add_argument("--tool-call-parser", choices=get_args(ToolFormat), help="default: what the template says")
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="beyond it the answer is 429")
     parser.add_argument("--request-timeout-seconds", type=float, default=_SERVER.request_timeout_seconds, metavar="S",

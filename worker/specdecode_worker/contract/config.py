@@ -171,6 +171,10 @@ class ServerConfig(Written):
     """Maximum time from the arrival of a request to its first step. Beyond it the server answers 503."""
     api_key_metrics: bool = False
     """Exports request metrics by the name of the API key, for at most 32 names."""
+    chat_template: str | None = None
+    """Chat template instead of the model's: a file, or its text. None takes that of the model folder."""
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """Sampling defaults: ``auto`` takes those of the model's generation_config.json, ``vllm`` those of the API."""
     tool_call_parser: ToolFormat | None = None
     """Format of the model's tool calls. None infers it from the chat template."""
     header_timeout_seconds: float = Field(default=10, gt=0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from specdecode_worker.guided.errors import GrammarRefused, library_message
 from specdecode_worker.guided.guide import Guide
@@ -16,6 +18,8 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 """Largest grammar. The largest schemas of public collections that compile at all have about 200 KB."""
 CACHED_GRAMMARS = 64
 """Number of compiled grammars that are cached."""
+TEXT_TAGS = ("<tool_call>", "</tool_call>")
+"""Added tokens that are text even where tokenizer.json marks them as special: clients and parsers need them."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -34,11 +38,49 @@ def parser_limits() -> LLParserLimits:
     )
 
 
+class _TokenTexts:
+    """Tokens as the text that clients receive, for llguidance's ``TokenizerWrapper``.
+
+    A special token, or one that ends an answer, has no text: no literal of a grammar matches it, and its name in a
+    literal is spelled with other tokens. Any other added token is its text. llguidance itself takes every added token
+    of the form ``<...>`` for a special one, and still writes literals with it, so that a literal ``<tool_call>`` ends
+    in an error.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
+        document = json.loads(tokenizer_json)
+        added, document["added_tokens"], document["post_processor"] = document["added_tokens"], [], None
+        self._base = LLTokenizer(json.dumps(document), vocab_size)
+        self.eos_token_id = end_tokens[0]
+        self.tokens = [self._base.decode_bytes([token]) for token in range(vocab_size)]
+        special = {token for token in range(vocab_size) if self._base.is_special_token(token)}
+        self._ids: dict[str, int] = {}
+        for token in (token for token in added if token["id"] < vocab_size):
+            self.tokens[token["id"]] = token["content"].encode()
+            if token["id"] in end_tokens or (token["special"] and token["content"] not in TEXT_TAGS):
+                special.add(token["id"])
+            else:
+                special.discard(token["id"])
+                self._ids[token["content"]] = token["id"]
+        self.special_token_ids = sorted(special)
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens with which the tokenizer writes a text, without special ones."""
+        ids: list[int] = []
+        for part in filter(None, self._split.split(text)):
+            ids += [self._ids[part]] if part in self._ids else self._base.tokenize_str(part)
+        return ids
+
+
 class GrammarCompiler:
     """Compiler for one model. Safe to use from several threads; it holds the interpreter lock only briefly."""
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, end_tokens: tuple[int, ...]) -> None:
-        """Create a compiler; the tokenizer is read at the first compilation, which takes a quarter of a second.
+        """Create a compiler; the tokenizer is read at the first compilation, which takes half a second.
 
         Args:
             tokenizer_json: Function that returns the contents of tokenizer.json.
@@ -102,7 +144,8 @@ class GrammarCompiler:
     def _build(self, grammar: str) -> LLMatcher | str:
         """Return the matcher of a grammar, or the library's reason to refuse it."""
         if self._tokenizer is None:
-            self._tokenizer = LLTokenizer(self._tokenizer_json(), self._vocab_size, list(self._end_tokens))
+            texts = _TokenTexts(self._tokenizer_json(), self._vocab_size, self._end_tokens)
+            self._tokenizer = LLTokenizer(TokenizerWrapper(texts), eos_token=list(self._end_tokens))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
             return library_message(matcher.get_error())

@@ -3,6 +3,8 @@
 ModelError
 ├── ConfigMismatch      config.json lacks a field or holds an unsupported value
 ├── WeightMismatch      a tensor is missing, extra, misshapen or of the wrong dtype
+├── TokenizerProblem    the folder has no usable tokenizer or chat template
+├── TemplateRefused     the chat template does not accept the messages
 ├── VocabularyMismatch  target and draft share too few tokens, or a tokenizer cannot be read
 ├── BadUri              the URI does not name a model
 ├── NotPresent          the URI is valid, but there is no complete model at its location
@@ -17,7 +19,10 @@ ModelError
 
 from __future__ import annotations
 
-from specdecode_worker.contract import CheckVerdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the process that renders templates has little memory
+    from specdecode_worker.contract import CheckVerdict
 
 
 class ModelError(Exception):
@@ -30,6 +35,14 @@ class ConfigMismatch(ModelError):
 
 class WeightMismatch(ModelError):
     """A tensor is missing, extra, misshapen or of the wrong dtype. The message names it."""
+
+
+class TokenizerProblem(ModelError):
+    """The folder has no usable tokenizer or chat template. The message names the file."""
+
+
+class TemplateRefused(ModelError):
+    """The chat template does not accept the messages. The message has the template's reason."""
 
 
 class VocabularyMismatch(ModelError):

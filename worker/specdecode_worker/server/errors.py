@@ -1,8 +1,6 @@
 """Errors of the server package, and their HTTP status codes.
 
 ServerError
-├── TokenizerProblem      the model folder has no usable tokenizer or chat template
-├── TemplateRefused       the chat template does not accept these messages
 ├── CannotStart           a port is taken, the model is missing, ...
 └── ApiError              sent to the client as OpenAI's error object
     ├── BadRequest        400
@@ -37,14 +35,6 @@ def without_paths(text: str) -> str:
 
 class ServerError(Exception):
     """Base class of all errors of this package."""
-
-
-class TokenizerProblem(ServerError):
-    """Error for a model folder without a usable tokenizer or chat template."""
-
-
-class TemplateRefused(ServerError):
-    """Error for messages that the chat template does not accept."""
 
 
 class CannotStart(ServerError):

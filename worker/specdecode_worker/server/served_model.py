@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 from specdecode_worker.contract import ToolFormat
 from specdecode_worker.engine.ipc.messages import Loaded
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.server.request_sampling import ModelLimits
+from specdecode_worker.server.requests import GenerationRequest
 from specdecode_worker.server.text.tokenizer import Tokenizer
 from specdecode_worker.server.tools.parser_choice import format_of
 from specdecode_worker.server.version import VERSION
+
+Body = TypeVar("Body", bound=GenerationRequest)
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class Model:
 
     tokenizer: Tokenizer
     loaded: Loaded
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of sampling fields that a request leaves out, where they differ from those of the API."""
 
     @cached_property
     def limits(self) -> ModelLimits:
@@ -44,6 +51,11 @@ class Model:
         """Tool call format that the chat template asks for; None when the template takes no tools."""
         template = self.tokenizer.template
         return format_of(template.tool_source) if template is not None and template.takes_tools else None
+
+    def with_defaults(self, body: Body) -> Body:
+        """Return a request with the model's defaults in the sampling fields that it leaves out."""
+        left_out = {name: value for name, value in self.sampling_defaults.items() if name not in body.model_fields_set}
+        return body.model_copy(update=left_out) if left_out else body
 
     def grammar_compiler(self) -> GrammarCompiler:
         """Return a compiler that accepts the grammars that the engine accepts."""

@@ -18,13 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import ValidationError
+
 from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import Env, Plan, ServerConfig, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.engine_interface import Build
 from specdecode_worker.http_edge.tls import TlsCertificate, UnusableCertificate
 from specdecode_worker.models.checkpoints import model_store
-from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.configs.text_config import sampling_defaults
+from specdecode_worker.models.errors import ConfigMismatch, ModelError
 from specdecode_worker.server.access.credentials import load_credentials
 from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
 from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
@@ -34,6 +37,7 @@ from specdecode_worker.server.liveness.exit_deadline import ExitDeadline
 from specdecode_worker.server.liveness.recorder_thread import close_recorder, open_recorder, watch_recorder
 from specdecode_worker.server.liveness.vital_parts import VitalParts
 from specdecode_worker.server.plan_store import read_plan
+from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.requests.body_parser import parse_contract
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
@@ -170,17 +174,31 @@ async def _run(
 async def _load(service: Service) -> None:
     """Load the tokenizer in this process while the engine process loads the weights, then start to serve."""
     config = service.config
-    tokenizer = await asyncio.to_thread(_tokenizer, config)
+    tokenizer, defaults = await asyncio.to_thread(_texts, config)
     loaded = await asyncio.shield(service.engine.loaded)
-    service.model_loaded(Model(tokenizer, loaded))
+    service.model_loaded(Model(tokenizer, loaded, defaults))
     service.prompts.start()
     if loaded.draft_problem:
         log.warning("serving plainly, the draft does not fit: %s", loaded.draft_problem)
     log.info("ready: %s, at most %d tokens", config.model.served_name, loaded.max_model_len)
 
 
-def _tokenizer(config: WorkerConfig) -> Tokenizer:
-    return Tokenizer.from_folder(model_store.resolve(config.model.uri, Path(config.cache_dir)))
+def _texts(config: WorkerConfig) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokenizer of the model and the sampling defaults of its generation_config.json.
+
+    Raises:
+        ModelError: A file of the model is missing or invalid.
+    """
+    folder = model_store.resolve(config.model.uri, Path(config.cache_dir))
+    defaults = sampling_defaults(folder) if config.server.generation_config == "auto" else {}
+    try:
+        CompletionRequest.model_validate({"model": "", "prompt": "", **defaults})
+    except ValidationError as error:
+        (one, *_) = error.errors()
+        raise ConfigMismatch(
+            f"{folder}/generation_config.json: {one['loc'][0]}: {one['msg']}; --generation-config vllm ignores it"
+        ) from None
+    return Tokenizer.from_folder(folder, config.server.chat_template), defaults
 
 
 async def _shut_down(service: Service, shutdown: Shutdown) -> int:

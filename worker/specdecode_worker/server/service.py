@@ -82,7 +82,7 @@ class Service:
     def model_loaded(self, model: Model) -> None:
         """Store the loaded model and change the lifecycle to SERVING."""
         self._model = model
-        self._compatibility_key = compatibility_key(self.config, model.loaded, model.tokenizer)
+        self._compatibility_key = compatibility_key(self.config, model)
         tool_format = self.config.server.tool_call_parser or model.tool_format
         grammars = AnswerGrammars(model.grammar_compiler(), tool_format)
         self._prompts = PromptPreparation(model.tokenizer, model.limits, grammars)

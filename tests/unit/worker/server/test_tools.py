@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import random
 from collections.abc import Iterable
 
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import ToolFormat
+from specdecode_worker.models.vocabulary.chat_template import ChatTemplate
+from specdecode_worker.server.requests import ChatRequest
 from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart, Delta, TextDelta
 from specdecode_worker.server.tools.parser_choice import format_of, parser_for
 
@@ -53,7 +57,43 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
     ),
     "no arguments": ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
     "no closing tag": ("hermes", '<tool_call>{"name": "now", "arguments": {}}', "", [("now", "{}")]),
-    "cut short": ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ', "", [("now", '{"a": ')]),
+    "cut short": ("hermes", *['<tool_call>{"name": "now", "arguments": {"a": '] * 2, []),
+    "no last brace": (
+        "hermes", '<tool_call>{"name": "now", "arguments": {"a": 1}\n</tool_call>\nIt is late.', "\nIt is late.",
+        [("now", '{"a": 1}')],
+    ),
+    "no last brace, cut": ("hermes", '<tool_call>{"name": "now", "arguments": {}', "", [("now", "{}")]),
+    "no arguments, cut": ("hermes", '<tool_call>{"name": "now"', '<tool_call>{"name": "now"', []),
+    "a brace too many": ("hermes", NOW.replace("}}", "}}}") + " so", " so", [("now", "{}")]),
+    "two braces missing": (
+        "hermes", f'<tool_call>{{"name": "now", "arguments": {{"a": {{"b": 1}}</tool_call>{NOW}',
+        '<tool_call>{"name": "now", "arguments": {"a": {"b": 1}</tool_call>', [("now", "{}")],
+    ),
+    "null": ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [("now", "{}")]),
+    "an empty text": ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', "", [("now", "{}")]),
+    "a list": ("hermes", *[NOW.replace("{}", '[]')] * 2, []),
+    "a word": ("hermes", *[NOW.replace("{}", '"noon"')] * 2, []),
+    "a bare word": ("hermes", *[NOW.replace("{}", '{"a": noon}')] * 2, []),
+    "NaN": ("hermes", *[NOW.replace("{}", '{"a": NaN}')] * 2, []),
+    "a raw newline": (
+        "hermes", '<tool_call>{"name": "now", "arguments": {"a": "b\n\tc"}}</tool_call>', "",
+        [("now", '{"a": "b\\n\\tc"}')],
+    ),
+    "half a surrogate pair": ("hermes", *[NOW.replace("{}", '{"a": "\\ud800"}')] * 2, []),
+    "another order": (
+        "hermes", '<tool_call>{"arguments": {"a": "\\u00e9"}, "name": "now"}</tool_call>', "", [("now", '{"a": "é"}')],
+    ),
+    "another key": ("hermes", *[NOW.replace('arguments": {}', 'age": 5')] * 2, []),
+    "a name that no history may have": ("hermes", *[NOW.replace("now", "a b")] * 2, []),
+    "llama: null": ("llama3_json", '{"name": "now", "parameters": null}', "", [("now", "{}")]),
+    "llama: another key": ("llama3_json", *['{"name": "now", "age": 5}'] * 2, []),
+    "llama: a list": ("llama3_json", *['{"name": "now", "parameters": [1]}'] * 2, []),
+    "llama: cut short": ("llama3_json", *['{"name": "now", "parameters": {"a": "b'] * 2, []),
+    "llama: a tag": ("llama3_json", *['{"name": "now", "parameters": {"a": <b>}} so'] * 2, []),
+    "pythonic: names of JSON": (
+        "pythonic", "[now(a=true, b=[null, false])]", "", [("now", '{"a": true, "b": [null, false]}')],
+    ),
+    "pythonic: infinite": ("pythonic", "[now(a=1e999)]", "[now(a=1e999)]", []),
     "cut before it is a call": ("hermes", 'x <tool_call>{"na', 'x <tool_call>{"na', []),
     "no JSON": ("hermes", "a <tool_call>nonsense</tool_call> b", "a <tool_call>nonsense</tool_call> b", []),
     "no call within": ("hermes", '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
@@ -117,12 +157,78 @@ def test_text_without_a_call_is_unchanged(name: ToolFormat, text: str) -> None:
         assert content == text
 
 
-def test_arguments_are_streamed() -> None:
-    parser = parser_for("hermes", FUNCTIONS)
+def test_arguments_that_a_grammar_assures_are_streamed() -> None:
+    parser = parser_for("hermes", FUNCTIONS, streams=True)
     assert parser.push('<tool_call>{"name": "now", "argu') == []
     assert parser.push('ments": {"a"') == [CallStart("now"), ArgumentsDelta('{"a"')]
     assert parser.push(": 1}") == [ArgumentsDelta(": 1}")]
     assert parser.push("}</tool_call>") == []
+    cut = parser_for("llama3_json", FUNCTIONS, streams=True)
+    assert cut.push('{"name": "now", "parameters": {"a": "b') == [CallStart("now"), ArgumentsDelta('{"a": "b')]
+    assert cut.end() == [], "it is no text any more"
+
+
+def test_other_arguments_wait_for_the_end_of_their_call() -> None:
+    parser = parser_for("hermes", FUNCTIONS)
+    assert parser.push('<tool_call>{"name": "now", "arguments": {"a": 1}') == []
+    assert parser.push("}") == [CallStart("now"), ArgumentsDelta('{"a": 1}')]
+
+
+PIECES = (
+    *("<tool_call>", "</tool_call>", "{", "}", "[", "]", '"', "'", ",", ":", "\\", "\n", "\x00", " ", "<", ";", ")"),
+    *("null", "NaN", "1e999", "-1", "true", "\\ud800", "é", "now", "weather(", "now(a=1)", "<|python_tag|>"),
+    *("name", "parameters", "arguments", '{"name": "now", "', '": {"a": ', NOW, LLAMA),
+)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Python's parser, about escapes
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "pythonic"])
+def test_random_outputs_are_calls_or_text(name: ToolFormat) -> None:
+    """No output is lost, and every message can be sent back: 10,000 mutated calls, at random splits."""
+    key = "parameters" if name == "llama3_json" else "arguments"
+    template = items_template()
+    for seed in range(10_000):
+        draw = random.Random(f"{name} {seed}")
+        marks = [f"w{draw.randrange(10**9)}w" for _ in range(4)]
+        arguments = draw.choice(['{"a": "MARK"}', '{"a": [1, {"b": "MARK"}]}', "null"]).replace("MARK", marks[0])
+        call = f'{{"name": "now", "{key}": {arguments}}}'
+        whole = {
+            "hermes": f"{marks[1]}<tool_call>\n{call}\n</tool_call>{marks[2]}",
+            "llama3_json": f"{call}{draw.choice(['', f'; {call}', marks[1]])}",
+            "pythonic": f"[now(a='{marks[0]}', b=[1])]",
+        }[name]
+        text = mutated(draw, whole, marks[3]) if draw.random() < 0.9 else whole
+        cuts = sorted(draw.sample(range(len(text) + 1), min(len(text), draw.randrange(6))))
+        pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+        content, calls = read(name, pieces)
+        assert (content, calls) == read(name, [text]), text
+        shown = content + "".join(function + arguments for function, arguments in calls)
+        assert all(mark in shown for mark in marks if mark in text), text
+        assert calls or content == text
+        for _, arguments in calls:
+            assert isinstance(json.loads(arguments, parse_constant=pytest.fail), dict), text
+        message = {"role": "assistant", "content": content or None, "tool_calls": [
+            {"id": "c", "type": "function", "index": index, "function": {"name": function, "arguments": written}}
+            for index, (function, written) in enumerate(calls)]}  # fmt: skip
+        earlier = ChatRequest.model_validate({"model": "m", "messages": [message, {"role": "user", "content": "x"}]})
+        assert template.render([one.rendered() for one in earlier.messages]).encode()
+
+
+def mutated(draw: random.Random, text: str, mark: str) -> str:
+    """Return a text with some of its parts cut out, repeated, exchanged or followed by other pieces."""
+    for _ in range(draw.randrange(1, 4)):
+        start = draw.randrange(len(text) + 1)
+        end = min(len(text), start + draw.choice((0, 0, 1, 1, 2, 5)))
+        piece = draw.choice((*PIECES, mark, text[start : start + 9], ""))
+        text = text[:start] + piece + text[end:]
+    return text[: draw.randrange(len(text) + 1)] if draw.random() < 0.2 else text
+
+
+def items_template() -> ChatTemplate:
+    return ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}"
+        "{% for k, v in c.function.arguments | items %}{{ k }}{{ v }}{% endfor %}{% endfor %}{% endfor %}", {}
+    )  # fmt: skip
 
 
 def test_tool_format_is_derived_from_the_template() -> None:

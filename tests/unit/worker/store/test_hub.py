@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fake_hub import COMMIT, Repository, StandInHub
+from published.hub import COMMIT, Repository, StandInHub
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import Env, WorkerConfig
@@ -36,11 +36,14 @@ FILES = {
     "tokenizer.json": b'{"a": 1}',
     "tokenizer.model": b"spm",
     "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    "additional_chat_templates/../../up.jinja": b"no",
     "README.md": b"no",
     "pytorch_model.bin": b"never",
     "original/params.json": b"no",
 }
-WANTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
+WANTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "chat_template.jinja", TEMPLATE}
 MODEL = model_store.hub_model("hf://org/model")
 
 Pull = Callable[..., Path]
@@ -70,7 +73,8 @@ def partial(tmp_path: Path) -> Path:
 def test_only_used_files_are_fetched(pull: Pull, tmp_path: Path) -> None:
     repository = Repository(FILES)
     folder = pull(repository)
-    assert {path.name for path in folder.iterdir()} == WANTED | {download_folder.MANIFEST}
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert files == WANTED | {download_folder.MANIFEST}
     assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
     manifest = json.loads((folder / download_folder.MANIFEST).read_text())
     assert (manifest["commit"], len(manifest["files"])) == (COMMIT, len(WANTED))
@@ -180,8 +184,11 @@ def test_full_file_system_is_reported(pull: Pull, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"config.json": b"{}", "pytorch_model.bin": b""}, "convert them to safetensors"),
-        ({"config.json": b"{}"}, r"holds no \*\.safetensors"),
+        (
+            {"config.json": b"{}", "medusa_lm_head.pt": b"", "model.gguf": b""},
+            "medusa_lm_head.pt, model.gguf cannot be read",
+        ),
+        ({"config.json": b"{}"}, r"holds neither \*\.safetensors nor pytorch_model"),
     ],
 )
 def test_repositories_without_safetensors_are_refused(pull: Pull, files: dict[str, bytes], message: str) -> None:

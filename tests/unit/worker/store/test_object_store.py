@@ -59,11 +59,13 @@ def test_draft_is_fetched_with_its_calibration(head: Path, bucket: S3Store, tmp_
     object_store.upload(head, URI)
     obstore.put(bucket, "README.md", b"no model file")
     obstore.put(bucket, "run/config.json", b"of another model")
+    obstore.put(bucket, "additional_chat_templates/tool_use.jinja", b"{{ tools }}")
     folder = model_store.resolve(URI, tmp_path / "cache")
     assert model_hash(folder) == model_hash(head)
     assert {path.name for path in folder.iterdir()} == {
-        "config.json", "model.safetensors", "calibration.json", download_folder.MANIFEST
+        "config.json", "model.safetensors", "calibration.json", "additional_chat_templates", download_folder.MANIFEST
     }  # fmt: skip
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").read_bytes() == b"{{ tools }}"
     fetched = (folder / download_folder.MANIFEST).stat().st_mtime_ns
     assert model_store.resolve(URI, tmp_path / "cache") == folder
     assert (folder / download_folder.MANIFEST).stat().st_mtime_ns == fetched, "what is there is not fetched again"

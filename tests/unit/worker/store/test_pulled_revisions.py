@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fake_hub import COMMIT, NEWER_COMMIT, Repository, StandInHub
+from published.hub import COMMIT, NEWER_COMMIT, Repository, StandInHub
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import (

@@ -119,7 +119,9 @@ def _process_bytes(draft: Draft, target: Llama, dtype: torch.dtype) -> int:
     copied = []
     if isinstance(draft, Eagle3Head | EagleHead) and draft.embed_tokens is None:
         copied.append(target.model.embed_tokens.weight)
-    if isinstance(draft, EagleHead) and draft.lm_head is None:
+    if (isinstance(draft, EagleHead) and draft.lm_head is None) or (
+        isinstance(draft, Eagle3Head) and draft.shares_output
+    ):
         copied.append(target.lm_head.weight)
     return DRAFT_PROCESS_BYTES + sum(one.numel() * dtype.itemsize for one in {id(one): one for one in copied}.values())
 

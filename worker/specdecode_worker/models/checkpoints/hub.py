@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ import httpx
 
 from specdecode_worker.models.checkpoints.download_folder import MANIFEST, check_room, disk_full_errors, locked
 from specdecode_worker.models.checkpoints.model_store import HubModel
+from specdecode_worker.models.checkpoints.pickled_weights import convert, weights_of
+from specdecode_worker.models.configs.text_config import TEMPLATE_FOLDER
 from specdecode_worker.models.errors import AccessDenied, HashMismatch, HubUnreachable, NotOnHub
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -76,6 +79,7 @@ class Hub:
 
         Raises:
             PullFailed: the download failed, or the disk is full.
+        WeightMismatch: pickled weights are refused.
         """
         folder = model.folder(cache_dir)
         with disk_full_errors(folder):
@@ -91,10 +95,13 @@ class Hub:
         check_room(folder, _missing_bytes(folder, files))
         for file in files:
             self._fetch(f"/{model.id}/resolve/{commit}/{file.name}", file, folder, progress)
+        pickles = convert(folder, [file.name for file in files], folder)
         manifest = {"uri": model.uri, "commit": commit, "files": [asdict(file) for file in files]}
         partial = folder / f"{MANIFEST}.partial"
         partial.write_text(json.dumps(manifest, indent=1))
         os.replace(partial, folder / MANIFEST)
+        for path in pickles:
+            path.unlink()
 
     def _list(self, model: HubModel) -> tuple[str, list[str]]:
         answer = self._get(model, "GET", f"/api/models/{model.id}/revision/{model.revision.replace('/', '%2F')}")
@@ -164,6 +171,7 @@ class Hub:
         done, partial = folder / file.name, folder / f"{file.name}.partial"
         if done.is_file() and done.stat().st_size == file.size:
             return  # a file is renamed only after its hash check
+        partial.parent.mkdir(exist_ok=True)
         failures = 0
         while (before := _size(partial)) < file.size or not partial.exists():
             try:
@@ -195,23 +203,23 @@ class Hub:
 
 
 def wanted_files(model: HubModel, names: Sequence[str]) -> list[str]:
-    """Return the files of a repository to download: safetensors, JSON, tokenizer and chat template.
+    """Return the files of a repository to download: weights, JSON, tokenizer and chat template.
 
-    Files in subfolders are not needed. Weights come last.
+    Weights are safetensors, or pickles (`pickled_weights`) if there are none; they come last. Of files in subfolders,
+    only further chat templates are needed.
 
     Raises:
-        NotOnHub: the repository holds no safetensors.
+        NotOnHub: the repository holds no weights that can be read.
     """
     top = [name for name in names if "/" not in name and not name.startswith(".")]
-    if not any(name.endswith(".safetensors") for name in top):
-        if any(name.endswith((".bin", ".pt", ".pth")) for name in top):
-            raise NotOnHub(
-                f"{model.id} has only pickled weights (*.bin), which are never loaded here: convert them to "
-                "safetensors on a trusted machine, and name the result as file:// or pvc://"
-            )
-        raise NotOnHub(f"{model.id} holds no *.safetensors; nothing else is served")
-    wanted = [name for name in top if name.endswith((".json", ".safetensors", ".jinja")) or name == "tokenizer.model"]
-    return sorted(wanted, key=lambda name: (name.endswith(".safetensors"), name))
+    weights = weights_of(top)
+    if not weights:
+        others = sorted(name for name in top if name.endswith((".bin", ".pt", ".pth", ".gguf")))
+        held = f"; {', '.join(others)} cannot be read" if others else ""
+        raise NotOnHub(f"{model.id} holds neither *.safetensors nor pytorch_model*.bin{held}")
+    wanted = {name for name in top if name.endswith((".json", ".jinja")) or name == "tokenizer.model"} - set(weights)
+    wanted |= {name for name in names if re.fullmatch(rf"{TEMPLATE_FOLDER}/[\w-]+\.jinja", name)}
+    return sorted(wanted) + sorted(weights)
 
 
 def _missing_bytes(folder: Path, files: Sequence[RemoteFile]) -> int:

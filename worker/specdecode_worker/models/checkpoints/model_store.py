@@ -5,6 +5,7 @@ hf://org/name[@revision]   <cache>/hf/org/name/<revision>, after `pull` has comp
 s3://bucket/path           <cache>/s3/bucket/path/<content>, fetched when it is resolved (object_store.py)
 pvc://claim/path           /mnt/pvc/claim/path, where the operator mounts claims
 file:///path               the folder itself
+                           (of both, if the weights are pickles, a copy in <cache>/converted with safetensors)
 embedded://name            a model that comes with the package
 """
 
@@ -23,6 +24,7 @@ from specdecode_worker import embedded
 from specdecode_worker.contract import Env, Revisions
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.checkpoints.download_folder import MANIFEST
+from specdecode_worker.models.checkpoints.pickled_weights import converted_folder
 from specdecode_worker.models.errors import BadUri, NotPresent
 
 CLAIMS = Path("/mnt/pvc")
@@ -77,12 +79,13 @@ def resolve(uri: str, cache_dir: Path | None = None) -> Path:
         BadUri: the URI has none of the valid forms.
         NotPresent: there is no complete model at its location.
         PullFailed: a model in a bucket cannot be fetched.
+        WeightMismatch: pickled weights are refused.
     """
     cache = cache_dir or default_cache_dir()
     scheme, _, rest = uri.partition("://")
     folder = local_folder(uri)
     if folder is not None:
-        return _existing(uri, folder)
+        return converted_folder(_existing(uri, folder), cache)
     match scheme:
         case "hf":
             return _pulled(hub_model(uri), cache, resolved_commit(uri))

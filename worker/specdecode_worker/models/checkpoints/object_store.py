@@ -30,6 +30,8 @@ from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionErr
 from obstore.store import S3Store
 
 from specdecode_worker.models.checkpoints.download_folder import MANIFEST, check_room, disk_full_errors, locked
+from specdecode_worker.models.checkpoints.pickled_weights import convert, weights_of
+from specdecode_worker.models.configs.text_config import TEMPLATE_FOLDER
 from specdecode_worker.models.errors import (
     AccessDenied,
     BadUri,
@@ -45,7 +47,7 @@ TEMPORARY_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 20
 _RETRIES = 4
 _URI = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(?P<path>[^/].*)", re.ASCII)
-_FETCHED_SUFFIXES = (".json", ".safetensors", ".jinja")
+_FETCHED_SUFFIXES = (".json", ".jinja")
 
 Progress = Callable[[str, int, int], None]
 """Callback with a file's name, the bytes present and the total bytes."""
@@ -53,7 +55,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """Object directly below the path of a model."""
+    """Object directly below the path of a model, or below its folder of chat templates."""
 
     name: str
     size: int
@@ -156,12 +158,19 @@ def upload(folder: Path, uri: str) -> None:
 def _list(model: StoredModel, store: S3Store) -> list[StoredFile]:
     """Return the files of a model that are fetched, in the order of their names."""
     with _store_errors(model):
-        listed = obstore.list_with_delimiter(store)["objects"]
+        listed = [
+            *obstore.list_with_delimiter(store)["objects"],
+            *obstore.list_with_delimiter(store, TEMPLATE_FOLDER)["objects"],
+        ]
     files = [StoredFile(str(entry["path"]), int(entry["size"]), str(entry["e_tag"] or "")) for entry in listed]
-    wanted = [file for file in files if file.name.endswith(_FETCHED_SUFFIXES) or file.name == "tokenizer.model"]
-    names = {file.name for file in wanted}
-    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
-        raise NotOnHub(f"{model.uri} holds no config.json with *.safetensors; check bucket and path")
+    weights = weights_of(file.name for file in files)
+    wanted = [
+        file
+        for file in files
+        if file.name.endswith(_FETCHED_SUFFIXES) or file.name == "tokenizer.model" or file.name in weights
+    ]
+    if not weights or all(file.name != "config.json" for file in wanted):
+        raise NotOnHub(f"{model.uri} holds no config.json with *.safetensors or pytorch_model*.bin; check its path")
     return sorted(wanted, key=lambda file: file.name)
 
 
@@ -184,6 +193,8 @@ def _fetch_all(
         for file in files:
             with _store_errors(model):
                 _fetch_file(store, file, partial, progress)
+        for path in convert(partial, [file.name for file in files], partial):
+            path.unlink()
         (partial / MANIFEST).write_text(json.dumps({"uri": model.uri, "files": [file.name for file in files]}) + "\n")
         partial.rename(folder)
     except BaseException:
@@ -194,6 +205,7 @@ def _fetch_all(
 def _fetch_file(store: S3Store, file: StoredFile, folder: Path, progress: Progress) -> None:
     """Fetch the object that was listed, and no other one that has replaced it meanwhile."""
     received = 0
+    (folder / file.name).parent.mkdir(exist_ok=True)
     response = obstore.get(store, file.name, options={"if_match": file.etag} if file.etag else {})
     with (folder / file.name).open("wb") as out:
         for chunk in response.stream(min_chunk_size=_CHUNK_BYTES):

@@ -33,4 +33,4 @@ def prepare_peagle(folder: Path, target: Llama) -> UnloadedNetwork[PEagleHead]:
 
 def load_peagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> PEagleHead:
     """Load the P-EAGLE head in ``folder`` for ``target``. Raise ModelError if it does not fit."""
-    return fill_head(prepare_peagle(folder, target), dtype=dtype, device=device)
+    return fill_head(prepare_peagle(folder, target), target, dtype=dtype, device=device)

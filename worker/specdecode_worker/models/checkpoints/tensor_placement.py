@@ -1,7 +1,7 @@
 """Strict assignment of a checkpoint's tensors to a network, by name: every tensor is used, and none is missing.
 
 The headers are compared first, so a checkpoint can be checked without loading it (`UnloadedNetwork`) and is loaded
-only if it fits. Only safetensors are read: no pickle, no remote code.
+only if it fits. Only safetensors are read; `pickled_weights` converts other checkpoints.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from specdecode_worker.models.configs.model_config import (
     medusa_config,
     read_config,
 )
+from specdecode_worker.models.configs.text_config import end_tokens
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
@@ -37,12 +38,12 @@ from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 
 Head = TypeVar("Head", bound=Eagle3Head)
-_EMBEDDING = "embed_tokens.weight"
+_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 
 def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> UnloadedNetwork[Llama]:
     """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
-    config = llama_config(read_config(folder), max_model_len)
+    config = replace(llama_config(read_config(folder), max_model_len), eos_token_ids=end_tokens(folder))
     checkpoint = open_checkpoint(folder)
     with meta_init():
         model = Llama(config)
@@ -81,23 +82,38 @@ def prepare_head(kind: type[Head], config: Eagle3Config, folder: Path, target: L
             f"{folder}: {_EMBEDDING} is missing; a head of hidden_size {config.hidden_size} cannot use the target's "
             f"embeddings of size {target.config.hidden_size}"
         )
+    if own and config.vocab_size < target.config.vocab_size:
+        raise WeightMismatch(
+            f"{folder}: {_EMBEDDING} has {config.vocab_size} rows, the target's {target.config.vocab_size}; a head of "
+            "the vocabulary before it grew must use the target's"
+        )
     with meta_init():
         embedding = nn.Embedding(config.vocab_size, config.hidden_size) if own else target.model.embed_tokens
         head = kind(config, embedding, own_embedding=own)
     whole = config.draft_vocab_size == config.vocab_size and "d2t" not in checkpoint
-    return UnloadedNetwork(head, checkpoint, frozenset(("d2t",) if whole else ()), spare=frozenset(("t2d",)))
+    head.shares_output = config.draft_vocab_size == target.config.vocab_size and _OUTPUT not in checkpoint
+    given = ("d2t",) * whole + (_OUTPUT,) * head.shares_output
+    return UnloadedNetwork(head, checkpoint, frozenset(given), spare=frozenset(("t2d",)))
 
 
 def load_eagle3(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
     """Load the EAGLE-3 head in ``folder`` for ``target``."""
-    return fill_head(prepare_eagle3(folder, target), dtype=dtype, device=device)
+    return fill_head(prepare_eagle3(folder, target), target, dtype=dtype, device=device)
 
 
-def fill_head(prepared: UnloadedNetwork[Head], *, dtype: torch.dtype, device: torch.device) -> Head:
-    """Load the weights of a head from `prepare_head` and check its vocabulary map."""
+def fill_head(prepared: UnloadedNetwork[Head], target: Llama, *, dtype: torch.dtype, device: torch.device) -> Head:
+    """Load the weights of a head from `prepare_head` and check its vocabulary map; the target's lm_head may be shared.
+
+    Raises:
+        WeightMismatch: A tensor or the map does not fit, or the target's lm_head is split over several devices.
+    """
     head = prepared.fill(dtype=dtype, device=device, finite=True)
     if "d2t" in prepared.given:
         head.d2t = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
+    if head.shares_output:
+        if type(target.lm_head) is not nn.Linear:
+            raise WeightMismatch(f"{prepared.checkpoint.folder}: {_OUTPUT} is missing, and the target's is split")
+        head.lm_head.weight = nn.Parameter(target.lm_head.weight.detach().to(device, dtype), requires_grad=False)
     _check_map(head, prepared.checkpoint)
     return head
 

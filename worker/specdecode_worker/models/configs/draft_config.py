@@ -96,7 +96,9 @@ def eagle3_fields(fields: Fields, target: LlamaConfig, *, norm_before_residual: 
     blocks = head_blocks(fields, target)
     hidden = fields.integer("target_hidden_size", blocks["hidden_size"])
     expect_equal("hidden_size", hidden, target.hidden_size)
-    vocab = head_vocabulary(fields, target)
+    # A head maps its own tokens to the target's, so it still fits a target whose vocabulary has grown since.
+    vocab = fields.integer("vocab_size", target.vocab_size)
+    vocab = vocab if vocab < target.vocab_size else head_vocabulary(fields, target)
     reads_aux = nested.flag("use_aux_hidden_state", True)
     if not reads_aux and blocks["hidden_size"] != target.hidden_size:
         raise ConfigMismatch(f"use_aux_hidden_state false needs the target's hidden_size {target.hidden_size}")

@@ -91,6 +91,8 @@ class Eagle3Head(nn.Module):
     """
 
     d2t: Tensor
+    shares_output: bool = False
+    """True if the checkpoint has no lm_head: its weight is the target's."""
 
     def __init__(self, config: Eagle3Config, embed_tokens: nn.Embedding, *, own_embedding: bool = False) -> None:
         super().__init__()

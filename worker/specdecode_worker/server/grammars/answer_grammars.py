@@ -58,8 +58,7 @@ class AnswerGrammars:
             BadRequest: The grammar cannot be used; the error names the part of a schema at fault.
             TooManyWaiting: Other compilations take too long.
         """
-        tools_matter = isinstance(body, ChatRequest) and (body.forced_tools or body.has_strict_tools)
-        if not body.has_format and not tools_matter:
+        if not body.has_format and not (isinstance(body, ChatRequest) and body.guides_calls):
             return ""
         try:
             work = asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, body)
@@ -82,7 +81,7 @@ class AnswerGrammars:
         return grammar
 
     def _grammar(self, body: GenerationRequest) -> str:
-        if isinstance(body, ChatRequest) and (body.forced_tools or (body.has_strict_tools and not body.has_format)):
+        if isinstance(body, ChatRequest) and body.guides_calls:
             return self._calls(body)
         answer_format = body.response_format
         if isinstance(answer_format, JsonSchemaFormat):
@@ -166,7 +165,7 @@ def _functions(tools: Sequence[Tool]) -> list[CallableFunction]:
 
 def _parts(body: GenerationRequest) -> list[_Part]:
     """Return the parts of a request that its grammar is made of."""
-    if isinstance(body, ChatRequest) and (body.forced_tools or (body.has_strict_tools and not body.has_format)):
+    if isinstance(body, ChatRequest) and body.guides_calls:
         forced = body.forced_tools or body.tools
         return [_Part("tools")] + [
             _Part(f"tools[{i}].function.parameters", tool.function.parameters, bool(tool.function.strict))

@@ -151,6 +151,11 @@ class ChatRequest(GenerationRequest):
         """True if the answer may call a function with ``strict``."""
         return self.tool_choice != "none" and any(tool.function.strict for tool in self.tools)
 
+    @property
+    def guides_calls(self) -> bool:
+        """True if a grammar assures that calls in the answer are valid."""
+        return bool(self.forced_tools) or (self.has_strict_tools and not self.has_format)
+
     def _check_tool_choice(self) -> None:
         """Raise BadRequest for a tool_choice without the tool, or for strict functions together with another format."""
         if self.tool_choice not in ("none", "auto") and not self.forced_tools:

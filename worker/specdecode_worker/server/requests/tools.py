@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from specdecode_worker.server.requests.base import RequestModel
+from specdecode_worker.server.tools.call_reader import FUNCTION_NAME
 
 MAX_TOOLS = 128
 JSON_OBJECT = "json-object"
 """Format name, in the OpenAPI document, of a string that contains a JSON object."""
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 
 
-def _object(value: str) -> str:
-    """Check that the arguments are a JSON object, because chat templates access their fields."""
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise ValueError("must be a JSON object, written as a text")
-    return value
+def _text(arguments: Any) -> Any:
+    """Return the arguments of an earlier call as a text. Clients also send null for none."""
+    return "{}" if arguments is None or arguments == "" else arguments
 
 
 class FunctionDefinition(RequestModel):
@@ -59,20 +55,33 @@ class NamedToolChoice(RequestModel):
 
 
 class CalledFunction(RequestModel):
-    """Function of a tool call, with its arguments as JSON text."""
+    """Function of a tool call, with its arguments as JSON text. Unknown fields are ignored, as in ToolCall."""
 
+    model_config = ConfigDict(extra="ignore")
     name: FunctionName
-    arguments: Annotated[str, AfterValidator(_object), Field(json_schema_extra={"format": JSON_OBJECT})]
+    arguments: Annotated[str, BeforeValidator(_text), Field(json_schema_extra={"format": JSON_OBJECT})]
 
 
 class ToolCall(RequestModel):
-    """Tool call that the assistant made in an earlier turn."""
+    """Tool call that the assistant made in an earlier turn.
 
+    Unknown fields are ignored: clients send back what they received, such as the ``index`` of a stream.
+    """
+
+    model_config = ConfigDict(extra="ignore")
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def rendered(self) -> dict[str, Any]:
-        """Return the call for the chat template, with the arguments as an object."""
-        called = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
-        return {"id": self.id, "type": self.type, "function": called}
+        """Return the call for the chat template.
+
+        The arguments are an object, because templates access its fields. Those that are none, such as the beginning of
+        one that was cut off, remain a text, which can be encoded.
+        """
+        arguments: Any = self.function.arguments
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            json.dumps(parsed, ensure_ascii=False).encode()
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}

@@ -10,22 +10,23 @@ import json
 from importlib import metadata
 
 from specdecode_worker.contract import WorkerConfig
-from specdecode_worker.engine.ipc.messages import Loaded
-from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.version import VERSION
 
 _KEY_DIGITS = 32
 
 
-def compatibility_key(config: WorkerConfig, loaded: Loaded, tokenizer: Tokenizer) -> str:
+def compatibility_key(config: WorkerConfig, model: Model) -> str:
     """Return the key of a worker. Drafts are not part of it, because speculation does not change the text."""
     parts = {
-        "weights": loaded.target,
-        "tokenizer": tokenizer.digest,
+        "weights": model.loaded.target,
+        "tokenizer": model.tokenizer.digest,
+        "end_tokens": model.loaded.eos_token_ids,
+        "sampling": dict(model.sampling_defaults),
         "dtype": config.model.dtype,
         "quantization": config.model.quantization,
         "sampler": config.engine.sampler,
-        "kernels": loaded.kernel_class,
+        "kernels": model.loaded.kernel_class,
         "tensor_parallel_size": config.engine.tensor_parallel_size,
         "grammars": metadata.version("llguidance"),
         "tool_call_parser": config.server.tool_call_parser,

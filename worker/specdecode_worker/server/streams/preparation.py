@@ -112,6 +112,7 @@ async def start_completion(service: Service, call: Call, wait: Wait) -> StartedR
     """
     body = call.parse(CompletionRequest)
     service.check_model_name(body.model)
+    body = service.model.with_defaults(body)
     text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
     writer = CompletionWriter(_context(service, call, body))
     if call.resume is not None:
@@ -129,6 +130,7 @@ async def start_chat(service: Service, call: Call, wait: Wait) -> StartedRequest
     """
     body = call.parse(ChatRequest)
     service.check_model_name(body.model)
+    body = service.model.with_defaults(body)
     text = "\n".join(message.content for message in body.messages)
     writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body))
     if call.resume is not None:
@@ -211,4 +213,5 @@ def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions |
         raise unsupported("this model's chat template does not tell how calls are written; start the worker with "
                           "--tool-call-parser", "tools")  # fmt: skip
     functions = [tool.function.name for tool in body.tools]
-    return ToolCallOptions(partial(parser_for, name, functions), parallel=body.parallel_tool_calls)
+    parser = partial(parser_for, name, functions, streams=body.stream and body.guides_calls)
+    return ToolCallOptions(parser, parallel=body.parallel_tool_calls)

@@ -8,13 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from specdecode_worker.server.errors import (
-    BadRequest,
-    TemplateRefused,
-    TokenizerProblem,
-    TooManyWaiting,
-    Unavailable,
-)
+from specdecode_worker.models.errors import TemplateRefused, TokenizerProblem
+from specdecode_worker.models.vocabulary.chat_template import Message
+from specdecode_worker.server.errors import BadRequest, TooManyWaiting, Unavailable
 from specdecode_worker.server.grammars.answer_grammars import AnswerGrammars
 from specdecode_worker.server.request_sampling import ModelLimits
 from specdecode_worker.server.requests import (
@@ -31,7 +27,6 @@ from specdecode_worker.server.text.bounded_encoding import (
     check_length,
     encode_bounded,
 )
-from specdecode_worker.server.text.chat_template import Message
 from specdecode_worker.server.text.prompts import Prompt, chat_prompt, completion_prompts, prompts_of_ids
 from specdecode_worker.server.text.template_pool import TemplatePool
 from specdecode_worker.server.text.text_threads import Lane, TextThreads, lane_of

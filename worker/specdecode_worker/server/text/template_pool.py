@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdecode_worker.server.errors import TemplateRefused
+from specdecode_worker.models.errors import TemplateRefused
+from specdecode_worker.models.vocabulary.chat_template import ChatTemplate, Message
 from specdecode_worker.server.text import template_process
-from specdecode_worker.server.text.chat_template import ChatTemplate, Message
 
 MAX_PROCESSES = 2
 """Renderings at the same time. Each takes about a millisecond of a process."""

@@ -16,8 +16,8 @@ import signal
 import socket
 from typing import Any
 
-from specdecode_worker.server.errors import TemplateRefused
-from specdecode_worker.server.text.chat_template import ChatTemplate
+from specdecode_worker.models.errors import TemplateRefused
+from specdecode_worker.models.vocabulary.chat_template import ChatTemplate
 
 CPU_SECONDS = 0.5
 """Processor time of one rendering. A long conversation takes some milliseconds."""

@@ -7,15 +7,17 @@ character once it is complete; the concatenation of all returned text is the tex
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
+from specdecode_worker.guided.grammar_compiler import TEXT_TAGS
+from specdecode_worker.models.errors import TokenizerProblem
+from specdecode_worker.models.vocabulary.chat_template import ChatTemplate, Message, find_template
 from specdecode_worker.models.vocabulary.token_bytes import Vocabulary
-from specdecode_worker.server.errors import TokenizerProblem
-from specdecode_worker.server.text.chat_template import ChatTemplate, Message, find_template
 from specdecode_worker.server.text.length_bound import most_bytes_per_token
 
 _INCOMPLETE = "\ufffd"
@@ -40,8 +42,8 @@ class Tokenizer:
         self._special = frozenset(one.content for one in model.get_added_tokens_decoder().values() if one.special)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
-        """Load tokenizer.json and the chat template of a model folder.
+    def from_folder(cls, folder: Path, template: str | None = None) -> Tokenizer:
+        """Load tokenizer.json and the chat template of a model folder, or another ``template`` (a file or its text).
 
         Raises:
             TokenizerProblem: tokenizer.json is missing, or a file cannot be parsed.
@@ -50,13 +52,13 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerProblem(f"{path} does not exist; only fast tokenizers (tokenizer.json) are read")
         try:
-            model = tokenizers.Tokenizer.from_file(str(path))
+            model = with_text_tags(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises plain Exception
             raise TokenizerProblem(f"{path} cannot be read: {error}") from None
         model.no_padding()
         model.no_truncation()
-        template = find_template(folder)
-        return cls(model, template, _digest(path, template))
+        chat_template = find_template(folder, template)
+        return cls(model, chat_template, _digest(path, chat_template))
 
     @property
     def json(self) -> str:
@@ -127,6 +129,16 @@ class Tokenizer:
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for the tokens that follow ``prompt``."""
         return Detokenizer(self, prompt, skip_special_tokens=skip_special_tokens)
+
+
+def with_text_tags(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return a tokenizer in which no TEXT_TAGS are special, so that they reach parsers and clients."""
+    if not any(one.special and one.content in TEXT_TAGS for one in model.get_added_tokens_decoder().values()):
+        return model
+    document = json.loads(model.to_str())
+    for one in document["added_tokens"]:
+        one["special"] = one["special"] and one["content"] not in TEXT_TAGS
+    return tokenizers.Tokenizer.from_str(json.dumps(document))
 
 
 def _digest(path: Path, template: ChatTemplate | None) -> str:

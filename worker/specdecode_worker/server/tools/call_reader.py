@@ -1,43 +1,51 @@
-"""Streaming parser of one tool call that is a JSON object: {"name": ..., "arguments": {...}}.
+"""Parser of one tool call that is a JSON object: {"name": ..., "arguments": {...}}.
 
-With the name first, the usual order of models, name and arguments are returned as they arrive. With another order they
-are returned once the object is complete. Llama models write ``parameters`` instead of ``arguments``.
+A call has a name that clients can send back, and arguments that are a JSON object; any other text is no call. It is
+therefore returned once it is complete. Only where a grammar assures it, name and arguments are returned as they arrive.
+Llama models write ``parameters`` instead of ``arguments``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart, Delta, IsOffered
 
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+"""Names of functions, as OpenAI defines them, and with dots."""
+_ARGUMENTS = frozenset(("arguments", "parameters"))
+_KEYS = _ARGUMENTS | {"name", "type", "id"}
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
 )
+_NAME = re.compile(FUNCTION_NAME.removesuffix("$"))
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class JsonEndFinder:
     """Depth counter that finds the end of a JSON object, character by character. Braces within strings do not count."""
 
-    __slots__ = ("_escaped", "_in_string", "closed", "depth")
+    __slots__ = ("_escaped", "closed", "depth", "in_string")
 
     def __init__(self) -> None:
         self.depth = 0
         self.closed = False
-        self._in_string = self._escaped = False
+        self.in_string = self._escaped = False
 
     def push(self, char: str) -> None:
         """Process the next character. ``closed`` becomes true at the end of the object."""
-        if self._in_string:
+        if self.in_string:
             if self._escaped:
                 self._escaped = False
             elif char == "\\":
                 self._escaped = True
             elif char == '"':
-                self._in_string = False
+                self.in_string = False
         elif char == '"':
-            self._in_string = True
+            self.in_string = True
         elif char in "{[":
             self.depth += 1
         elif char in "}]":
@@ -48,8 +56,15 @@ class JsonEndFinder:
 class CallReader:
     """Parser of one JSON tool call. Push text until ``done`` or ``failed`` is true; ``rest`` is then available."""
 
-    def __init__(self, is_offered: IsOffered) -> None:
-        self._is_offered = is_offered
+    def __init__(self, is_offered: IsOffered, *, streams: bool, close: str = "") -> None:
+        """Start before the call.
+
+        Args:
+            is_offered: Predicate for the names of functions that may be called.
+            streams: Return name and arguments as they arrive; a grammar assures that they are valid.
+            close: Tag that ends the call, even if its last brace is missing.
+        """
+        self._is_offered, self._streams, self._close_tag = is_offered, streams, close
         self._text = ""
         self._read = 0
         self._json_end = JsonEndFinder()
@@ -73,67 +88,103 @@ class CallReader:
         if begin and begin[0] != "{":
             self.failed = True
             return []
-        deltas = self._header()
-        if shown := self._scan():
+        deltas = self._header() if self._streams else []
+        shown, ended = self._scan()
+        if shown:
             deltas.append(ArgumentsDelta(shown))
-        if self._json_end.closed:
-            return deltas + self._close()
-        return deltas
+        return deltas + (self.end() if ended else [])
 
-    def end(self) -> None:
-        """Mark the end of the text.
-
-        Once the arguments have begun, the call is done, although truncated. Otherwise the parser has failed.
-        """
-        if not self.done:
-            self.failed = self._arguments_from is None
-            self.done = not self.failed
+    def end(self) -> list[Delta]:
+        """Return the call at the end of its text. One that streams is done, even if it was cut off."""
+        if self._arguments_from is not None:
+            self.done = True
+            return []
+        call = read_call(self._text[: self._read], lacks_brace=self._json_end.depth == 1)
+        self.done = call is not None and self._is_offered(call[0])
+        self.failed = not self.done
+        return [CallStart(call[0]), ArgumentsDelta(call[1])] if call is not None and self.done else []
 
     def _header(self) -> list[Delta]:
         """Return the start of the call once the name and the opening brace of the arguments have arrived."""
         if self._arguments_from is not None or (header_match := _HEADER.match(self._text)) is None:
             return []
-        name = _loads(header_match[1])
-        if not isinstance(name, str) or not self._is_offered(name):
+        try:
+            name = json.loads(header_match[1])
+        except ValueError:
+            return []
+        if not self._is_offered(name):
             return []
         # The opening brace is in the latest piece, else the pattern had matched before: no argument text was scanned.
         self._arguments_from = header_match.end()
         return [CallStart(name)]
 
-    def _scan(self) -> str:
-        """Scan to the end of the text or of the object, and return the argument text in it."""
-        shown = []
+    def _scan(self) -> tuple[str, bool]:
+        """Scan to the end of the text or of the call. Return the argument text in it, and whether the call ends.
+
+        No JSON has a ``<`` outside of its strings: it begins the tag that ends the call, or the text is no call.
+        """
+        shown: list[str] = []
         while self._read < len(self._text) and not self._json_end.closed:
             char = self._text[self._read]
+            if char == "<" and not self._json_end.in_string:
+                tag = self._text[self._read : self._read + len(self._close_tag)]
+                return "".join(shown), tag == self._close_tag or not self._close_tag.startswith(tag)
             in_arguments = self._arguments_from is not None and self._read >= self._arguments_from
             self._json_end.push(char)
             self._read += 1
             if in_arguments and not self._arguments_over:
                 shown.append(char)
                 self._arguments_over = self._json_end.depth <= 1
-        return "".join(shown)
+        return "".join(shown), self._json_end.closed
 
-    def _close(self) -> list[Delta]:
-        if self._arguments_from is None:
-            return self._parse_complete()
-        self.done = True
-        return []
 
-    def _parse_complete(self) -> list[Delta]:
-        """Parse the complete object, for calls that do not begin with the name."""
-        call = _loads(self._text[: self._read])
-        name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(name, str) or not self._is_offered(name):
-            self.failed = True
-            return []
-        self.done = True
-        arguments = call.get("arguments", call.get("parameters", {}))
-        return [CallStart(name), ArgumentsDelta(arguments if isinstance(arguments, str) else json.dumps(arguments))]
+def read_call(text: str, *, lacks_brace: bool = False) -> tuple[str, str] | None:
+    """Return the name and the arguments of a call, or None if the text is no call.
+
+    The arguments are the text of a JSON object as the model wrote it; ``{}`` if they are missing, null or "". A model
+    may write them as a string, and control characters in strings without escapes. A call without its last brace
+    (``lacks_brace``) counts if its arguments are there.
+    """
+    try:
+        call = _loads(text + "}" * lacks_brace)
+        if not isinstance(call, dict) or not call.keys() <= _KEYS or len(call.keys() & _ARGUMENTS) > 1:
+            return None
+        name, arguments = call.get("name"), next((call[key] for key in _ARGUMENTS if key in call), None)
+        if isinstance(arguments, str):
+            arguments = _loads(arguments) if arguments.strip() else None
+        if arguments is None and not lacks_brace:
+            arguments = {}
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
+            return None
+        return name, _written(text, arguments)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _written(text: str, arguments: dict[str, Any]) -> str:
+    """Return arguments as a call has them, with control characters escaped; in other cases as JSON of our own."""
+    ours = object_text(arguments)
+    if (header := _HEADER.match(text)) is not None:
+        _, end = json.JSONDecoder(strict=False).raw_decode(text, header.end())
+        written = _STRING.sub(lambda part: _CONTROL.sub(_escaped, part[0]), text[header.end() : end])
+        if json.loads(written) == arguments:
+            return written
+    return ours
+
+
+def object_text(value: dict[str, Any]) -> str:
+    """Return the text of a JSON object. Raises ValueError for NaN, infinities and halves of surrogate pairs."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode().decode()
+
+
+def _escaped(control: re.Match[str]) -> str:
+    return json.dumps(control[0])[1:-1]
 
 
 def _loads(text: str) -> Any:
-    """Parse JSON; None if it is invalid."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    """Parse JSON that may have control characters in strings. Raises ValueError."""
+    return json.loads(text, strict=False, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")

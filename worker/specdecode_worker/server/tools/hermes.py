@@ -1,7 +1,8 @@
 """Parser of the tool call format of Hermes and Qwen models.
 
 The output is text, then any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call> elements. Invalid
-content between the tags remains text, so no output is lost. The tag marks a call without doubt, so a call of a function
+content between the tags remains text, so no output is lost. A closing tag ends a call whose last brace is missing, and
+further braces before it are dropped. The tag marks a call without doubt, so a call of a function
 that was not offered is returned too: the client can reply that there is no such function.
 """
 
@@ -16,7 +17,8 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser:
     """Streaming parser of the Hermes format, which the module docstring describes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, streams: bool = False) -> None:
+        self._streams = streams
         self._held = ""
         self._before = ""
         """Whitespace before the opening tag. It is dropped if a call follows, and is text otherwise."""
@@ -38,8 +40,7 @@ class HermesParser:
         """Return the output held back, at the end of the text."""
         deltas: list[Delta] = []
         if self._reader is not None:
-            self._reader.end()
-            deltas += self._after_call()
+            deltas += self._reader.end() + self._after_call()
         rest, self._held = self._held, ""
         if self._called and (not rest.strip() or self._closing):
             return deltas
@@ -56,12 +57,15 @@ class HermesParser:
     def _outside(self) -> list[Delta]:
         text, tag, rest = self._held.partition(_OPEN)
         if tag:
-            self._held, self._reader = rest, CallReader(lambda name: True)
+            self._held, self._reader = rest, self._new_reader()
             self._before = text[len(text.rstrip()) :]
             return text_deltas(text.rstrip())
         keep = _undecided(self._held)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return text_deltas(text)
+
+    def _new_reader(self) -> CallReader:
+        return CallReader(lambda name: True, streams=self._streams, close=_CLOSE)
 
     def _within_call(self) -> list[Delta]:
         assert self._reader is not None
@@ -82,7 +86,7 @@ class HermesParser:
         return []
 
     def _close(self) -> list[Delta]:
-        begin = self._held.lstrip()
+        begin = self._held.lstrip("} \t\r\n")
         if begin.startswith(_CLOSE):
             self._held, self._closing = begin.removeprefix(_CLOSE), False
         elif not _CLOSE.startswith(begin):

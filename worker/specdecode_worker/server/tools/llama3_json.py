@@ -17,8 +17,8 @@ _BETWEEN = " \t\r\n;,"
 class Llama3JsonParser:
     """Streaming parser of the Llama 3 JSON format, which the module docstring describes."""
 
-    def __init__(self, is_offered: IsOffered) -> None:
-        self._is_offered = is_offered
+    def __init__(self, is_offered: IsOffered, *, streams: bool = False) -> None:
+        self._is_offered, self._streams = is_offered, streams
         self._held = ""
         self._before = ""
         """Characters before the opening brace. They are dropped if a call follows, and are text otherwise."""
@@ -43,8 +43,7 @@ class Llama3JsonParser:
         """Return the output held back, at the end of the text."""
         deltas: list[Delta] = []
         if self._reader is not None:
-            self._reader.end()
-            deltas += self._after_call()
+            deltas += self._reader.end() + self._after_call()
         rest, self._held = self._held, ""
         return deltas + ([] if self._called and not rest.strip(_BETWEEN) else text_deltas(rest))
 
@@ -65,7 +64,7 @@ class Llama3JsonParser:
             return False
         if text:
             self._before = self._held[: len(self._held) - len(text)]
-            self._held, self._reader = text, CallReader(self._is_offered)
+            self._held, self._reader = text, CallReader(self._is_offered, streams=self._streams)
         return bool(text)
 
     def _after_call(self) -> list[Delta]:

@@ -23,13 +23,16 @@ def format_of(template_source: str) -> ToolFormat | None:
     return next((name for mark, name in _MARKS if mark in template_source), None)
 
 
-def parser_for(name: ToolFormat, functions: Sequence[str]) -> ToolParser:
-    """Return a parser for one choice of a request that offers ``functions``."""
+def parser_for(name: ToolFormat, functions: Sequence[str], *, streams: bool = False) -> ToolParser:
+    """Return a parser for one choice of a request that offers ``functions``.
+
+    With ``streams``, which needs a grammar of the calls, arguments are returned as they arrive where the format allows.
+    """
     is_offered = frozenset(functions).__contains__
     match name:
         case "hermes":
-            return HermesParser()
+            return HermesParser(streams=streams)
         case "llama3_json":
-            return Llama3JsonParser(is_offered)
+            return Llama3JsonParser(is_offered, streams=streams)
         case "pythonic":
             return PythonicParser(is_offered)

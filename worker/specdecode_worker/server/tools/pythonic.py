@@ -7,9 +7,11 @@ because only then a list of calls can be distinguished from text in brackets.
 from __future__ import annotations
 
 import ast
-import json
 
+from specdecode_worker.server.tools.call_reader import object_text
 from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart, Delta, IsOffered, text_deltas
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser:
@@ -45,10 +47,20 @@ class PythonicParser:
         name = ast.unparse(call.func)
         if not self._is_offered(name):
             raise ValueError(f"{name} was not offered")
-        arguments = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
+        arguments = {
+            str(one.arg): ast.literal_eval(_Literals().visit(one.value)) for one in call.keywords if one.arg is not None
+        }
         if len(arguments) < len(call.keywords):
             raise ValueError("** is no literal")
-        return [CallStart(name), ArgumentsDelta(json.dumps(arguments, ensure_ascii=False, allow_nan=False))]
+        return [CallStart(name), ArgumentsDelta(object_text(arguments))]
+
+
+class _Literals(ast.NodeTransformer):
+    """Reading of JSON's names of constants, which models write too, as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return the constant that a name stands for, else the name."""
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 def _calls(text: str) -> list[ast.expr]:

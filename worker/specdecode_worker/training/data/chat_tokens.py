@@ -1,17 +1,12 @@
-"""The target's tokenizer and chat template for training.
-
-The server has an incremental implementation of its own. This one converts whole conversations at once.
-"""
+"""The target's tokenizer and chat template for training, which converts whole conversations at once."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from specdecode_worker.models.vocabulary.chat_template import find_template
 from specdecode_worker.training.errors import TrainingError
 
 
@@ -19,25 +14,20 @@ class Chat:
     """Tokenizer and chat template of a target.
 
     Raises:
-        TrainingError: The tokenizer configuration has no chat template.
+        TrainingError: The folder has no chat template.
+        TokenizerProblem: The chat template cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._settings: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
-        template = self._settings.get("chat_template")
-        if not isinstance(template, str):
-            raise TrainingError(f"{folder}/tokenizer_config.json has no chat_template; training needs a chat model")
-        self._template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+        template = find_template(folder)
+        if template is None:
+            raise TrainingError(f"{folder} has no chat template; training needs a chat model")
+        self._template = template
 
     def render(self, messages: list[dict[str, str]], *, answer: bool = True) -> str:
         """Return the conversation as text, with ``answer`` up to where the assistant's answer starts."""
-        special = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name, token in self._settings.items()
-            if name.endswith("_token") and token is not None
-        }
-        return self._template.render(messages=messages, add_generation_prompt=answer, **special)
+        return self._template.render(messages, add_generation_prompt=answer)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, without adding special tokens."""

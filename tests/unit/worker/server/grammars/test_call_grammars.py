@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-import numpy as np
 import pytest
-import small_model
+from published.tokens import KINDS, TOKENS, Language
 
 from specdecode_worker.contract import ToolFormat
 from specdecode_worker.guided.errors import GrammarRefused
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.guided.grammars import choice_grammar, json_grammar, regex_grammar
 from specdecode_worker.server.grammars.call_grammars import (
     NO_ARGUMENTS,
     CallableFunction,
@@ -25,20 +25,11 @@ WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo
                 "additionalProperties": False}  # fmt: skip
 FUNCTIONS = [CallableFunction("weather", WEATHER, exact=True), CallableFunction("now", NO_ARGUMENTS, exact=True)]
 FORMATS: tuple[ToolFormat, ...] = ("hermes", "llama3_json")
-TOKENIZER = small_model.byte_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(TOKENIZER.to_str, small_model.VOCAB_SIZE, (small_model.END_ID,))
-
-
-def allows(compiler: GrammarCompiler, grammar: str, text: str) -> bool:
-    """Return whether an answer may be exactly this text."""
-    guide = compiler.guide(grammar)
-    mask = guide.mask(TOKENIZER.encode(text).ids)
-    end = small_model.END_ID
-    return mask is not None and bool(mask[end // 32] >> np.uint32(end % 32) & 1)
+@pytest.fixture(scope="module", params=KINDS)
+def language(request: pytest.FixtureRequest) -> Language:
+    return Language(request.param)
 
 
 def call(tool_format: ToolFormat, name: str, arguments: dict[str, Any]) -> str:
@@ -49,15 +40,15 @@ def call(tool_format: ToolFormat, name: str, arguments: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_forced_calls_allow_calls_of_the_functions_and_nothing_else(
-    compiler: GrammarCompiler, tool_format: ToolFormat
+    language: Language, tool_format: ToolFormat
 ) -> None:
     good, other = call(tool_format, "weather", {"city": "Rome"}), call(tool_format, "now", {})
     several = forced_calls(tool_format, FUNCTIONS, parallel=True)
     single = forced_calls(tool_format, FUNCTIONS, parallel=False)
     both = ("\n" if tool_format == "hermes" else "; ").join((good, other))
     for grammar in (several, single):
-        assert allows(compiler, grammar, good)
-        assert allows(compiler, grammar, other)
+        assert language.allows(grammar, good)
+        assert language.allows(grammar, other)
         for bad in (
             "",
             "text",
@@ -68,28 +59,28 @@ def test_forced_calls_allow_calls_of_the_functions_and_nothing_else(
             call(tool_format, "now", {"a": 1}),
             call(tool_format, "later", {}),
         ):
-            assert not allows(compiler, grammar, bad), bad
-    assert allows(compiler, several, both)
-    assert not allows(compiler, single, both)
+            assert not language.allows(grammar, bad), bad
+    assert language.allows(several, both)
+    assert not language.allows(single, both)
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
-def test_calls_within_text_leave_text_free(compiler: GrammarCompiler, tool_format: ToolFormat) -> None:
+def test_calls_within_text_leave_text_free(language: Language, tool_format: ToolFormat) -> None:
     grammar = calls_within_text(tool_format, FUNCTIONS, parallel=True)
     good = call(tool_format, "weather", {"city": "Rome"})
     for text in ("hello {world}", "1 < 2", "<b>x</b>", "a\nb", good):
-        assert allows(compiler, grammar, text), text
+        assert language.allows(grammar, text), text
     for bad in (call(tool_format, "weather", {"city": "Bern"}), call(tool_format, "later", {})):
-        assert not allows(compiler, grammar, bad), bad
+        assert not language.allows(grammar, bad), bad
     if tool_format == "hermes":
-        assert allows(compiler, grammar, f"I look. {good} Done.")
-        assert not allows(compiler, grammar, "I look. <tool_call>nothing")
+        assert language.allows(grammar, f"I look. {good} Done.")
+        assert not language.allows(grammar, "I look. <tool_call>nothing")
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
-def test_the_parser_reads_what_a_grammar_allows(compiler: GrammarCompiler, tool_format: ToolFormat) -> None:
+def test_the_parser_reads_what_a_grammar_allows(language: Language, tool_format: ToolFormat) -> None:
     text = call(tool_format, "weather", {"city": "Oslo"})
-    assert allows(compiler, forced_calls(tool_format, FUNCTIONS, parallel=False), text)
+    assert language.allows(forced_calls(tool_format, FUNCTIONS, parallel=False), text)
     parser = parser_for(tool_format, ["weather", "now"])
     deltas = [*parser.push(text), *parser.end()]
     assert deltas[0] == CallStart("weather")
@@ -98,16 +89,36 @@ def test_the_parser_reads_what_a_grammar_allows(compiler: GrammarCompiler, tool_
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
-def test_arguments_that_the_schema_does_not_name_are_not_allowed(
-    compiler: GrammarCompiler, tool_format: ToolFormat
-) -> None:
+def test_arguments_that_the_schema_does_not_name_are_not_allowed(language: Language, tool_format: ToolFormat) -> None:
     functions = [CallableFunction("now", {"properties": {"zone": {"type": "string"}}}, exact=False)]
     grammar = forced_calls(tool_format, functions, parallel=False)
-    assert allows(compiler, grammar, call(tool_format, "now", {"zone": "UTC"}))
-    assert not allows(compiler, grammar, call(tool_format, "now", {"zone": "UTC", "other": 1}))
+    assert language.allows(grammar, call(tool_format, "now", {"zone": "UTC"}))
+    assert not language.allows(grammar, call(tool_format, "now", {"zone": "UTC", "other": 1}))
 
 
 def test_parameters_must_be_an_object() -> None:
     bad = [CallableFunction("f", {"type": "string"}, exact=True)]
     with pytest.raises(GrammarRefused, match="object"):
         forced_calls("hermes", bad, parallel=True)
+
+
+@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize("tags", [(), (258, 259)], ids=["first allowed token", "tags first"])
+def test_calls_are_written_to_their_end(language: Language, tool_format: ToolFormat, tags: tuple[int, ...]) -> None:
+    """The literal of a tag is written whole, with its own token where the tokenizer has one."""
+    text = language.written(forced_calls(tool_format, FUNCTIONS, parallel=False), wanted=tags)
+    parser = parser_for(tool_format, ["weather", "now"])
+    assert isinstance([*parser.push(text), *parser.end()][0], CallStart), text
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_names_of_tokens_are_texts(language: Language, name: str) -> None:
+    """A literal that is the name of a token is text, whatever the token is: in choices, patterns, schemas and calls."""
+    choice, pattern = choice_grammar([f"{name}ok{name}"]), regex_grammar(re.escape(name) + "(a|b)")
+    schema = json_grammar({"const": {name: name}}, white_space=False)
+    for grammar, text in ((choice, f"{name}ok{name}"), (pattern, f"{name}a"), (schema, f'{{"{name}":"{name}"}}')):
+        assert language.allows(grammar, text)
+        assert language.written(grammar) == text
+    functions = [CallableFunction("say", {"properties": {"a": {"const": name}}, "required": ["a"]}, exact=True)]
+    for tool_format in (*FORMATS, "pythonic"):
+        assert name in language.written(forced_calls(tool_format, functions, parallel=False))

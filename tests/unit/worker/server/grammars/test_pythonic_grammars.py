@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
-import small_model
+from published.tokens import KINDS, Language
 
 from specdecode_worker.guided.errors import GrammarRefused
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.server.grammars.call_grammars import CallableFunction, calls_within_text, forced_calls
 from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart
 from specdecode_worker.server.tools.pythonic import PythonicParser
 
-TOKENIZER = small_model.byte_tokenizer()
 SCHEMA: Any = {
     "type": "object",
     "properties": {
@@ -38,16 +35,9 @@ SCHEMA: Any = {
 FUNCTIONS = [CallableFunction("get.weather", SCHEMA, exact=True), CallableFunction("now", {}, exact=False)]
 
 
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(TOKENIZER.to_str, small_model.VOCAB_SIZE, (small_model.END_ID,))
-
-
-def allows(compiler: GrammarCompiler, grammar: str, text: str) -> bool:
-    """Return whether an answer may be exactly this text."""
-    mask = compiler.guide(grammar).mask(TOKENIZER.encode(text).ids)
-    end = small_model.END_ID
-    return mask is not None and bool(mask[end // 32] >> np.uint32(end % 32) & 1)
+@pytest.fixture(scope="module", params=KINDS)
+def language(request: pytest.FixtureRequest) -> Language:
+    return Language(request.param)
 
 
 def read(text: str) -> list[tuple[str, Any]]:
@@ -76,10 +66,10 @@ CALLS = (
 
 
 @pytest.mark.parametrize(("text", "calls"), CALLS)
-def test_allowed_calls_are_read_by_the_parser(compiler: GrammarCompiler, text: str, calls: Any) -> None:
-    assert allows(compiler, forced_calls("pythonic", FUNCTIONS, parallel=True), text)
-    assert allows(compiler, calls_within_text("pythonic", FUNCTIONS, parallel=True), text)
-    assert allows(compiler, forced_calls("pythonic", FUNCTIONS, parallel=False), text) == (len(calls) == 1)
+def test_allowed_calls_are_read_by_the_parser(language: Language, text: str, calls: Any) -> None:
+    assert language.allows(forced_calls("pythonic", FUNCTIONS, parallel=True), text)
+    assert language.allows(calls_within_text("pythonic", FUNCTIONS, parallel=True), text)
+    assert language.allows(forced_calls("pythonic", FUNCTIONS, parallel=False), text) == (len(calls) == 1)
     assert read(text) == calls
 
 
@@ -105,14 +95,14 @@ def test_allowed_calls_are_read_by_the_parser(compiler: GrammarCompiler, text: s
         'now()',
     ],
 )  # fmt: skip
-def test_other_calls_are_not_allowed(compiler: GrammarCompiler, text: str) -> None:
-    assert not allows(compiler, forced_calls("pythonic", FUNCTIONS, parallel=True), text)
+def test_other_calls_are_not_allowed(language: Language, text: str) -> None:
+    assert not language.allows(forced_calls("pythonic", FUNCTIONS, parallel=True), text)
 
 
-def test_text_is_allowed_where_calls_are_not_forced(compiler: GrammarCompiler) -> None:
+def test_text_is_allowed_where_calls_are_not_forced(language: Language) -> None:
     grammar = calls_within_text("pythonic", FUNCTIONS, parallel=True)
-    assert allows(compiler, grammar, "Hello [now(1)]")
-    assert not allows(compiler, grammar, "[now(1)]")
+    assert language.allows(grammar, "Hello [now(1)]")
+    assert not language.allows(grammar, "[now(1)]")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +123,7 @@ def test_what_cannot_be_expressed_is_refused_by_name(name: str, schema: Any, par
     assert refused.value.path == path
 
 
-def test_without_strict_constraints_are_ignored(compiler: GrammarCompiler) -> None:
+def test_without_strict_constraints_are_ignored(language: Language) -> None:
     schema = {"properties": {"a": {"type": "string", "pattern": "x"}, "b-c": {}}}
     grammar = forced_calls("pythonic", [CallableFunction("f", schema, exact=False)], parallel=True)
-    assert allows(compiler, grammar, '[f(a="y")]')
+    assert language.allows(grammar, '[f(a="y")]')

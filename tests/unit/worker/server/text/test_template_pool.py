@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from specdecode_worker.server.errors import TemplateRefused
-from specdecode_worker.server.text.chat_template import ChatTemplate
+from specdecode_worker.models.errors import TemplateRefused
+from specdecode_worker.models.vocabulary.chat_template import ChatTemplate
 from specdecode_worker.server.text.template_pool import TemplatePool
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -13,14 +13,15 @@ from specdecode_worker.engine.drafts.draft_loader import DraftLoader
 from specdecode_worker.engine.drafts.own_device.draft_child import BuiltDraft
 from specdecode_worker.engine.drafts.own_device.draft_server import DraftServer, ServedDrafter
 from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.models.checkpoints.safetensors_headers import read_tensor_headers
 from specdecode_worker.models.checkpoints.weights import prepare_llama
 from specdecode_worker.models.networks.llama import Llama
 
 _SHARED: dict[Method, tuple[str, ...]] = {
-    "eagle3": ("model.embed_tokens.weight",),
+    "eagle3": ("model.embed_tokens.weight", "lm_head.weight"),
     "eagle": ("model.embed_tokens.weight", "lm_head.weight"),
 }
-"""Weights of the target that a head of this method may share."""
+"""Weights of the target that a head of this method may share; the output matrix only if it has none itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,10 @@ class FolderDraft:
             torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(self.threads)
-        target = _shared_part(self.target_folder, self.config.method, self.max_model_len, self.dtype, self.device)
+        shared = _SHARED.get(self.config.method, ())
+        if self.config.uri is not None and "lm_head.weight" in read_tensor_headers(Path(self.config.uri)).tensors:
+            shared = tuple(name for name in shared if name != "lm_head.weight")
+        target = _shared_part(self.target_folder, shared, self.max_model_len, self.dtype, self.device)
         state = DeviceState(self.slots, self.max_model_len, self.dtype, self.device)
         load = DraftLoader(
             target=target,
@@ -66,11 +70,13 @@ class FolderDraft:
         return BuiltDraft(server, loaded.state.model_copy(update={"uri": self.uri}))
 
 
-def _shared_part(folder: Path, method: Method, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Llama:
+def _shared_part(
+    folder: Path, shared: tuple[str, ...], max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> Llama:
     """Return the target with the weights that a draft may share; the others stay on the meta device."""
     prepared = prepare_llama(folder, max_model_len=max_model_len)
     target, tensors = prepared.network, {}
-    names = [name for name in _SHARED.get(method, ()) if name in prepared.checkpoint]
+    names = [name for name in shared if name in prepared.checkpoint]
     for name, tensor in prepared.checkpoint.read_all(names):
         tensors[name] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
     # A draft model shares nothing, but dtype and device of a draft are those of this matrix.

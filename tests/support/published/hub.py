@@ -1,9 +1,14 @@
-"""Local test hub with the API of the Hugging Face hub, which can simulate failures."""
+"""Local test hub with the API of the Hugging Face hub, which can simulate failures.
+
+It needs Python's standard library alone, so that it also runs in a pod.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,14 +16,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 COMMIT = "c0ffee" * 6 + "beef"
 NEWER_COMMIT = "decade" * 6 + "beef"
-LARGE = ".safetensors"
+LARGE = (".safetensors", ".bin")
 
 
 @dataclass
 class Repository:
-    """The ``files`` of org/model, and the failures to simulate."""
+    """The ``files`` of one repository, and the failures to simulate."""
 
     files: Mapping[str, bytes]
+    name: str = "org/model"
     token: str | None = None
     """Token required for every request."""
     cut_after: int | None = None
@@ -37,9 +43,12 @@ class Repository:
 class StandInHub:
     """HTTP server of the test hub. Use it as a context manager; ``url`` is the endpoint."""
 
-    def __init__(self, repository: Repository) -> None:
-        handler = type("Handler", (_Handler,), {"repository": repository})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    def __init__(self, *repositories: Repository, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen on ``host``. Large files are redirected to ``localhost``, or with another host to its address."""
+        large = "localhost" if host == "127.0.0.1" else socket.gethostbyname(socket.gethostname())
+        named = {one.name: one for one in repositories}
+        handler = type("Handler", (_Handler,), {"repositories": named, "large_host": large})
+        self._server = ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -52,37 +61,52 @@ class StandInHub:
         self._server.server_close()
 
 
+_LISTING = re.compile(r"/api/models/(?P<model>[\w.-]+/[\w.-]+)/revision/(?P<revision>[\w.-]+)")
+_FILE = re.compile(r"/(?P<model>[\w.-]+/[\w.-]+)/resolve/(?P<commit>[0-9a-f]{40})/(?P<name>.+)")
+_STORED = re.compile(r"/storage/(?:(?P<model>[\w.-]+/[\w.-]+)/)?(?P<commit>[0-9a-f]{40})/(?P<name>.+)")
+
+
 class _Handler(BaseHTTPRequestHandler):
+    repositories: Mapping[str, Repository]
+    large_host: str
     repository: Repository
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        hub = self.repository
+        asked = _LISTING.fullmatch(self.path) or _STORED.fullmatch(self.path) or _FILE.fullmatch(self.path)
+        model = "org/model" if asked is None else asked["model"] or "org/model"
+        if asked is None or model not in self.repositories:
+            return self._answer(404, b"no such repository")
+        hub = self.repository = self.repositories[model]
         hub.requests.append((self.command, self.path, self.headers.get("Range")))
         if hub.busy:
             hub.busy -= 1
             return self._answer(503, b"busy")
-        if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}" and "/storage/" not in self.path:
+        if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}" and asked.re is not _STORED:
             return self._answer(401, b"gated")
-        revision = self.path.removeprefix("/api/models/org/model/revision/")
-        if revision in ("main", COMMIT, NEWER_COMMIT):
+        commits = (COMMIT, NEWER_COMMIT, hub.head)
+        if asked.re is _LISTING:
+            revision = asked["revision"]
+            if revision not in ("main", *commits):
+                return self._answer(404, b"no such revision")
             listing = {
                 "sha": hub.head if revision == "main" else revision,
                 "siblings": [{"rfilename": name} for name in hub.files],
             }
             return self._answer(200, json.dumps(listing).encode())
-        name = self.path.rpartition("/")[2]
-        if name not in hub.files or not (COMMIT in self.path or NEWER_COMMIT in self.path):
+        name = asked["name"]
+        if name not in hub.files or asked["commit"] not in commits:
             return self._answer(404, b"no such file")
-        if self.path.startswith("/storage/"):
+        if asked.re is _STORED:
             # Large files are served by another host, which must never receive the token.
             assert "Authorization" not in self.headers
             return self._content(name)
         if name.endswith(LARGE):
             digest = hashlib.sha256(hub.files[name]).hexdigest()
-            port = self.server.server_address[1]
+            host = f"{self.large_host}:{self.server.server_address[1]}"
+            place = COMMIT if model == "org/model" else f"{model}/{asked['commit']}"
             headers = {
-                "Location": f"http://localhost:{port}/storage/{COMMIT}/{name}",
+                "Location": f"http://{host}/storage/{place}/{name}",
                 "X-Linked-Etag": f'"{digest}"',
                 "X-Linked-Size": str(len(hub.files[name])),
                 "ETag": '"of the redirect"',

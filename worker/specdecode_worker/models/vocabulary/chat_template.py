@@ -1,28 +1,31 @@
 """Chat template of a model, rendered in a Jinja sandbox because it comes with the weights and is not trusted.
 
-Templates are found by the convention of Hugging Face: the file ``chat_template.jinja``, else the key ``chat_template``
-of ``chat_template.json`` or ``tokenizer_config.json``. The value of the key is one template, or a list of named
-templates: ``default`` is used, and ``tool_use`` for requests with tools.
+Templates are found as transformers finds them: the files ``chat_template.jinja`` and
+``additional_chat_templates/*.jinja``, else the key ``chat_template`` of ``tokenizer_config.json``, which holds one
+template or a list of named ones. ``default`` is used, and ``tool_use`` for requests with tools. Templates see the
+functions and variables that transformers gives them. Serving and training use this module.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specdecode_worker.server.errors import TemplateRefused, TokenizerProblem
+from specdecode_worker.models.configs.text_config import TEMPLATE_FOLDER, read_optional, special_tokens
+from specdecode_worker.models.errors import ConfigMismatch, TemplateRefused, TokenizerProblem
 
 MAX_RENDERED_CHARACTERS = 8 * 1024 * 1024
 """Longest text that a template may render: twice the largest request body, as templates add to each message."""
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 Message = Mapping[str, Any]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -72,6 +75,7 @@ class ChatTemplate:
         template = self._with_tools if tools else self._template
         given = {
             **self.special_tokens,
+            "documents": None,
             **variables,
             "messages": messages,
             "tools": list(tools) or None,
@@ -85,36 +89,63 @@ class ChatTemplate:
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from None
 
 
-def find_template(folder: Path) -> ChatTemplate | None:
+def find_template(folder: Path, given: str | None = None) -> ChatTemplate | None:
     """Load the chat template of a model folder; None for a base model without one.
 
+    Args:
+        folder: Folder of the model.
+        given: Template to use instead of the folder's: a file, or the text of the template.
+
     Raises:
-        TokenizerProblem: The template or a JSON file cannot be parsed.
+        TokenizerProblem: The template or a file cannot be read or parsed.
     """
-    config = _read_object(folder / "tokenizer_config.json")
-    sources = _sources(folder, config)
+    try:
+        config = read_optional(folder / "tokenizer_config.json")
+        tokens = special_tokens(folder)
+        sources = {"default": _given(given)} if given is not None else _sources(folder, config)
+    except (ConfigMismatch, OSError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise TokenizerProblem(f"the chat template of {folder} cannot be read: {error!s}") from None
     if not sources:
         return None
-    tokens = {name: _text_of(config.get(name)) for name in _SPECIAL_TOKENS}
     return ChatTemplate(sources.get("default") or next(iter(sources.values())), tokens, sources.get("tool_use"))
+
+
+def _given(template: str) -> str:
+    """Return the text of a template that is given as its text, which has braces, or as the name of a file."""
+    return template if "{" in template else Path(template).read_text(encoding="utf-8")
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
     """Return template sources by name. A template without a name is ``default``."""
-    own_file = folder / "chat_template.jinja"
-    if own_file.is_file():
-        return {"default": own_file.read_text()}
-    for templates in (_read_object(folder / "chat_template.json").get("chat_template"), config.get("chat_template")):
-        if isinstance(templates, str):
-            return {"default": templates}
-        if isinstance(templates, list):
-            return {str(entry["name"]): str(entry["template"]) for entry in templates}
-    return {}
+    files = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    templates = config.get("chat_template")
+    if isinstance(templates, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in templates}
+    return {"default": templates} if isinstance(templates, str) else {}
+
+
+class _Generation(Extension):
+    """The tag ``{% generation %}``, which marks the answers of the assistant for training. It changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return the body as a block with a scope of its own, as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -133,28 +164,16 @@ def _joined(chunks: Iterable[str]) -> str:
     return "".join(parts)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes for HTML, but models were fine-tuned on text without these escapes.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _text_of(token: Any) -> str:
-    """Return the text of a special token: the token itself, or the key ``content`` if it is an object."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
-
-
-def _read_object(path: Path) -> Mapping[str, Any]:
-    """Read a JSON object; empty if the file is missing or holds another type. Raises TokenizerProblem."""
-    try:
-        parsed = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise TokenizerProblem(f"{path} is no JSON: {error}") from None
-    return parsed if isinstance(parsed, dict) else {}

@@ -1,0 +1,132 @@
+"""The GPU example on a bare cluster: applied as it is, with a stand-in accelerator and a hub of the listed layout.
+
+The hub asks for a token for the target, which is in shards, and has a pickled head. What is patched is said here: the
+address of the hub, amounts that this machine has, and at last the CPU in place of the accelerator that is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from harness.endpoint import Endpoint
+from harness.kube import Namespace
+from harness.release import Release
+from kube import Cluster, Manifest, wait_for
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.proof("examples"),
+]
+ROOT = Path(__file__).parents[3]
+SUPPORT = ROOT / "tests" / "support"
+EXAMPLE = ROOT / "examples" / "llama-3.1-8b.yaml"
+NAME, MODEL, HUB, PORT = "llama-3-1-8b", "meta-llama/Llama-3.1-8B-Instruct", "published-hub", 8080
+TOKEN = "hf_of-an-account-that-accepted"
+FILES = {
+    "hub.py": Path(__file__).with_name("hub_pod.py"),
+    "small_model.py": SUPPORT / "small_model.py",
+    **{f"published/{name}.py": SUPPORT / "published" / f"{name}.py" for name in ("hub", "layouts", "repositories")},
+}
+"""Files of the hub's pod by their places there."""
+
+
+@pytest.fixture
+def accelerator(cluster: Cluster) -> Iterator[None]:
+    """Advertise one ``nvidia.com/gpu`` on the node, as the device plugin does."""
+    node = cluster.kubectl("get", "nodes", "-o", "jsonpath={.items[0].metadata.name}")
+
+    def advertise(quantity: str | None) -> None:
+        amounts = {"nvidia.com/gpu": quantity}
+        patch = json.dumps({"status": {"capacity": amounts, "allocatable": amounts}})
+        cluster.kubectl("patch", "node", node, "--subresource=status", "--type=merge", "--patch", patch)
+
+    advertise("1")
+    yield
+    advertise(None)
+
+
+@pytest.fixture
+def hub(watched: Namespace, release: Release) -> Iterator[None]:
+    release.start()
+    for manifest in hub_manifests(watched.cluster.worker_image):
+        watched.apply(manifest)
+    watched.kubectl("wait", "pod", HUB, "--for=condition=Ready", "--timeout=180s")
+    yield
+    watched.kubectl("delete", "pod,service,configmap", HUB, "--grace-period=1")
+
+
+def hub_manifests(image: str) -> list[Manifest]:
+    keys = {path.replace("/", "-"): path for path in FILES}
+    metadata = {"name": HUB, "labels": {"app": HUB}}
+    items = [{"key": key, "path": path} for key, path in keys.items()]
+    container = {
+        "name": "hub",
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["python3", "/hub/hub.py"],
+        "readinessProbe": {"tcpSocket": {"port": PORT}, "timeoutSeconds": 5},
+        "volumeMounts": [{"name": "files", "mountPath": "/hub"}],
+    }
+    volumes = [{"name": "files", "configMap": {"name": HUB, "items": items}}]
+    pod = {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": 1}
+    data = {key: FILES[path].read_text() for key, path in keys.items()}
+    return [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data},
+        {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod},
+        {
+            "apiVersion": "v1", "kind": "Service", "metadata": metadata,
+            "spec": {"selector": {"app": HUB}, "ports": [{"port": PORT}]},
+        },
+    ]  # fmt: skip
+
+
+def patches() -> Manifest:
+    """Return what differs from the example on this machine: the hub, and amounts of memory, cores and KV cache."""
+    env = [{"name": "HF_ENDPOINT", "value": f"http://{HUB}:{PORT}"}]
+    resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}
+    template = {"spec": {"initContainers": [{"name": "pull", "env": env}]}}
+    return {"workers": {"resources": resources, "kvCacheTokens": 32768, "template": template}}
+
+
+@pytest.fixture
+def applied(watched: Namespace, hub: None, accelerator: None) -> Iterator[Endpoint]:
+    """Apply the example and the Secret that its header says."""
+    watched.kubectl("create", "secret", "generic", "hub-token", f"--from-literal=token={TOKEN}")
+    watched.kubectl("apply", "-f", str(EXAMPLE))
+    endpoint = Endpoint(watched, NAME)
+    endpoint.patch(patches())
+    yield endpoint
+    watched.kubectl("delete", "-f", str(EXAMPLE), "--timeout=60s")
+    watched.kubectl("delete", "secret", "hub-token")
+
+
+def test_the_example_is_scheduled_pulled_and_served(watched: Namespace, applied: Endpoint) -> None:
+    def pulled() -> Any:
+        for pod in applied.pods():
+            for status in pod["status"].get("initContainerStatuses", []):
+                if "terminated" in status["state"]:
+                    return pod["metadata"]["name"], status["state"]["terminated"]
+        return None
+
+    pod, ended = wait_for("a pod is scheduled on the accelerator and has pulled", pulled, timeout_s=300, every_s=2)
+    assert ended["exitCode"] == 0, watched.kubectl("logs", pod, "--container", "pull")
+    log = watched.kubectl("logs", pod, "--container", "pull")
+    assert "EAGLE3-LLaMA3.1-Instruct-8B is in" in log, log
+
+    # The accelerator is a number on the node, so the worker says that torch sees no GPU. Serve the same on the CPU.
+    applied.patch({"workers": {"accelerator": {"count": 0}}})
+    applied.wait_ready(timeout_s=400)
+    pod = applied.one_pod()
+    report = applied.report(pod)
+    assert (report.draft.method, report.draft.problem) == ("eagle3", None)
+    with watched.reach("service", NAME, 80) as url:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 40
+    assert applied.report(pod).drafts > 0, "it speculates with the head that was published as a pickle"

@@ -1,0 +1,1 @@
+"""Models as others publish them: added tokens, folders and hubs."""

@@ -1,0 +1,71 @@
+"""End tokens of model folders, which name them in several files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_model
+import torch
+from published.tokens import TOKENS, tokenizer_of
+
+from specdecode_worker.models.checkpoints.weights import load_llama
+from specdecode_worker.models.configs.text_config import end_tokens, sampling_defaults
+from specdecode_worker.models.errors import ConfigMismatch
+
+END, S_END = small_model.END_ID, small_model.VOCAB_SIZE + TOKENS.index("</s>")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "tokenizer", "tokens"),
+    [
+        (0, [2, 0], None, (0, 2)),
+        (None, 7, None, (7,)),
+        (3, None, "<|end|>", (3, END)),
+        (None, None, {"content": "</s>", "lstrip": False}, (S_END,)),
+        ([5, 3], [5], "absent", (3, 5)),
+        (None, None, "a", (64,)),
+        (None, None, None, ()),
+    ],
+)
+def test_end_tokens_of_all_files(
+    tmp_path: Path, config: Any, generation: Any, tokenizer: Any, tokens: tuple[int, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "temperature": 0.6}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer}))
+    tokenizer_of("text").save(str(tmp_path / "tokenizer.json"))
+    assert end_tokens(tmp_path) == tokens
+
+
+def test_a_folder_without_the_other_files_has_those_of_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 4}')
+    assert end_tokens(tmp_path) == (4,)
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|end|>"}')
+    tokenizer_of("text").save(str(tmp_path / "tokenizer.json"))
+    assert end_tokens(tmp_path) == (4, END)
+
+
+@pytest.mark.parametrize("document", ['{"eos_token_id": "two"}', '{"eos_token_id": [true]}', "{"])
+def test_a_wrong_file_is_named(tmp_path: Path, document: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(document)
+    with pytest.raises(ConfigMismatch, match=r"generation_config\.json"):
+        end_tokens(tmp_path)
+
+
+def test_a_loaded_target_has_them(tmp_path: Path) -> None:
+    """Serving, training and evaluation read them from the target."""
+    small_model.write_target(tmp_path, config={"eos_token_id": 1})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2]}')
+    target = load_llama(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    assert target.config.eos_token_ids == (1, 2, END)
+
+
+def test_sampling_defaults_are_the_fields_that_vllm_reads(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path) == {}
+    given = {"temperature": 0.6, "top_p": None, "top_k": 50, "do_sample": True, "bos_token_id": 1, "max_length": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 50}

@@ -1,0 +1,209 @@
+"""Workers on model folders as they are published, asked over HTTP, with and without speculation.
+
+The models are small and random. A grammar with one choice makes them write a given text, in the tokens in which their
+tokenizer writes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import small_model
+import torch
+from published.tokens import SIZE, Kind, tokenizer_of
+from safetensors.torch import load_file
+from worker_process import WorkerProcess, real
+
+from specdecode_worker.contract import Plan, Report, Route, TreeShape
+
+WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+GENERATION_END = tokenizer_of("text").token_to_id("</s>")
+TEMPLATE = small_model.TEMPLATE.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+VERSIONS = itertools.count(1)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+class Asked:
+    """Client of one worker with one plan."""
+
+    def __init__(self, worker: WorkerProcess, kind: Kind) -> None:
+        self.worker, self.kind = worker, kind
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        body = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 300, "seed": 3}
+        return httpx.post(f"{self.worker.public}/v1/chat/completions", json=body | fields, timeout=60)
+
+    def choice(self, **fields: Any) -> Any:
+        answer = self.chat(**fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]
+
+    def says(self, text: str, **fields: Any) -> Any:
+        """Return the choice of a model that writes this text."""
+        return self.choice(structured_outputs={"choice": [text]}, **fields)
+
+    def streamed(self, text: str, **fields: Any) -> Any:
+        """Return the message of a model that writes this text, put together from the chunks of a stream."""
+        answer = self.chat(**{"structured_outputs": {"choice": [text]}, **fields}, stream=True)
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        message: Any = {"role": "assistant", "content": "", "tool_calls": []}
+        for delta in (json.loads(line)["choices"][0]["delta"] for line in lines):
+            message["content"] += delta.get("content") or ""
+            for part in delta.get("tool_calls", ()):
+                if part["index"] == len(message["tool_calls"]):
+                    message["tool_calls"].append(part)
+                else:
+                    message["tool_calls"][part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+        return message
+
+
+@pytest.fixture(scope="module", params=["text", "special"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Kind]]:
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    sizes = {"vocab_size": SIZE, "max_position_embeddings": 2048, "eos_token_id": None}
+    given = ["--chat-template", str(tmp_path_factory.mktemp("template") / "chat.jinja")]
+    if request.param == "special":
+        Path(given[1]).write_text(TEMPLATE)
+    else:
+        given = []
+    small_model.write_target(target, config=sizes, template="{% unknown %}" if given else TEMPLATE)
+    generation = {"eos_token_id": [GENERATION_END], "temperature": 0.0, "top_k": 3, "do_sample": False}
+    (target / "generation_config.json").write_text(json.dumps(generation))
+    if given:
+        given += ["--generation-config", "vllm"]
+    small_model.write_draft(draft, config=sizes)
+    if request.param == "special":
+        publish_as_pickle(draft)
+    tokenizer_of(request.param).save(str(target / "tokenizer.json"))
+    words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
+    words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "2", *given]
+    words += ["--cache-dir", str(tmp_path_factory.mktemp("cache"))]
+    with real(words, tmp_path_factory.mktemp("log") / "log") as started:
+        started.wait_ready()
+        yield started, request.param
+        report = Report.model_validate(started.call_admin(Route.report).json())
+        assert report.draft.problem is None
+        assert report.drafts > 0, "the answers with a tree must be speculative"
+
+
+def publish_as_pickle(draft: Path) -> None:
+    """Store a head as pytorch_model.bin, without the output matrix that it shares with the target."""
+    state = load_file(draft / "model.safetensors")
+    torch.save(
+        {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}, draft / "pytorch_model.bin"
+    )
+    (draft / "model.safetensors").unlink()
+
+
+@pytest.fixture(params=["tree:4,2,1", "none"])
+def asked(worker: tuple[WorkerProcess, Kind], request: pytest.FixtureRequest) -> Asked:
+    """Return a client of a worker that speculates, or does not. The guard is off: it would end speculation here."""
+    plan = Plan(version=next(VERSIONS), initial=TreeShape.parse(request.param), max_depth=6, top_k=4, guard=False)
+    answer = worker[0].call_admin(Route.plan, "PUT", content=plan.model_dump_json())
+    assert answer.status_code == 200, answer.text
+    return Asked(*worker)
+
+
+def read_call(choice: Any) -> tuple[str, Any]:
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["message"]["content"] is None
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forced_calls(asked: Asked, temperature: float) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for tool_choice in ("required", named):
+        choice = asked.choice(tools=TOOLS, tool_choice=tool_choice, parallel_tool_calls=False, temperature=temperature)
+        assert read_call(choice) in [("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"})]
+
+
+def test_the_token_of_the_tag_begins_a_strict_call(asked: Asked) -> None:
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    tag = tokenizer_of(asked.kind).token_to_id("<tool_call>")
+    choice = asked.choice(tools=strict, logit_bias={str(tag): 100}, parallel_tool_calls=False)
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_a_written_call_is_a_call_whatever_its_tags_are(asked: Asked) -> None:
+    assert read_call(asked.says(CALL, tools=TOOLS)) == ("weather", {"city": "Oslo"})
+
+
+@pytest.mark.parametrize("text", ["<think>ok</think>", "</s>", "a<|python_tag|>b", "[TOOL_CALLS]", "<a b>"])
+def test_text_that_names_a_token_is_returned(asked: Asked, text: str) -> None:
+    assert asked.says(text)["message"]["content"] == text
+    schema = {"type": "object", "properties": {"a": {"const": text}}, "required": ["a"], "additionalProperties": False}
+    answer_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    assert json.loads(asked.choice(response_format=answer_format)["message"]["content"]) == {"a": text}
+
+
+@pytest.mark.parametrize("end", [small_model.END_ID, GENERATION_END])
+def test_an_answer_ends_at_the_end_tokens_of_all_files(asked: Asked, end: int) -> None:
+    """config.json names none, tokenizer_config.json the first and generation_config.json the other."""
+    answer = asked.chat(logit_bias={str(end): 100}).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_the_template_is_rendered(asked: Asked) -> None:
+    """It has the tag ``generation``. One of the workers gets it by a flag, and its folder has a broken one."""
+    answer = httpx.post(f"{asked.worker.public}/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
+    text = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert answer.json()["tokens"] == tokenizer_of(asked.kind).encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("null", {}),
+        ('""', {}),
+        ('{"city": "a\n\tb"}', {"city": "a\n\tb"}),
+        ("[]", None),
+        ('"noon"', None),
+        ('{"city": no}', None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_written_call_is_valid_or_text_and_accepted_as_history(
+    asked: Asked, arguments: str, read: Any, stream: bool
+) -> None:
+    text = CALL.replace('{"city": "Oslo"}', arguments)
+    message = asked.streamed(text, tools=TOOLS) if stream else asked.says(text, tools=TOOLS)["message"]
+    if read is None:
+        assert message["content"] == text
+        assert not message.get("tool_calls")
+    else:
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == read
+    result = {"role": "tool", "tool_call_id": "none", "content": "15"}
+    if read is not None:
+        result["tool_call_id"] = message["tool_calls"][0]["id"]
+    asked.choice(messages=[{"role": "user", "content": "hi"}, message, result], tools=TOOLS, max_tokens=1)
+
+
+def test_a_forced_call_that_is_cut_is_accepted_as_history(asked: Asked) -> None:
+    message = asked.streamed("", tools=TOOLS, tool_choice="required", structured_outputs=None, max_tokens=44)
+    (call,) = message["tool_calls"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["function"]["arguments"])
+    asked.choice(messages=[{"role": "user", "content": "hi"}, message], tools=TOOLS, max_tokens=1)
+
+
+def test_sampling_defaults_are_those_of_the_model(asked: Asked) -> None:
+    """generation_config.json asks for temperature 0. The worker with ``--generation-config vllm`` ignores it."""
+
+    def texts(**fields: Any) -> set[str]:
+        # No two letters in a row can be the same: these models like to repeat themselves.
+        pattern = {"regex": "[a-f][g-m][n-z][0-4][5-9][A-F][G-M][N-Z]"}
+        answers = [asked.choice(seed=seed, structured_outputs=pattern, **fields) for seed in range(6)]
+        return {answer["message"]["content"] for answer in answers}
+
+    assert (len(texts()) == 1) == (asked.kind == "text")
+    assert len(texts(temperature=1.5)) > 1, "a field of the request counts more"
+    assert len(texts(temperature=0)) == 1
