@@ -143,6 +143,7 @@ VERY: list[Row] = [
 ]
 
 
+@pytest.mark.slow
 def test_edges_of_the_parameters() -> None:
     """A greedy row is treated as one of temperature 1."""
     rows = [(temperature or 1.0, *cuts) for temperature, *cuts in VERY]

@@ -153,6 +153,7 @@ def test_trees_of_many_nodes_in_a_mixed_batch() -> None:
     assert close(attended(case, padding_queries=9, padding_rows=1), by_definition(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 5, 21], ids=["16 rows", "32 rows", "128 rows"])
 def test_more_chunks_than_are_merged_at_a_time(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "processors", lambda _: 100)

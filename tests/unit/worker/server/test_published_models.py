@@ -22,6 +22,8 @@ from worker_process import WorkerProcess, real
 
 from specdecode_worker.contract import Plan, Report, Route, TreeShape
 
+pytestmark = pytest.mark.slow
+
 WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
 GENERATION_END = tokenizer_of("text").token_to_id("</s>")

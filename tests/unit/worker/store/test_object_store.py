@@ -71,6 +71,7 @@ def test_draft_is_fetched_with_its_calibration(head: Path, bucket: S3Store, tmp_
     assert (folder / download_folder.MANIFEST).stat().st_mtime_ns == fetched, "what is there is not fetched again"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bucket")
 def test_other_content_gets_another_folder(head: Path, tmp_path: Path) -> None:
     object_store.upload(head, URI)

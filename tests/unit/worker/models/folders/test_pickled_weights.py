@@ -26,6 +26,8 @@ from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
 from specdecode_worker.models.errors import NotPresent, WeightMismatch
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 CHILD = pickled_weights._CHILD
 STATE = {
