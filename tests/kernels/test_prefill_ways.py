@@ -18,6 +18,8 @@ from specdecode_kernels.tree_attention.op import Prepared
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.engine.kv_cache import paged_cache
 
+pytestmark = pytest.mark.slow
+
 KV_HEADS, GROUPS, SIZE = 2, 3, 16
 KEY = (KV_HEADS * GROUPS, KV_HEADS, SIZE)
 BATCHES = {
@@ -77,7 +79,6 @@ def attended(case: Case) -> Tensor:
     return op.attend(case.q_THD, case.cache_2NPKD, prepare(case))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("on_kernels")
 @WAYS
 @pytest.mark.parametrize("name", BATCHES)
@@ -146,7 +147,6 @@ def test_ways_that_may_be_chosen_are_run_at_startup() -> None:
     assert prefill.warm_up(*KEY, torch.float32, torch.device("cpu")) == []
 
 
-@pytest.mark.slow
 def test_texts_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt chunks share steps with decoding rows, and follow cached prefixes and earlier chunks.
 

@@ -19,6 +19,8 @@ from specdecode_operator.state.drift_state import ALL_TASKS, DriftState
 from specdecode_operator.state.learned import parse_state, render_state
 from specdecode_worker.contract import TrialState
 
+pytestmark = pytest.mark.slow
+
 HARD = (0.45, 0.4, 0.35)
 """1.69 tokens a step of a chain of three."""
 
@@ -53,7 +55,6 @@ def two_tasks(two_tasks_after_a_week: Drifting) -> Drifting:
 # --- what is found ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_stationary_month_raises_no_alarm() -> None:
     served = drifting()
     served.days(6.9)
@@ -67,7 +68,6 @@ def test_a_stationary_month_raises_no_alarm() -> None:
     assert present == pytest.approx(usual, rel=0.05)
 
 
-@pytest.mark.slow
 def test_a_fall_of_a_fifth_is_detected_within_600_requests() -> None:
     delays = []
     for seed in range(5):
@@ -117,7 +117,6 @@ def test_the_accepted_loss_is_that_of_the_spec(served: Drifting) -> None:
 # --- causes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_one_task_that_falls_is_named_and_the_mix_is_not(two_tasks: Drifting) -> None:
     two_tasks.rates["chat"] = SLOWER
     two_tasks.serve(2400)
@@ -125,7 +124,6 @@ def test_one_task_that_falls_is_named_and_the_mix_is_not(two_tasks: Drifting) ->
     assert [task.task for task in two_tasks.drift.stale] == ["chat"]
 
 
-@pytest.mark.slow
 def test_a_changed_mix_is_reported_and_makes_no_task_stale(two_tasks: Drifting) -> None:
     two_tasks.shares.update(chat=0.1, code=0.9)
     two_tasks.serve(2400)

@@ -25,6 +25,8 @@ from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, 
 from specdecode_worker.training.heads.distillable import load_distillable
 from specdecode_worker.training.heads.initialization import new_dflash, new_head, new_medusa, new_peagle
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
@@ -52,7 +54,6 @@ def distill(flags: list[str], head: Path, out: Path) -> int:
     return main(["distill", *words, "--out", str(out)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["peagle", "dflash"])
 def test_a_parallel_head_is_distilled_to_one_of_its_method(
     method: str, head: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,6 +20,8 @@ from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.training.distillation.publication import check_place, publish
 from specdecode_worker.training.errors import PublishFailed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -109,7 +111,6 @@ def read(path: Path) -> DistillationVerdict:
     return DistillationVerdict.model_validate_json(text)
 
 
-@pytest.mark.slow
 def test_job_publishes_after_its_verdict(
     flags: list[str], claim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +130,6 @@ def test_job_publishes_after_its_verdict(
     assert {"calibration.json", "lineage.json"} <= {path.name for path in published.iterdir()}
 
 
-@pytest.mark.slow
 def test_publish_without_job_is_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     flags.remove("--job")
     with pytest.raises(SystemExit) as ended:

@@ -25,6 +25,8 @@ from specdecode_worker.training.distillation.record_replay import (
 )
 from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
 
+pytestmark = pytest.mark.slow
+
 SIZE, POSITIONS = 258, 256
 
 

@@ -22,6 +22,8 @@ from specdecode_worker.training.distillation.run_pruning import (
     delete_runs,
 )
 
+pytestmark = pytest.mark.slow
+
 OWN, EARLIER, EARLIEST, LATER = "6740f2a1", "6740f2a0", "6730aaaa", "6740f2a2"
 BEGAN = int(OWN, 16)
 
@@ -247,7 +249,6 @@ def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_job_deletes_earlier_runs_and_goes_on_with_its_own(
     flags: list[str], claim: Path, message: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

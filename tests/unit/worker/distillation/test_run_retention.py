@@ -16,6 +16,8 @@ from specdecode_worker.capture.retention import Retention, store_retention
 from specdecode_worker.training.distillation.pipeline import Distillation
 from specdecode_worker.training.distillation.sample_shards import read_records_of
 
+pytestmark = pytest.mark.slow
+
 
 def _fail_at_stage(flags: list[str], out: Path, message: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """Run until ``stage`` of the pipeline, which fails as if the disk were full."""
@@ -73,7 +75,6 @@ def _stored_times(out: Path) -> list[float]:
     return sorted(record.time_seconds for path in (out / "data").rglob("*.records") for record in read_records_of(path))
 
 
-@pytest.mark.slow
 def test_verdict_ends_the_captured_text_of_a_job(flags: list[str], tmp_path: Path, message: Path) -> None:
     assert run(flags, tmp_path / "out") == 0
     assert read(message).verdict == "inconclusive"

@@ -14,6 +14,8 @@ from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.llama import Llama
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LLAMA3 = {
     "rope_type": "llama3",

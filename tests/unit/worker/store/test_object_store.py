@@ -20,6 +20,8 @@ from specdecode_worker.models.errors import AccessDenied, BadUri, DiskFull, Hash
 from specdecode_worker.training.distillation.publication import check_place, publish
 from specdecode_worker.training.errors import PublishFailed
 
+pytestmark = pytest.mark.slow
+
 URI = "s3://heads/drafts/sql"
 
 
@@ -54,7 +56,6 @@ def bucket() -> S3Store:
     return store
 
 
-@pytest.mark.slow
 def test_draft_is_fetched_with_its_calibration(head: Path, bucket: S3Store, tmp_path: Path) -> None:
     object_store.upload(head, URI)
     obstore.put(bucket, "README.md", b"no model file")
@@ -129,7 +130,6 @@ def test_two_processes_fetch_once(head: Path, tmp_path: Path) -> None:
     assert calls.count("config.json") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("bucket")
 def test_known_draft_is_used_while_the_store_is_gone(
     head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

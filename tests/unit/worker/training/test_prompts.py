@@ -16,6 +16,8 @@ from specdecode_worker.training.data.prompts import draw, ngrams, overlaps
 from specdecode_worker.training.data.question_sources import PromptLine, TrainingQuestions, read_prompts
 from specdecode_worker.training.errors import PromptFileError
 
+pytestmark = pytest.mark.slow
+
 HELD_OUT = Path(__file__).parents[4] / "benchmarks" / "prompts" / "heldout.jsonl"
 
 
@@ -35,7 +37,6 @@ def test_held_out_prompts_cover_all_domains() -> None:
     assert {"math", "summary"} <= set(domains)
 
 
-@pytest.mark.slow
 def test_no_training_prompt_overlaps_a_held_out_one() -> None:
     held_out = [ngrams(line.text) for line in read_prompts(HELD_OUT)]
     rng = random.Random(0)
@@ -50,7 +51,6 @@ def test_overlapping_text_is_detected() -> None:
     assert not overlaps("What is yoga for?", [ngrams("What is yoga?")])
 
 
-@pytest.mark.slow
 def test_drawn_prompts_are_diverse() -> None:
     rng = random.Random(1)
     drawn = [draw(rng) for _ in range(3000)]

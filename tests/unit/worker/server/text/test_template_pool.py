@@ -14,6 +14,8 @@ from specdecode_worker.models.errors import TemplateRefused
 from specdecode_worker.models.vocabulary.chat_template import ChatTemplate
 from specdecode_worker.server.text.template_pool import TemplatePool
 
+pytestmark = pytest.mark.slow
+
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 SOURCE = (
     "{% set said = messages[0].content %}"
@@ -38,7 +40,6 @@ def render(pool: TemplatePool, content: str, **options: Any) -> str:
     return pool.render([{"role": "user", "content": content}], tools, variables, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("content", ["hi", "", "é你✨", 'quote " \\ \n \u2028 \x00', "\ud800", "x" * 1_000_000])
 def test_texts_are_those_of_the_template(pool: TemplatePool, content: str) -> None:
     template = ChatTemplate(SOURCE, {"bos_token": "<s>"}, "tools: " + SOURCE)
@@ -53,7 +54,6 @@ def test_texts_are_those_of_the_template(pool: TemplatePool, content: str) -> No
         assert render(pool, content, **options) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
