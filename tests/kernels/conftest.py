@@ -48,7 +48,15 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)
 
 
-SLOW_INTERPRETED = ("planted", "detected", "random", "all_layers_share_a_plan", "processed_tokens_equal")
+SLOW_INTERPRETED = (
+    "planted",
+    "detected",
+    "random",
+    "all_layers_share_a_plan",
+    "processed_tokens_equal",
+    "edges_of_the_parameters",
+    "more_chunks_than_are_merged",
+)
 """Parts of the names of tests that take over two seconds in the interpreter: properties and planted bugs."""
 
 
