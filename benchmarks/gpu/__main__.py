@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from device import described
+from card import described
 from gpu_tests import run_tests
 from page import page
 from stages import PARTS, STAGES, TESTS, TESTS_PROCESSES, Stage

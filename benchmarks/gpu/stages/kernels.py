@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from device import clocks
+from card import clocks
 from given import Run
 
 Row = dict[str, Any]

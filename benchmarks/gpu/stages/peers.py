@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from device import clocks
+from card import clocks
 from given import Run
 from shapes import LLAMA_8B, TINY
 from torch import Tensor

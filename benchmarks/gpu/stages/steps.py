@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device import clocks
+from card import clocks
 from given import Run
 from harness import Asked, Bench, build, kv_bytes_per_token, room
 from shapes import LLAMA_8B, LLAMA_70B_EIGHTH, TINY, Shapes
