@@ -19,6 +19,7 @@ from networks import make_loud, random_target, write_config, write_head
 from shapes import Shapes
 from torch import nn
 
+from specdecode_kernels import dependent
 from specdecode_kernels.small_linear import op as small_linear
 from specdecode_worker.contract import (
     DraftConfig,
@@ -82,8 +83,9 @@ class Bench:
         """Switch the launch of a step before the previous one is read. A GPU's engine does so from the start."""
         self.engine._ahead = 1 if on else 0
 
-    def forget_graphs(self) -> None:
-        """Discard the captured steps, so that the next ones are captured anew."""
+    def start_early(self, on: bool) -> None:
+        """Switch early starts of kernels, and discard the steps that were captured before."""
+        dependent.ENABLED = on
         if (graphs := self.engine._graphs) is not None:
             graphs.clear()
 
@@ -278,7 +280,7 @@ def _budget(asked: Asked, config: Config, target: Llama) -> Budget:
 def logits_error(target: Llama) -> float:
     """Fuse the target, and return how far its logits of six rows are from those without the product of few rows.
 
-    The distance is that over the length of the logits: about 0.01 in bf16, over 1 where a kernel is wrong.
+    The distance is that over the length of the logits: 0.045 in bf16 on an H200, over 1 where a kernel is wrong.
     """
     device = target.lm_head.weight.device
     tokens = torch.arange(20, 26, device=device)

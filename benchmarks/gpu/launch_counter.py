@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from specdecode_kernels import dependent, dispatch
+from specdecode_kernels import dispatch
 from specdecode_kernels.tree_attention import plan
 from specdecode_kernels.verify import kernel as verify
 from specdecode_worker.models.networks import collectives
@@ -103,8 +103,7 @@ def _refuse_host(name: str, values: Any) -> None:
 def fake_gpu() -> Iterator[None]:
     """Make tensors fake and allow them on a GPU that is not there."""
     patches = [mock.patch.object(module, "processors", return_value=PROCESSORS) for module in (dispatch, plan, verify)]
-    patches += [mock.patch.object(dispatch, "is_hopper", return_value=True)]
-    patches += [mock.patch.object(dependent, "is_supported", return_value=True)]
+    patches.append(mock.patch.object(dispatch, "is_hopper", return_value=True))
     with FakeTensorMode(allow_non_fake_inputs=False), torch.no_grad():
         for patch in patches:
             patch.start()

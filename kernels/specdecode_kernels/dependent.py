@@ -11,14 +11,14 @@ take the places of its own.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specdecode_kernels import dispatch
 
 ENABLED = True
 """False launches every kernel when the one before it has ended."""
@@ -40,12 +40,11 @@ def release(DEPENDENT: tl.constexpr):
 
 def options(x: Tensor) -> dict[str, Any]:
     """Return arguments of a launch on the device of ``x``: the constant of `wait`, and the launch option."""
-    if not ENABLED or not is_supported(x.device):
+    if not ENABLED or not is_supported(x):
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}
 
 
-@cache
-def is_supported(device: torch.device) -> bool:
-    """Return whether kernels can start early on this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def is_supported(x: Tensor) -> bool:
+    """Return whether kernels can start early where the tensor is; False without a GPU, as for the interpreter."""
+    return x.is_cuda and dispatch.is_hopper(x)

@@ -5,6 +5,8 @@ Every op.py calls these functions before it imports its kernel, so machines with
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -34,9 +36,14 @@ def processors(x: Tensor) -> int:
 
 def is_hopper(x: Tensor) -> bool:
     """Return whether the tensor's GPU has compute capability 9.0 or more; True without a GPU."""
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return not x.is_cuda or _capability(x.device) >= (9, 0)
 
 
 def has_fp8(x: Tensor) -> bool:
     """Return whether the tensor's GPU converts fp8 numbers by itself (compute capability 8.9); True without a GPU."""
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return not x.is_cuda or _capability(x.device) >= (8, 9)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

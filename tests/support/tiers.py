@@ -1,4 +1,4 @@
-"""Which tests run, and how long one may take: markers, ``--effort``, ``--proof``, ``--has`` and the time budget.
+"""Selection of tests and their time budget: markers, ``--effort``, ``--proof``, ``--has`` and the time budget.
 
 tests/README.md has the tiers. This module needs pytest alone: tests/gpu runs on machines with little else.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from given import Run
 from harness import Asked, Bench, build, kv_bytes_per_token, room
 from shapes import LLAMA_8B, LLAMA_70B_EIGHTH, TINY, Shapes
 
-from specdecode_kernels import dependent
 from stages.profiles import parse, profile_shape
 
 Row = dict[str, Any]
@@ -52,37 +51,27 @@ def engine_8b(run: Run) -> Iterator[Row]:
     if bench.logits_error > MOST_LOGITS_ERROR:
         raise AssertionError(f"logits differ by {bench.logits_error:.3g}; a step with them would mean nothing")
     for shape in ("plain", "chain:5"):
-        yield from _early_starts(bench, shape, run)
+        yield from _with_and_without(run, bench, shape, "early-starts", "early", bench.start_early)
     yield from _rows(run, bench, short, (1,))
     for shape in ("plain", "chain:5"):
         yield from profile_shape(bench, 1, shape, SHORT_CONTEXT, run)
     yield from _rows(run, bench, long, tuple(sorted(bench.batches)))
     yield from profile_shape(bench, 1, "plain", bench.context, run)
     for shape in ("plain", "chain:5"):
-        yield from _launch_ahead(bench, shape, run)
+        yield from _with_and_without(run, bench, shape, "launch-ahead", "ahead", bench.launch_ahead)
 
 
-def _early_starts(bench: Bench, shape: str, run: Run) -> Iterator[Row]:
-    """Steps whose kernels start while the one before still runs, and steps whose kernels do not."""
-    for early in (True, False):
-        dependent.ENABLED = early
-        bench.forget_graphs()
+def _with_and_without(
+    run: Run, bench: Bench, shape: str, kind: str, switch: str, turn: Callable[[bool], None]
+) -> Iterator[Row]:
+    """A step with what ``turn`` turns on, and one without it."""
+    for on in (True, False):
         bench.run_shape(parse(shape))
         bench.accept_as(None)
+        turn(on)
         found = bench.measure(1, steps_of(run, 1), SHORT_CONTEXT)
-        yield {"kind": "early-starts", "batch": 1, "shape": shape, "early": early, **found}
-    dependent.ENABLED = True
-    bench.forget_graphs()
-
-
-def _launch_ahead(bench: Bench, shape: str, run: Run) -> Iterator[Row]:
-    for ahead in (True, False):
-        bench.run_shape(parse(shape))
-        bench.accept_as(None)
-        bench.launch_ahead(ahead)
-        found = bench.measure(1, steps_of(run, 1), SHORT_CONTEXT)
-        yield {"kind": "launch-ahead", "batch": 1, "shape": shape, "ahead": ahead, **found}
-    bench.launch_ahead(True)
+        yield {"kind": kind, "batch": 1, "shape": shape, switch: on, **found}
+    turn(True)
 
 
 def engine_8b_batches(run: Run) -> Iterator[Row]:

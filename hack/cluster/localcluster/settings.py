@@ -45,7 +45,7 @@ _CLUSTER_NETWORK_PREFIX = POD_NETWORK.rsplit(".", 2)[0]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where this cluster keeps what: `state` goes with `down`; `cache` and `kept_images` stay."""
+    """Folders of this cluster: `state` goes with `down`; `cache` and `kept_images` stay."""
 
     state: Path
     cache: Path

@@ -18,7 +18,7 @@ from specdecode_kernels.dependent import options, release, wait
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a program reads its part of the matrix."""
+    """Sizes with which a program reads its part of the matrix."""
 
     outputs: int
     """Outputs of a program."""

@@ -53,7 +53,7 @@ from specdecode_kernels.verify import rounds
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)
 VOCABULARY = 128_256
-dependent.is_supported = lambda device: TARGET.arch >= 90
+dependent.is_supported = lambda _: TARGET.arch >= 90
 BLOCKING = re.compile(r"= tt\.load .*tensor<")
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 FIGURES = ("registers", "stack_bytes", "shared_bytes", "unswizzled", "blocking")

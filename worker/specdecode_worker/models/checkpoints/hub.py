@@ -79,7 +79,7 @@ class Hub:
 
         Raises:
             PullFailed: the download failed, or the disk is full.
-        WeightMismatch: pickled weights are refused.
+            WeightMismatch: pickled weights are refused.
         """
         folder = model.folder(cache_dir)
         with disk_full_errors(folder):

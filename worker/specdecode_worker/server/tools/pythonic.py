@@ -59,7 +59,7 @@ class _Literals(ast.NodeTransformer):
     """Reading of JSON's names of constants, which models write too, as Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Return the constant that a name stands for, else the name."""
+        """Return the constant of a name such as `true`, else the name."""
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 

@@ -159,7 +159,7 @@ print(tried, sorted(os.environ))
 
 
 def test_the_process_can_do_nothing_else(tmp_path: Path) -> None:
-    """What `weights_only` prevents is impossible without it, too, on a kernel with seccomp and Landlock."""
+    """On a kernel with seccomp and Landlock, the process can do nothing of it without `weights_only` either."""
     (other := tmp_path / "other").write_text("kept")
     script = SANDBOX.format(folder=str(CHILD.parent), mark=str(tmp_path / "made"), other=str(other))
     done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, env={}, check=False)
