@@ -1,11 +1,19 @@
-"""Makes the support of the operator's unit tests importable for tests against a real API server."""
+"""Paths and fixtures of the tests against a real API server: support of the operator's unit tests, and a TCP proxy."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
+from copy import deepcopy
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
+
+if TYPE_CHECKING:  # both are on the path once this module has run
+    from kube import Cluster
+    from tcp_proxy import TcpProxy
 
 UNIT = Path(__file__).parents[1] / "unit"
 sys.path.insert(0, str(UNIT / "operator" / "support"))
@@ -18,3 +26,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("cluster")
+
+
+@pytest.fixture
+def kubeconfig(cluster: Cluster) -> dict[str, Any]:
+    """Return the connection of the cluster with its certificates, parsed."""
+    parsed: dict[str, Any] = yaml.safe_load(cluster.kubectl("config", "view", "--raw", "--minify", "--flatten"))
+    return parsed
+
+
+@pytest.fixture
+async def proxy(kubeconfig: dict[str, Any]) -> AsyncIterator[TcpProxy]:
+    """Yield a TCP proxy before the API server, which can fail."""
+    from tcp_proxy import TcpProxy
+
+    server = kubeconfig["clusters"][0]["cluster"]["server"]
+    host, _, port = server.removeprefix("https://").rpartition(":")
+    async with TcpProxy(host, int(port)) as running:
+        yield running
+
+
+@pytest.fixture
+def proxied_kubeconfig(kubeconfig: dict[str, Any], proxy: TcpProxy, tmp_path: Path) -> Path:
+    """Return the file of a connection through the proxy."""
+    through = deepcopy(kubeconfig)
+    server = through["clusters"][0]["cluster"]
+    server["server"] = f"https://127.0.0.1:{proxy.port}"
+    server["tls-server-name"] = proxy.host
+    path = tmp_path / "proxied"
+    path.write_text(yaml.safe_dump(through))
+    return path

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from crowd import Crowd
 from fleet import deployment_with
-from kube import Cluster as Kubectl
 
 from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.manifests import state_config_map
@@ -34,13 +33,6 @@ class Unowned:
 
     def recall(self, key: Key, digests: Mapping[str, str]) -> None:
         """Forget the digests: nothing else is applied here."""
-
-
-@pytest.fixture
-async def api(cluster: Kubectl) -> AsyncIterator[KubeClient]:
-    connection = await KubeClient.connect(cluster.kubeconfig)
-    yield connection
-    await connection.close()
 
 
 @pytest.fixture

@@ -17,12 +17,13 @@ import pytest
 import yaml
 from fleet import SPEC, deep
 from kube import Cluster, KubectlError, wait_for
-from operator_process import OperatorProcess, install_crd
+from operator_process import OperatorProcess
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_worker.contract import CheckVerdict, MemoryState
 
+pytestmark = pytest.mark.usefixtures("crd")
 MAX_MEMORY_MIB = 120
 CHILDREN = "deploy,cm,svc,pdb"
 
@@ -40,17 +41,6 @@ def resource(name: str, **spec: Any) -> dict[str, Any]:
 def conditions(cluster: Cluster, namespace: str, name: str) -> dict[str, Any]:
     status = cluster.get("sdd", name, namespace).get("status", {})
     return {condition["type"]: condition for condition in status.get("conditions", [])}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def crd(cluster: Cluster) -> None:
-    install_crd(cluster)
-
-
-@pytest.fixture(scope="module")
-def operator(cluster: Cluster, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    with OperatorProcess(cluster, namespace, tmp_path_factory.mktemp("operator")) as process:
-        yield process
 
 
 def test_a_resource_gets_children_and_a_status_that_stays_the_same(

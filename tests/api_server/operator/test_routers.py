@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fleet import SPEC, deep
 from kube import Cluster, wait_for
-from operator_process import OperatorProcess, install_crd
+from operator_process import OperatorProcess
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_worker.contract.demand import HeldRequests
 
+pytestmark = pytest.mark.usefixtures("crd")
 CHILDREN = "deploy,cm,svc,pdb,sa,role,rolebinding"
 ROUTED = {
     "replicas": 0,
@@ -25,17 +25,6 @@ ROUTED = {
     "scaling": {"minReplicas": 0, "maxReplicas": 3},
     "workers": {"image": "localhost/none:none"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def crd(cluster: Cluster) -> None:
-    install_crd(cluster)
-
-
-@pytest.fixture(scope="module")
-def operator(cluster: Cluster, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    with OperatorProcess(cluster, namespace, tmp_path_factory.mktemp("operator")) as process:
-        yield process
 
 
 def apply(cluster: Cluster, namespace: str, name: str) -> None:

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
 
-from specdecode_operator.api import crd
+from crd_fields import SCHEMA, Schema, fields
+
 from specdecode_operator.api.v1alpha1 import COLUMNS, ConditionType, Status
-
-SCHEMA = crd.root_schema()
-
-
-Schema = Mapping[str, Any]
-
-
-def fields(path: str, node: Schema) -> Iterator[tuple[str, Schema, bool]]:
-    """Yield the path and schema of every field below a node, and whether it is required."""
-    inner = node.get("items", node)
-    for name, field in inner.get("properties", {}).items():
-        yield f"{path}.{name}", field, name in inner.get("required", ())
-        yield from fields(f"{path}.{name}", field)
-
 
 SPEC_FIELDS = list(fields("spec", SCHEMA["properties"]["spec"]))
 
