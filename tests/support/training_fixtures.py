@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,10 +15,12 @@ from specdecode_worker.training.data.state_recording import read_states
 from specdecode_worker.training.heads.initialization import new_head
 
 VOCABULARY = 64
+TRAIN_SMALL = Path(__file__).with_name("train_small.py")
+"""Script that trains a head for this Llama in a process of its own."""
 
 
-@pytest.fixture
-def target() -> Llama:
+def small_target() -> Llama:
+    """Return a random Llama of eight layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -34,6 +38,11 @@ def target() -> Llama:
         eos_token_ids=(0,),
     )
     return Llama(config).requires_grad_(False)
+
+
+@pytest.fixture
+def target() -> Llama:
+    return small_target()
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from training_fixtures import TRAIN_SMALL
 
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation, write_shard
-
-SCRIPT = Path(__file__).parents[2] / "unit" / "worker" / "training" / "support" / "train_small.py"
 
 
 def ranked(recorded: Path, out: Path, ranks: int) -> dict[str, torch.Tensor]:
@@ -23,7 +22,7 @@ def ranked(recorded: Path, out: Path, ranks: int) -> dict[str, torch.Tensor]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ways = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(recorded), str(out), "--steps", "6", "--accumulate", "2"]
+    command = [sys.executable, str(TRAIN_SMALL), str(recorded), str(out), "--steps", "6", "--accumulate", "2"]
     processes = [subprocess.Popen(command, env={**os.environ, **ways, "RANK": str(rank)}) for rank in range(ranks)]
     assert [process.wait(timeout=240) for process in processes] == [0] * ranks
     return load_file(out / "weights.safetensors") | {"loss_sum": torch.tensor(float((out / "loss_sum").read_text()))}

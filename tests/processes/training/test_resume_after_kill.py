@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from tiers import by_effort
+from training_fixtures import TRAIN_SMALL
 
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation, write_shard
 
-SCRIPT = Path(__file__).parents[2] / "unit" / "worker" / "training" / "support" / "train_small.py"
 KILLS = by_effort(quick=3, full=3, nightly=10)
 # A checkpoint every other step, so that some kills interrupt its writing.
 FLAGS = ("--steps", "80", "--validate-steps", "2")
@@ -28,7 +28,7 @@ def test_run_resumed_after_kills_has_identical_weights(
     write_shard(recorded, 0, conversations * 2)
 
     def run(name: str, *more: str) -> str:
-        command = [sys.executable, str(SCRIPT), str(recorded), str(tmp_path / name), *FLAGS, *more]
+        command = [sys.executable, str(TRAIN_SMALL), str(recorded), str(tmp_path / name), *FLAGS, *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             command, check=True, env=environment, timeout=280, stdout=subprocess.PIPE, text=True

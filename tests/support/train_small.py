@@ -15,34 +15,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from training_fixtures import small_target
 
-from specdecode_worker.models.configs.model_config import LlamaConfig
-from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.batches import DataSet
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.heads.initialization import new_head
 from specdecode_worker.training.optimization.data_parallel import join
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
-
-
-def small_target() -> Llama:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_ids=(0,),
-    )
-    return Llama(config).requires_grad_(False)
 
 
 class StepReportingTrainer(Trainer):
