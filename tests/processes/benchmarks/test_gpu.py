@@ -48,7 +48,9 @@ def test_a_dry_run_is_measured_and_reported(tmp_path: Path) -> None:
         assert row["measured_tokens_per_step"] == 1 + depth, "every draft of the random networks is right"
         assert row["bytes_read"] > steps[row["batch"], "plain"]["bytes_read"] or shape == "plain"
     speedups = [row for row in rows if row["kind"] == "speedup"]
-    assert all(row["synthetic"] and 1 <= row["measured_tokens_per_step"] < 4 for row in speedups)
+    assert all(row["synthetic"] and 1 <= row["measured_tokens_per_step"] <= 4 for row in speedups)
+    # In the three steps of a dry run, one text's drafts may all be accepted: one in ten.
+    assert min(row["measured_tokens_per_step"] for row in speedups) < 4, "acceptance was not set"
     report = subprocess.run(
         [sys.executable, GPU / "report.py", tmp_path / "dry-run.json"], capture_output=True, text=True
     )
