@@ -33,9 +33,9 @@ from specdecode_worker.models.checkpoints.draft_vocabulary import match_draft_mo
 from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
 from specdecode_worker.models.configs.model_config import llama_config, read_config
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "lossless" / "support"))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from permuted_draft import write_permuted_draft
+from support.lossless.permuted_draft import write_permuted_draft
 
 LEFT_OUT = range(20, 23)
 """Layers of the target that the draft lacks, so that not all of its proposals are right."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import uvloop
-from stand_in_worker import token_id
 
 from specdecode_worker.contract.internal_stream import (
     ALIVE_SECONDS,
@@ -28,6 +27,7 @@ from specdecode_worker.contract.internal_stream import (
     decode_request,
     encode_frame,
 )
+from support.stand_in_worker import token_id
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/vnd.specdecode.frames\r\nConnection: close\r\n\r\n"
 _REPORT = b'{"running": 0, "max_num_seqs": 1024, "compatibility_key": "key-1"}'

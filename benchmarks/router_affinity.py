@@ -5,7 +5,7 @@ with the same think times run through one router after the other, in rounds of o
 machine's load does not favour a policy. Every run has a cache salt of its own, and so begins with an empty cache.
 Answers are the same under every policy, because text depends on the prompt and the seed alone.
 
-    PYTHONPATH=worker:router:tests/support .venv/bin/python benchmarks/router_affinity.py --out STEM
+    PYTHONPATH=worker:router:tests .venv/bin/python benchmarks/router_affinity.py --out STEM
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import aiohttp
 import uvloop
 from machine import described
 from placement_policies import POLICIES, policy_of
-from worker_process import WorkerProcess, real
 
 from specdecode_router.discovery.static import StaticDiscovery
 from specdecode_router.process import running_router
 from specdecode_router.settings import RouterSettings
 from specdecode_worker.contract import Env
 from specdecode_worker.training.data import prompts
+from support.worker_process import WorkerProcess, real
 
 TOKEN = "token-of-the-benchmark"
 SYSTEM = "You are a patient assistant of a small town library. Answer in one short sentence, and ask back if needed."

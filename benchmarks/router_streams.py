@@ -4,7 +4,7 @@ Three stand-in workers send a scripted text at a steady rate. The same clients r
 through the router; the difference is what the router adds. Then one of three stand-ins is killed: every stream must
 end with its whole text.
 
-    PYTHONPATH=worker:router:tests/support .venv/bin/python benchmarks/router_streams.py --out STEM
+    PYTHONPATH=worker:router:tests .venv/bin/python benchmarks/router_streams.py --out STEM
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 from urllib.request import urlopen
 
 import uvloop
-from stand_in_worker import TOKEN, text_of
 
 from specdecode_worker.contract.internal_stream import INTERNAL_STREAMS, OpenStream, encode_request
+from support.stand_in_worker import TOKEN, text_of
 
 _ROOT = Path(__file__).parents[1]
 _STAND_IN = Path(__file__).parent / "lean_stand_in.py"
@@ -85,7 +85,7 @@ class Processes:
 
     def __init__(self, interval_seconds: float, tokens: int) -> None:
         self.ports = [_free_port() for _ in range(4)]
-        paths = os.pathsep.join(str(_ROOT / one) for one in ("worker", "router", "tests/support"))
+        paths = os.pathsep.join(str(_ROOT / one) for one in ("worker", "router", "tests"))
         self._environment = {**os.environ, "PYTHONPATH": paths, "SPECDECODE_ADMIN_TOKEN": TOKEN}
         words = [[sys.executable, str(_STAND_IN), str(port), str(interval_seconds), str(tokens)]
                  for port in self.ports[1:]]  # fmt: skip

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-pytest_plugins = ["pytester", "tiers"]
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # makes `kube` and `tiers` importable
-sys.path.insert(0, str(Path(__file__).parents[1] / "hack" / "cluster"))  # makes `localcluster` importable
+pytest_plugins = ["pytester", "support.tiers"]
 # tests/kernels runs kernels in Triton's interpreter. Triton reads this variable when it is first imported, which other
 # packages (transformers) do too. tests/gpu compiles its kernels and runs separately with 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# What a test starts in a process of its own finds the package `support` too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 if TYPE_CHECKING:  # tests/gpu runs on machines that have no client of a cluster
-    from kube import Cluster
-    from prometheus import Promtool
+    from support.kube import Cluster
+    from support.prometheus import Promtool
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +27,8 @@ def cluster() -> Cluster:
 
     Without a cluster, tests that are started by hand are skipped with a message; hack/test always provides one.
     """
-    from kube import connect
-    from tiers import skip_reason
+    from support.kube import connect
+    from support.tiers import skip_reason
 
     connected = connect()
     if connected is None:
@@ -40,8 +39,8 @@ def cluster() -> Cluster:
 @pytest.fixture(scope="session")
 def promtool() -> Promtool:
     """Return promtool with the prometheus binary from the same folder."""
-    from prometheus import PrometheusMissing, Promtool
-    from tiers import skip_reason
+    from support.prometheus import PrometheusMissing, Promtool
+    from support.tiers import skip_reason
 
     try:
         return Promtool()

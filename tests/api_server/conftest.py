@@ -1,8 +1,7 @@
-"""Paths and fixtures of the tests against a real API server: support of the operator's unit tests, and a TCP proxy."""
+"""Fixtures of the tests against a real API server: support of the operator's unit tests, and a TCP proxy."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from copy import deepcopy
 from pathlib import Path
@@ -11,13 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-if TYPE_CHECKING:  # both are on the path once this module has run
-    from kube import Cluster
-    from tcp_proxy import TcpProxy
-
-UNIT = Path(__file__).parents[1] / "unit"
-sys.path.insert(0, str(UNIT / "operator" / "support"))
-sys.path.insert(0, str(UNIT / "operator" / "kube" / "support"))
+if TYPE_CHECKING:
+    from support.kube import Cluster
+    from support.operators.tcp_proxy import TcpProxy
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,7 +33,7 @@ def kubeconfig(cluster: Cluster) -> dict[str, Any]:
 @pytest.fixture
 async def proxy(kubeconfig: dict[str, Any]) -> AsyncIterator[TcpProxy]:
     """Yield a TCP proxy before the API server, which can fail."""
-    from tcp_proxy import TcpProxy
+    from support.operators.tcp_proxy import TcpProxy
 
     server = kubeconfig["clusters"][0]["cluster"]["server"]
     host, _, port = server.removeprefix("https://").rpartition(":")

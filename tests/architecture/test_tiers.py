@@ -7,7 +7,8 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
-import tiers
+
+from support import tiers
 
 SUITE = """
 import pytest, time
@@ -33,7 +34,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """Yield a folder whose tests are under the rules, without other plugins."""
     effort = tiers.by_effort(quick="quick", full="full", nightly="nightly")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    pytester.makeconftest('pytest_plugins = ["tiers"]')
+    pytester.makeconftest('pytest_plugins = ["support.tiers"]')
     yield pytester
     tiers.choose_effort(effort)
 
@@ -91,7 +92,7 @@ def test_skips_for_want_of_what_the_machine_has_fail(suite: pytest.Pytester, has
     suite.makepyfile(
         """
         import pytest
-        from tiers import skip_reason
+        from support.tiers import skip_reason
         def test_git(): pytest.skip(skip_reason("git", "no history"))
         @pytest.mark.skipif(True, reason=skip_reason("root", "it mounts"))
         def test_root(): pass

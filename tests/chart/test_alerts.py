@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus import Promtool, known_series, series_of
+
+from support.prometheus import Promtool, known_series, series_of
 
 pytestmark = pytest.mark.slow
 

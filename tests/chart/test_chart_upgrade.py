@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube import Cluster, wait_for
+
+from support.kube import Cluster, wait_for
 
 OLD = "e7feb28"
 """The last revision whose operator knows no leader election."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus import Promtool, known_series, queries_of, series_of
+
+from support.prometheus import Promtool, known_series, queries_of, series_of
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kube import ROOT, Cluster, Manifest, wait_for
-from tiers import skip_reason
 
 from specdecode_operator.manifests.identity import router_labels, selector
+from support.kube import ROOT, Cluster, Manifest, wait_for
+from support.tiers import skip_reason
 
 pytestmark = [
     pytest.mark.cluster,

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_faults.extra_node import TAINT, TOLERATIONS, bring_back, extra_node, node_command
-from kube import Cluster, KubectlError, Manifest, wait_for
 from localcluster.settings import ExtraNode, Layout
-from tiers import skip_reason
+
+from support.cluster_faults.extra_node import TAINT, TOLERATIONS, bring_back, extra_node, node_command
+from support.kube import Cluster, KubectlError, Manifest, wait_for
+from support.tiers import skip_reason
 
 pytestmark = [
     pytest.mark.cluster,

@@ -6,8 +6,9 @@ import json
 import urllib.request
 
 import pytest
-from kube import Cluster, Manifest, wait_for
-from tiers import skip_reason
+
+from support.kube import Cluster, Manifest, wait_for
+from support.tiers import skip_reason
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -6,19 +6,16 @@ numbers.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # makes `harness` importable
-
-from harness.endpoint import MODEL, Endpoint, resource
-from harness.kube import Namespace
-from harness.release import Crd, Release
-from kube import Cluster
+from support.e2e.endpoint import MODEL, Endpoint, resource
+from support.e2e.kube import Namespace
+from support.e2e.release import Crd, Release
+from support.kube import Cluster
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

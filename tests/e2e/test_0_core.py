@@ -14,17 +14,17 @@ from typing import Any
 
 import openai
 import pytest
-from harness.endpoint import MODEL, Endpoint
-from harness.kube import Namespace
-from harness.loop import assert_explained, names_load, planned_depth
-from harness.release import Release
-from harness.routed import Routed, routed_deployment
-from harness.streams import connect
-from harness.traffic import Traffic
-from harness.worker_faults import kill_pod, restarts, signal_engine, swap_draft, wait_for_ready_pods
-from kube import KubectlError, wait_for
 
 from specdecode_worker.contract import StepTime, SyntheticKnobs, TreeShape
+from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import assert_explained, names_load, planned_depth
+from support.e2e.release import Release
+from support.e2e.routed import Routed, routed_deployment
+from support.e2e.streams import connect
+from support.e2e.traffic import Traffic
+from support.e2e.worker_faults import kill_pod, restarts, signal_engine, swap_draft, wait_for_ready_pods
+from support.kube import KubectlError, wait_for
 
 pytestmark = [pytest.mark.core, pytest.mark.timeout(600)]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from harness.endpoint import Endpoint
-from harness.kube import Namespace
-from harness.release import Release
-from kube import ROOT
+from support.e2e.endpoint import Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.release import Release
+from support.kube import ROOT
 
 
 def test_an_unknown_field_is_refused_by_name(endpoint: Endpoint) -> None:

@@ -7,13 +7,13 @@ import time
 
 import httpx
 import pytest
-from harness.endpoint import DTYPE, EQUAL_STEPS, MODEL, Endpoint
-from harness.traffic import PROMPTS, Traffic
-from kube import wait_for
 from prometheus_client.parser import text_string_to_metric_families
-from tiers import skip_reason
 
 from specdecode_worker.contract import Metric
+from support.e2e.endpoint import DTYPE, EQUAL_STEPS, MODEL, Endpoint
+from support.e2e.traffic import PROMPTS, Traffic
+from support.kube import wait_for
+from support.tiers import skip_reason
 
 DEPTH = 1
 """Depth that gains on every processor with bfloat16 instructions.

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from harness.endpoint import Endpoint
-from harness.loop import assert_explained, decision
-from harness.traffic import Traffic
-from kube import wait_for
 
 from specdecode_worker.contract import Buckets, StepTime, SyntheticKnobs, TreeShape
+from support.e2e.endpoint import Endpoint
+from support.e2e.loop import assert_explained, decision
+from support.e2e.traffic import Traffic
+from support.kube import wait_for
 
 MAX_DEPTH = 4
 CONCURRENCY = 2

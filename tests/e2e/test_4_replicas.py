@@ -6,13 +6,13 @@ import json
 
 import httpx
 import pytest
-from harness.endpoint import Endpoint
-from harness.kube import Namespace
-from harness.release import Release
-from harness.traffic import Traffic, chat_body
-from kube import Manifest, wait_for
 
 from specdecode_worker.contract import Port
+from support.e2e.endpoint import Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.release import Release
+from support.e2e.traffic import Traffic, chat_body
+from support.kube import Manifest, wait_for
 
 
 def scale(namespace: Namespace, name: str) -> Manifest:

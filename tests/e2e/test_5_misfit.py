@@ -11,10 +11,11 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
-from harness.endpoint import Endpoint, resource
-from harness.kube import Namespace
-from harness.release import Release
-from harness.traffic import chat_body
+
+from support.e2e.endpoint import Endpoint, resource
+from support.e2e.kube import Namespace
+from support.e2e.release import Release
+from support.e2e.traffic import chat_body
 
 HIDDEN, TARGET_HIDDEN, VOCAB = 8, 576, 49152
 CONFIG = {

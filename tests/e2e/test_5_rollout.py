@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from harness.endpoint import Endpoint
-from harness.traffic import Traffic, answers
-from kube import wait_for
-from tiers import skip_reason
 
 from specdecode_worker.contract import SyntheticKnobs
+from support.e2e.endpoint import Endpoint
+from support.e2e.traffic import Traffic, answers
+from support.kube import wait_for
+from support.tiers import skip_reason
 
 UNLUCKY = SyntheticKnobs(acceptance=(0.1,))
 

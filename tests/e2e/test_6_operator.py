@@ -6,12 +6,12 @@ import re
 import time
 
 import pytest
-from harness.endpoint import Endpoint
-from harness.release import Release
-from harness.traffic import Traffic
-from kube import KubectlError, wait_for
 
 from specdecode_worker.contract import StepTime, SyntheticKnobs
+from support.e2e.endpoint import Endpoint
+from support.e2e.release import Release
+from support.e2e.traffic import Traffic
+from support.kube import KubectlError, wait_for
 
 GONE_SECONDS = 60
 SPECULATION_IS_DEAR = SyntheticKnobs(step_time=(StepTime(max_nodes=0, seconds=0.2), StepTime(seconds=1.0)))

@@ -13,16 +13,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from harness.endpoint import MODEL, Endpoint, resource
-from harness.kube import Namespace
-from harness.loop import with_knobs
-from harness.release import Release
-from harness.traffic import Traffic
-from kube import ROOT, Manifest, wait_for
-from prometheus import Promtool, queries_of
-from prometheus_server import Prometheus, Target, prometheus_over
 
 from specdecode_worker.contract import Port, StepTime, SyntheticKnobs
+from support.e2e.endpoint import MODEL, Endpoint, resource
+from support.e2e.kube import Namespace
+from support.e2e.loop import with_knobs
+from support.e2e.release import Release
+from support.e2e.traffic import Traffic
+from support.kube import ROOT, Manifest, wait_for
+from support.prometheus import Promtool, queries_of
+from support.prometheus_server import Prometheus, Target, prometheus_over
 
 pytestmark = pytest.mark.timeout(420)
 

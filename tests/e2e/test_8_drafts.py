@@ -13,20 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness.client_threads import ClientThreads
-from harness.draft_files import GOOD_URI, write_noised_head
-from harness.endpoint import EQUAL_STEPS, MODEL, Endpoint
-from harness.kube import Namespace
-from harness.loop import deployed, with_knobs
-from harness.release import Release
-from harness.streams import StreamTraffic, failures, unbroken_answers
-from harness.worker_faults import kill_pod, wait_for_ready_pods
-from kube import Cluster, Manifest, wait_for
-from tiers import skip_reason
 
 from specdecode_worker.contract import StepTime, SyntheticKnobs
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
+from support.e2e.client_threads import ClientThreads
+from support.e2e.draft_files import GOOD_URI, write_noised_head
+from support.e2e.endpoint import EQUAL_STEPS, MODEL, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import deployed, with_knobs
+from support.e2e.release import Release
+from support.e2e.streams import StreamTraffic, failures, unbroken_answers
+from support.e2e.worker_faults import kill_pod, wait_for_ready_pods
+from support.kube import Cluster, Manifest, wait_for
+from support.tiers import skip_reason
 
 NAME = "drafts"
 NOISED_URI = "file:///drafts/noised"

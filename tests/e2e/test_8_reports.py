@@ -11,10 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from harness.endpoint import Endpoint, resource
-from harness.kube import Namespace
-from harness.release import Release
-from kube import wait_for
+
+from support.e2e.endpoint import Endpoint, resource
+from support.e2e.kube import Namespace
+from support.e2e.release import Release
+from support.kube import wait_for
 
 NAME = "standins"
 INVALID_REPORTS = {
@@ -30,7 +31,7 @@ STALE_SECONDS = 30
 def standins(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     """Yield a deployment of four Ready pods with reports that the test controls."""
     release.start()
-    script = (Path(__file__).parent / "harness" / "standin.py").read_text()
+    script = (Path(__file__).parents[1] / "support" / "e2e" / "standin.py").read_text()
     scripts = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": NAME}, "data": {"standin.py": script}}
     watched.apply(scripts)
     worker = {

@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from harness.endpoint import MODEL, Endpoint
-from harness.kube import Namespace
-from harness.loop import deployed
-from harness.release import Release
-from harness.routed import NAME, TWO_WORKERS, WORKERS, Routed, routed_deployment
-from harness.streams import PROMPTS, connect, failures, stream_answer
-from harness.worker_faults import evict, kill_pod, restarts, signal_engine, swap_draft, wait_for_ready_pods
-from kube import Manifest, wait_for
+
+from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import deployed
+from support.e2e.release import Release
+from support.e2e.routed import NAME, TWO_WORKERS, WORKERS, Routed, routed_deployment
+from support.e2e.streams import PROMPTS, connect, failures, stream_answer
+from support.e2e.worker_faults import evict, kill_pod, restarts, signal_engine, swap_draft, wait_for_ready_pods
+from support.kube import Manifest, wait_for
 
 OTHER = "routed-next"
 """Deployment that gets a share of the traffic."""

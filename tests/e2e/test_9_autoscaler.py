@@ -6,12 +6,13 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from harness.endpoint import MODEL, Endpoint
-from harness.kube import Namespace
-from harness.loop import PROOF, deployed
-from harness.release import Release
-from harness.traffic import Traffic
-from kube import ROOT, Cluster, Manifest, wait_for
+
+from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import PROOF, deployed
+from support.e2e.release import Release
+from support.e2e.traffic import Traffic
+from support.kube import ROOT, Cluster, Manifest, wait_for
 
 pytestmark = [PROOF, pytest.mark.timeout(900)]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from harness.endpoint import MODEL, Endpoint
-from harness.kube import Namespace
-from harness.loop import PROOF, SETTLED_SECONDS, deployed, knobs, steps
-from harness.release import Release
-from harness.traffic import Traffic
-from kube import wait_for
+
+from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import PROOF, SETTLED_SECONDS, deployed, knobs, steps
+from support.e2e.release import Release
+from support.e2e.traffic import Traffic
+from support.kube import wait_for
 
 pytestmark = [PROOF, pytest.mark.timeout(900)]
 

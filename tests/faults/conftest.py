@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # makes `bounds` importable
-sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))  # makes `fake_engine` importable
-
-import small_model
-from worker_flags import EMBEDDED_FLAGS, SMALL_FLAGS
-from worker_process import StartWorker, WorkerProcess, fake, real, worker_config
-
 from specdecode_worker.contract import WorkerConfig
+from support import small_model
+from support.faults.worker_flags import EMBEDDED_FLAGS, SMALL_FLAGS
+from support.worker_process import StartWorker, WorkerProcess, fake, real, worker_config
 
 
 @pytest.fixture(scope="session")

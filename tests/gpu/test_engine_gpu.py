@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_llama import Networks, engine_of, networks, plan_of, submit, texts
 
 from specdecode_kernels import dispatch
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.graphs.capture_backends import CaptureFailed, CudaGraphBackend
 from specdecode_worker.engine.step import step_launcher
+from support.small_llama import Networks, engine_of, networks, plan_of, submit, texts
 
 SHAPE = {
     "vocab_size": 1031,
@@ -181,8 +181,9 @@ def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPa
     that many drafts are accepted.
     """
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
-    from harness import Asked, build
     from shapes import Shapes
+
+    from support.e2e import Asked, build
 
     head = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 2304}
     shapes = Shapes("small", {**LLAMA, "architectures": ["LlamaForCausalLM"]}, head, 0.0, 1.0)

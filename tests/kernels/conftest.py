@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,10 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # for `interpreted` and `attention_cases`
-sys.path.insert(1, str(Path(__file__).parents[2] / "kernels" / "bench"))  # for `interpreter`
-
-from interpreted import import_kernels, mutant
+from support.kernels.interpreted import import_kernels, mutant
 
 import_kernels()
 

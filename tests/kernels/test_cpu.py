@@ -15,13 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import skip_reason
 from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_kernels.cpu import native
 from specdecode_kernels.cpu.matrix import pack, pack_gated
 from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Norm, Pages, Tail, attend
+from support.tiers import skip_reason
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=skip_reason("native", "nothing is compiled here"))
 BLOCK = 16

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from char_tokenizer import END, tokenizer_json
-from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.small_linear import op as small_linear
@@ -17,6 +15,8 @@ from specdecode_kernels.verify import kernel as verify
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.grammars import regex_grammar
+from support.char_tokenizer import END, tokenizer_json
+from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import BLOCK, Case, by_definition, chain, chunk, close, make, tree
-from small_llama import engine_of, networks, plan_of, texts
 from torch import Tensor
 
 from specdecode_kernels import timings
@@ -17,6 +15,8 @@ from specdecode_kernels.tree_attention import op, plan, prefill
 from specdecode_kernels.tree_attention.op import Prepared
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.engine.kv_cache import paged_cache
+from support.kernels.attention_cases import BLOCK, Case, by_definition, chain, chunk, close, make, tree
+from support.small_llama import engine_of, networks, plan_of, texts
 
 pytestmark = pytest.mark.slow
 

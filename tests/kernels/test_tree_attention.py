@@ -12,13 +12,13 @@ from itertools import accumulate
 
 import pytest
 import torch
-from attention_cases import BLOCK, UGLY, Case, Sequence, by_definition, chain, chunk, close, make, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from specdecode_kernels.tree_attention.op import Prepared, attend, prepare
 from specdecode_kernels.tree_attention.reference import CAUSAL, tree_attention
+from support.kernels.attention_cases import BLOCK, UGLY, Case, Sequence, by_definition, chain, chunk, close, make, tree
 
 
 def prepared(case: Case, *, dense: bool = False, groups: int | None = None, one_by_one: bool = True) -> Prepared:

@@ -6,7 +6,6 @@ The noised copy gives a realistic acceptance rate, and float64 makes every compa
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +63,8 @@ from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 from specdecode_worker.speculation.suffix_store import SuffixStore
 
 if TYPE_CHECKING:  # of the folder that is added to the path below
-    from own_drafts import OwnDrafts
+    from support.lossless.own_drafts import OwnDrafts
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 CPU = torch.device("cpu")
 VOCABULARY = 61
@@ -141,7 +139,7 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pair]:
-    from own_drafts import OwnDrafts
+    from support.lossless.own_drafts import OwnDrafts
 
     torch.set_num_threads(1)
     torch.manual_seed(3)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import skip_reason
 
 from specdecode_kernels.cpu.native import library
 from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -19,6 +18,7 @@ from specdecode_worker.commands.common.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.models.checkpoints.model_store import default_cache_dir
+from support.tiers import skip_reason
 
 pytestmark = [
     pytest.mark.embedded,

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import by_effort
 from torch import Tensor
 
 from specdecode_kernels.noise.reference import gumbel
@@ -28,6 +27,7 @@ from specdecode_worker.models.checkpoints.model_store import default_cache_dir
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.state_recording import read_states
+from support.tiers import by_effort
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(3600)]
 

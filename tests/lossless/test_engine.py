@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from plain_decoding import PlainDecoding, dense
 from torch import Tensor
 
 from specdecode_kernels.noise.reference import gumbel
 from specdecode_kernels.sample.reference import processed
 from specdecode_worker.contract import MAX_RANKS, Plan, SyntheticKnobs, TreeShape
 from specdecode_worker.engine.ipc.messages import Submit
+from support.lossless.plain_decoding import PlainDecoding, dense
 
 pytestmark = pytest.mark.core
 

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from char_tokenizer import END, tokenizer_json
-from draft_names import DRAFTS
-from guided_decoding import GuidedDecoding
 from msgspec import structs
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
@@ -26,6 +23,9 @@ from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.guide import Guide
 from specdecode_worker.speculation.sampling.multi_round import MultiRound
 from specdecode_worker.speculation.sampling.token_masks import TokenMasks
+from support.char_tokenizer import END, tokenizer_json
+from support.lossless.draft_names import DRAFTS
+from support.lossless.guided_decoding import GuidedDecoding
 
 TOKENS, VOCABULARY = 40, 61
 SCHEMA = {

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chi2
-from tiers import by_effort
 from torch import Tensor
 
 from specdecode_kernels.noise.reference import COIN_STREAM
@@ -30,6 +29,7 @@ from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.trees import Forest, tree_of
+from support.tiers import by_effort
 
 DRAWS = by_effort(quick=100_000, full=100_000, nightly=200_000)
 DRAWS_WITH_BUG = 40_000

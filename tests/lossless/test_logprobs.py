@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from plain_decoding import PlainDecoding
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
 from specdecode_worker.engine.graphs.graph_logprobs import LogprobOutputs
 from specdecode_worker.engine.ipc.messages import Logprobs, Sampling, Submit, Tokens
 from specdecode_worker.engine.step import logprobs
+from support.lossless.plain_decoding import PlainDecoding
 
 NEAR = 1e-4
 SHAPES = [TreeShape.parse(text) for text in ("tree:4,2,1", "chain:5", "none", "tree:2,2,2")]

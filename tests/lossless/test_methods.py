@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from draft_names import DRAFTS
-from plain_decoding import dense
 
 from specdecode_worker.contract import FEATURES, DraftState, TaskMatch, TreeShape, draft_passes
 from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.models.configs.target_states import TargetStates
+from support.lossless.draft_names import DRAFTS
+from support.lossless.plain_decoding import dense
 
 METHODS = (*DRAFTS, "suffix-blind")
 PIPELINED = [(method, True) for method in METHODS if method not in ("ngram", "suffix")]

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from plain_decoding import PlainDecoding
 from scipy.stats import chi2
-from tiers import by_effort
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
 from specdecode_worker.engine.graphs.graph_multi_round import GraphRounds
@@ -17,6 +15,8 @@ from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.engine.shape_selector import ShapeSelector
 from specdecode_worker.speculation.sampling import multi_round
 from specdecode_worker.speculation.sampling.multi_round import MultiRound
+from support.lossless.plain_decoding import PlainDecoding
+from support.tiers import by_effort
 
 SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none")]
 PROMPT = (7, 19, 3, 44)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from plain_decoding import dense
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +21,7 @@ from specdecode_worker.engine.engine import Engine
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.speculation.trees import Forest
+from support.lossless.plain_decoding import dense
 
 SHAPES = [TreeShape.parse(text) for text in ("chain:5", "none", "chain:1", "tree:3,2,1", "chain:3")]
 

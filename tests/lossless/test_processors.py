@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from plain_decoding import PlainDecoding
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.graphs import adjustment, feature_tables
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.speculation.sampling import token_counts
 from specdecode_worker.speculation.sampling.param_columns import ParamColumns
+from support.lossless.plain_decoding import PlainDecoding
 
 TOKENS, VOCABULARY = 30, 61
 PROCESSORS: dict[str, dict[str, Any]] = {

@@ -1,28 +1,26 @@
 """Black-box tests of the operator under faults, on a real cluster, with a release of its own and stand-in workers.
 
 The tests look only at the Kubernetes API, at stand-in workers and at clients, so that the same tests run against any
-revision of the operator (fault_harness/revision.py). The tests in quick/ always run; the others are the proofs
-`operator-faults` and `upgrade`. Those that take the API server away (`disruptive`) run on the local cluster only.
+revision of the operator (support/operator_faults/revision.py). The tests in quick/ always run; the others are the
+proofs `operator-faults` and `upgrade`. Those that take the API server away (`disruptive`) run on the local cluster
+only.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import skip_reason
 
-sys.path.insert(0, str(Path(__file__).parent))  # makes `fault_harness` importable
-
-from fault_harness.api_client import Api
-from fault_harness.figures import Figures
-from fault_harness.installation import Installation, install_crd
-from fault_harness.revision import Revision
-from fault_harness.tenant import Tenant
-from kube import Cluster
+from support.kube import Cluster
+from support.operator_faults.api_client import Api
+from support.operator_faults.figures import Figures
+from support.operator_faults.installation import Installation, install_crd
+from support.operator_faults.revision import Revision
+from support.operator_faults.tenant import Tenant
+from support.tiers import skip_reason
 
 HERE = Path(__file__).parent
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
-from fault_harness.figures import Figures
-from fault_harness.tenant import Tenant
-from kube import wait_for
+
+from support.kube import wait_for
+from support.operator_faults.figures import Figures
+from support.operator_faults.tenant import Tenant
 
 
 @pytest.mark.timeout(240)

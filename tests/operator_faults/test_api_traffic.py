@@ -12,14 +12,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fault_harness.api_client import Api
-from fault_harness.counting_proxy import SentRequest, counting_proxy
-from fault_harness.figures import Figures
-from fault_harness.installation import install_crd
-from fault_harness.local_operator import LocalOperator, local_operator_process
-from fault_harness.revision import Revision
-from fault_harness.tenant import Tenant
-from kube import Cluster, wait_for
+
+from support.kube import Cluster, wait_for
+from support.operator_faults.api_client import Api
+from support.operator_faults.counting_proxy import SentRequest, counting_proxy
+from support.operator_faults.figures import Figures
+from support.operator_faults.installation import install_crd
+from support.operator_faults.local_operator import LocalOperator, local_operator_process
+from support.operator_faults.revision import Revision
+from support.operator_faults.tenant import Tenant
 
 pytestmark = pytest.mark.own_operator
 

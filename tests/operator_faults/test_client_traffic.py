@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fault_harness.api_client import ApiError
-from fault_harness.client_traffic import DRAIN, assert_status_true, unnoticed
-from fault_harness.constant_clients import ConstantClients
-from fault_harness.figures import Figures
-from fault_harness.installation import Installation, kill_operator
-from fault_harness.tenant import ServedDeployment, Tenant
-from kube import wait_for
+
+from support.kube import wait_for
+from support.operator_faults.api_client import ApiError
+from support.operator_faults.client_traffic import DRAIN, assert_status_true, unnoticed
+from support.operator_faults.constant_clients import ConstantClients
+from support.operator_faults.figures import Figures
+from support.operator_faults.installation import Installation, kill_operator
+from support.operator_faults.tenant import ServedDeployment, Tenant
 
 
 @pytest.fixture

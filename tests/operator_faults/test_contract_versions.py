@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-from fault_harness.figures import Figures
-from fault_harness.tenant import Tenant
-from kube import wait_for
 
 from specdecode_worker.contract import CONTRACT_VERSION
+from support.kube import wait_for
+from support.operator_faults.figures import Figures
+from support.operator_faults.tenant import Tenant
 
 OLDEST = max(1, CONTRACT_VERSION - 2)
 TOO_OLD = OLDEST - 1

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
-from cluster_faults.control_plane_faults import dead_api_server, hanging_api_server, slow_etcd, time_calls
-from fault_harness.client_traffic import DRAIN, assert_status_true, unnoticed
-from fault_harness.figures import Figures, percentile
-from fault_harness.installation import Installation
-from fault_harness.tenant import ServedDeployment, Tenant
-from kube import wait_for
+
+from support.cluster_faults.control_plane_faults import dead_api_server, hanging_api_server, slow_etcd, time_calls
+from support.kube import wait_for
+from support.operator_faults.client_traffic import DRAIN, assert_status_true, unnoticed
+from support.operator_faults.figures import Figures, percentile
+from support.operator_faults.installation import Installation
+from support.operator_faults.tenant import ServedDeployment, Tenant
 
 pytestmark = [pytest.mark.disruptive, pytest.mark.timeout(400)]
 FAULT_SECONDS = 60

@@ -6,9 +6,10 @@ import json
 import time
 
 import pytest
-from fault_harness.figures import Figures
-from fault_harness.tenant import ServedDeployment, Tenant
-from kube import wait_for
+
+from support.kube import wait_for
+from support.operator_faults.figures import Figures
+from support.operator_faults.tenant import ServedDeployment, Tenant
 
 FIRST, SECOND = "draft-a", "draft-b"
 

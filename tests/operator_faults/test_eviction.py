@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
-from fault_harness.api_client import ApiError
-from fault_harness.figures import Figures
-from fault_harness.tenant import ServedDeployment, Tenant
-from kube import Manifest, wait_for
+
+from support.kube import Manifest, wait_for
+from support.operator_faults.api_client import ApiError
+from support.operator_faults.figures import Figures
+from support.operator_faults.tenant import ServedDeployment, Tenant
 
 COLLAPSE_SECONDS = 240
 

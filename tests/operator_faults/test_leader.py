@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from fault_harness.figures import Figures
-from fault_harness.installation import Installation, kill_operator, stopped_operator
-from fault_harness.tenant import ServedDeployment, Tenant
-from kube import wait_for
+
+from support.kube import wait_for
+from support.operator_faults.figures import Figures
+from support.operator_faults.installation import Installation, kill_operator, stopped_operator
+from support.operator_faults.tenant import ServedDeployment, Tenant
 
 HAND_OVER_SECONDS = 20
 WATCH_SECONDS = 60

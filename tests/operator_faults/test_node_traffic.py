@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from cluster_faults.extra_node import bring_back, drain, extra_node, node_command, prefer, spread
-from fault_harness.client_traffic import DRAIN, assert_status_true, constant_clients, unnoticed
-from fault_harness.figures import Figures
-from fault_harness.revision import Revision
-from fault_harness.tenant import ServedDeployment, Tenant
-from kube import Cluster, wait_for
-from tiers import skip_reason
+
+from support.cluster_faults.extra_node import bring_back, drain, extra_node, node_command, prefer, spread
+from support.kube import Cluster, wait_for
+from support.operator_faults.client_traffic import DRAIN, assert_status_true, constant_clients, unnoticed
+from support.operator_faults.figures import Figures
+from support.operator_faults.revision import Revision
+from support.operator_faults.tenant import ServedDeployment, Tenant
+from support.tiers import skip_reason
 
 pytestmark = pytest.mark.timeout(600)
 LOSS_NOTICED_SECONDS = 120

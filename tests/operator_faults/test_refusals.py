@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fault_harness.figures import Figures
-from fault_harness.tenant import ServedDeployment, Tenant, stand_in_template
-from kube import Manifest, wait_for
+
+from support.kube import Manifest, wait_for
+from support.operator_faults.figures import Figures
+from support.operator_faults.tenant import ServedDeployment, Tenant, stand_in_template
 
 NAME = "refused"
 LIMIT_SECONDS = 30

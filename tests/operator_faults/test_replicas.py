@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-from fault_harness.figures import Figures
-from fault_harness.node_resource import node_resource
-from fault_harness.tenant import ServedDeployment, Tenant
-from kube import wait_for
+
+from support.kube import wait_for
+from support.operator_faults.figures import Figures
+from support.operator_faults.node_resource import node_resource
+from support.operator_faults.tenant import ServedDeployment, Tenant
 
 WINDOW_SECONDS = 5
 HOLD_SECONDS = 15

@@ -6,9 +6,10 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from fault_harness.figures import Figures, percentile
-from fault_harness.tenant import ServedDeployment, Tenant
-from kube import wait_for
+
+from support.kube import wait_for
+from support.operator_faults.figures import Figures, percentile
+from support.operator_faults.tenant import ServedDeployment, Tenant
 
 CHANGES = 20
 LIMIT_SECONDS = 2.0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-from fault_harness.constant_clients import ConstantClients
-from fault_harness.figures import Figures
-from fault_harness.tenant import ServedDeployment, Tenant
-from kube import wait_for
+
+from support.kube import wait_for
+from support.operator_faults.constant_clients import ConstantClients
+from support.operator_faults.figures import Figures
+from support.operator_faults.tenant import ServedDeployment, Tenant
 
 LIMIT_SECONDS = 30
 

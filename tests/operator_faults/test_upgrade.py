@@ -2,7 +2,8 @@
 
 The renamed field of the accelerator is a change of the spec, so workers may be replaced; their number is recorded.
 
-OPERATOR_FAULTS_FROM_SOURCE and OPERATOR_FAULTS_FROM_IMAGE name the revision before (fault_harness/revision.py).
+OPERATOR_FAULTS_FROM_SOURCE and OPERATOR_FAULTS_FROM_IMAGE name the revision before
+(support/operator_faults/revision.py).
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from fault_harness.api_client import Api
-from fault_harness.constant_clients import ConstantClients
-from fault_harness.figures import Figures
-from fault_harness.installation import Installation, install_crd
-from fault_harness.revision import Revision
-from fault_harness.tenant import Tenant
-from kube import Cluster, wait_for
+
+from support.kube import Cluster, wait_for
+from support.operator_faults.api_client import Api
+from support.operator_faults.constant_clients import ConstantClients
+from support.operator_faults.figures import Figures
+from support.operator_faults.installation import Installation, install_crd
+from support.operator_faults.revision import Revision
+from support.operator_faults.tenant import Tenant
 
 FROM = "OPERATOR_FAULTS_FROM_"
 pytestmark = [

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 import pytest_asyncio
-
-# Modules of this folder are imported by name, also by the engine process, which inherits sys.path.
-sys.path.insert(0, str(Path(__file__).parent))
-
-import fake_engine
-import small_model
-from worker_process import worker_config
 
 from specdecode_worker.contract import Plan, TaskMatch
 from specdecode_worker.engine.ipc.engine_client import EngineClient
@@ -29,6 +21,9 @@ from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
+from support import small_model
+from support.worker import fake_engine
+from support.worker_process import worker_config
 
 TOKEN = "token-of-the-tests"
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fake_engine
 import httpx
 import pytest
 
@@ -16,6 +15,7 @@ from specdecode_worker.server.lifecycle import Shutdown, State
 from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.text.prompts import Prompt
+from support.worker import fake_engine
 
 PLAN: dict[str, Any] = {"uid": "uid-1", "draft": "d", "version": 4, "initial": "chain:2", "max_depth": 2}
 

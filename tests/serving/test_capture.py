@@ -6,10 +6,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import fake_engine
 import httpx
 import pytest
-from worker_process import worker_config
 
 from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records
 from specdecode_worker.contract import CaptureConfig, Plan, TaskMatch
@@ -19,6 +17,8 @@ from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
+from support.worker import fake_engine
+from support.worker_process import worker_config
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import httpx
-import small_model
 import torch
-from worker_process import real
 
 from specdecode_worker.capture import ReadStats, read_records
 from specdecode_worker.models.checkpoints.model_hash import model_hash
@@ -16,6 +14,8 @@ from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.training.data.shards import read_shard, shard_paths
 from specdecode_worker.training.distillation.record_shards import CaptureSelection, prepare_shards
 from specdecode_worker.training.distillation.sample_shards import read_samples
+from support import small_model
+from support.worker_process import real
 
 SAMPLING_PARAMS = (
     {"temperature": 0},

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_engine
 import httpx
 import pytest
-from worker_process import WorkerProcess, fake, worker_config
 
 from specdecode_worker.contract import WorkerConfig
+from support.worker import fake_engine
+from support.worker_process import WorkerProcess, fake, worker_config
 
 LIMITS = {"max_connections": 4, "max_unfinished_body_bytes": 100_000, "header_timeout_seconds": 2}
 SILENT = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4, "stream": True}

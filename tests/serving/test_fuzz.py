@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import schemathesis
-import small_model
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
-from tiers import by_effort
-from worker_process import WorkerProcess, real
 
 from specdecode_worker.server.requests.structured_outputs import GRAMMAR, REGEX
 from specdecode_worker.server.requests.tools import JSON_OBJECT
+from support import small_model
+from support.tiers import by_effort
+from support.worker_process import WorkerProcess, real
 
 CASES = by_effort(quick=500, full=500, nightly=10_000)
 SHARES = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fake_engine
 import httpx
 from fastapi.routing import APIRoute
 
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
+from support.worker import fake_engine
 
 
 async def test_information_about_the_model_and_the_program(client: httpx.AsyncClient) -> None:

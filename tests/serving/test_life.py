@@ -16,13 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import fake_engine
 import httpx
 import pytest
-from worker_process import SERVING, WorkerProcess, fake, worker_config
 
 from specdecode_worker.contract import Env, Plan, WorkerConfig
 from specdecode_worker.termination import ENV_PATH
+from support.worker import fake_engine
+from support.worker_process import SERVE_FAKE, WorkerProcess, fake, worker_config
 
 PROMPT = {"model": "small", "prompt": "hi", "max_tokens": 200}
 SILENT = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
@@ -185,7 +185,7 @@ def test_sigterm_while_loading_ends_at_once(model_folder: Path, tmp_path: Path) 
 
 def test_port_in_use_is_reported(start: Start, model_folder: Path) -> None:
     port = httpx.URL(start().public).port
-    words = [sys.executable, str(SERVING / "serve_fake.py"), config_json(model_folder, port=port)]
+    words = [sys.executable, str(SERVE_FAKE), config_json(model_folder, port=port)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port} (public port)" in ended.stderr
@@ -213,7 +213,7 @@ def test_mounted_plan_applies_from_the_first_request(
 
 
 def test_invalid_knobs_prevent_the_start(model_folder: Path) -> None:
-    words = [sys.executable, str(SERVING / "serve_fake.py"), config_json(model_folder)]
+    words = [sys.executable, str(SERVE_FAKE), config_json(model_folder)]
     environment = {**os.environ, Env.synthetic: '{"step_time": [{"seconds": 11}]}'}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 1

@@ -6,17 +6,17 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import fake_engine
 import httpx
 import openai
 import pytest
 import pytest_asyncio
-import small_model
-from fake_engine import logprob
 
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
+from support import small_model
+from support.worker import fake_engine
+from support.worker.fake_engine import logprob
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.core]
 

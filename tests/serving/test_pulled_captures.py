@@ -14,14 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
-from capturing_workers import MAX_AGE_SECONDS, capturing, free_port
-from tiers import skip_reason
 
 from specdecode_worker.capture.errors import PullFailed
 from specdecode_worker.capture.retention import stored_retention
 from specdecode_worker.capture.segment_format import segment_name
 from specdecode_worker.capture.segment_puller import PullResult, pull_segments, pull_source
 from specdecode_worker.contract import Route
+from support.capturing_workers import MAX_AGE_SECONDS, capturing, free_port
+from support.tiers import skip_reason
 
 HOST = "workers.test"
 TOKENS = {"operator": "operators", "router": "routers", "capture": "captures"}

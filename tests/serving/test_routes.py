@@ -7,11 +7,11 @@ import json
 import threading
 from typing import Any
 
-import fake_engine
 import httpx
 import pytest
 
 from specdecode_worker.server.service import Service
+from support.worker import fake_engine
 
 pytestmark = pytest.mark.core
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model
-from tiers import by_effort
-from worker_process import WorkerProcess, real
 
 from specdecode_worker.contract import Plan, Report, Route, TreeShape
+from support import small_model
+from support.tiers import by_effort
+from support.worker_process import WorkerProcess, real
 
 SECONDS = by_effort(quick=20.0, full=20.0, nightly=300.0)
 LONG = SECONDS >= 60

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import small_model
-from worker_process import WorkerProcess, real
 
 from specdecode_worker.contract import CheckVerdict, Env, Plan, Report, Route, SyntheticKnobs, TreeShape
 from specdecode_worker.termination import ENV_PATH
+from support import small_model
+from support.worker_process import WorkerProcess, real
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "extra_body": {"ignore_eos": True}}

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from worker_process import WorkerProcess, fake, worker_config
-
 from specdecode_worker.contract import CaptureConfig
+from support.worker_process import WorkerProcess, fake, worker_config
 
 MAX_AGE_SECONDS = 86400.0
 

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kube import Cluster, wait_for
-
 from specdecode_operator.api import crd
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
+from support.kube import Cluster, wait_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import msgspec
-from internal_client import all_of, answer_of, frames
-from stream_workers import StreamWorker, same
 
 from specdecode_router.frontend.stream_resumption import NumberedRequest
 from specdecode_router.relay.event_ids import StreamIdentity, parse_event_id, request_digest
 from specdecode_worker.contract.internal_stream import End, Error, Moved, Open, OpenStream, Step
+from support.internal_client import all_of, answer_of, frames
+from support.stream_workers import StreamWorker, same
 
 Event = tuple[str, bytes]
 """Id of an event, empty without one, and its data with the empty line behind it."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import yaml
-from kube import ROOT, wait_for
+
+from support.kube import ROOT, wait_for
 
 RULES = ROOT / "helm" / "specdecode" / "files" / "alerts.yaml"
 

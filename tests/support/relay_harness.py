@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stand_in_worker import TOKEN, Script, StandInWorker, running
-
 from specdecode_router.relay.context import RelayContext, RelayLimits
 from specdecode_router.relay.relay import Relay
 from specdecode_router.relay.silence_monitor import SilenceMonitor
@@ -21,6 +19,7 @@ from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint, WorkerView
 from specdecode_worker.contract.internal_stream import End, Open, OpenStream, Step
+from support.stand_in_worker import TOKEN, Script, StandInWorker, running
 
 LIMITS = RelayLimits(
     open_seconds=0.5,

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from stand_in_worker import TOKEN, Script, StandInWorker, running
 
 from specdecode_router.discovery.static import StaticDiscovery
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.process import running_router
 from specdecode_router.settings import RouterSettings
 from specdecode_router.telemetry.tracing import Tracer
+from support.stand_in_worker import TOKEN, Script, StandInWorker, running
 
 
 @dataclass

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from internal_client import Journal, all_of, answer_of
 
 from specdecode_worker.contract import Plan, SyntheticKnobs, TreeShape, WorkerConfig
 from specdecode_worker.contract.internal_stream import OpenStream
@@ -22,6 +21,7 @@ from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
+from support.internal_client import Journal, all_of, answer_of
 
 TOKEN = "token-of-the-tests"
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from training_fixtures import small_target
 
 from specdecode_worker.training.data.batches import DataSet
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.heads.initialization import new_head
 from specdecode_worker.training.optimization.data_parallel import join
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
+from support.training_fixtures import small_target
 
 
 class StepReportingTrainer(Trainer):

@@ -18,9 +18,8 @@ import httpx
 
 from specdecode_worker.contract import EngineConfig, Env, ModelConfig, ServerConfig, WorkerConfig
 
-SERVING = Path(__file__).parents[1] / "serving"
-"""Folder with the server around the fake engine, which the server and the engine process import."""
-
+SERVE_FAKE = Path(__file__).parent / "worker" / "serve_fake.py"
+"""Server around a fake engine."""
 
 StartWorker = Callable[..., "WorkerProcess"]
 """Function that starts a worker with the given flags or fields and waits until it is ready."""
@@ -42,9 +41,7 @@ class ServerProcess:
 
     def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log = log
-        folders = (str(SERVING), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
-        paths = os.pathsep.join(filter(None, folders))
-        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "XDG_RUNTIME_DIR": str(log.parent)}
+        own = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(log.parent)}
         variables = {**os.environ, **own, **(environment or {})}
         with log.open("wb") as out:
             self.process = subprocess.Popen(words, stdout=out, stderr=out, env=variables)
@@ -164,7 +161,7 @@ def fake(
     config_json: str, log: Path, environment: dict[str, str] | None = None
 ) -> contextlib.AbstractContextManager[WorkerProcess]:
     """Return the server with the fake engine."""
-    return running_worker([sys.executable, str(SERVING / "serve_fake.py"), config_json], log, environment)
+    return running_worker([sys.executable, str(SERVE_FAKE), config_json], log, environment)
 
 
 def real(

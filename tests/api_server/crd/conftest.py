@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kind_copy import KindCopy, served_copy
-from kube import Cluster
+
+from support.kind_copy import KindCopy, served_copy
+from support.kube import Cluster
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ import json
 from typing import Any
 
 import pytest
-from api_examples import BAD, GOOD, NAMES, TYPOS, spec_with
-from kind_copy import KindCopy
-from kube import KubectlError
 
 from specdecode_operator.api.v1alpha1 import PLURAL, VERSION
+from support.kind_copy import KindCopy
+from support.kube import KubectlError
+from support.operators.api_examples import BAD, GOOD, NAMES, TYPOS, spec_with
 
 
 @pytest.mark.parametrize("change", GOOD, ids=str)

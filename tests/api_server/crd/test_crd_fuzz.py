@@ -16,13 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet import DEFAULTS
 from hypothesis import HealthCheck, Phase, given, settings
-from kind_copy import KindCopy, served_copy
-from kube import Cluster
 from pydantic import ValidationError
-from spec_strategies import Json, Schema, specs
-from tiers import by_effort
 
 from specdecode_operator import manifests
 from specdecode_operator.api import crd
@@ -32,6 +27,11 @@ from specdecode_operator.errors import SpecError
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Deployment, Observation
 from specdecode_worker.contract import Plan
+from support.kind_copy import KindCopy, served_copy
+from support.kube import Cluster
+from support.operators.fleet import DEFAULTS
+from support.operators.spec_strategies import Json, Schema, specs
+from support.tiers import by_effort
 
 FEW = 150
 CASES = by_effort(quick=FEW, full=FEW, nightly=10_000)

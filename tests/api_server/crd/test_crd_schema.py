@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from crd_fields import SCHEMA, fields
-from kind_copy import KindCopy
 
 from specdecode_operator.api.v1alpha1 import PLURAL
+from support.kind_copy import KindCopy
+from support.operators.crd_fields import SCHEMA, fields
 
 
 @pytest.mark.parametrize("part", ["spec", "status"])

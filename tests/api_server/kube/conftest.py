@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from kube import Cluster
 
 from specdecode_operator.kube.client import KubeClient
+from support.kube import Cluster
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from kube import Cluster as Kubectl
-from kube_objects import config_map, owned, seconds_until
 
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.kube.apply import ChildApplier
@@ -17,6 +15,8 @@ from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.kinds import CONFIG_MAPS, SERVICES, Child
 from specdecode_operator.types import ChildProblem, Key
+from support.kube import Cluster as Kubectl
+from support.operators.kube_objects import config_map, owned, seconds_until
 
 
 class Children:

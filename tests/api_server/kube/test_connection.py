@@ -6,11 +6,11 @@ import socket
 from typing import Any
 
 import pytest
-from kube import Cluster
 
 from specdecode_operator.kube import connection
 from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.kube.connection import keepalive_socket
+from support.kube import Cluster
 
 
 async def test_connections_to_the_api_server_have_keepalive(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from kube import Cluster as Kubectl
-from kube_objects import config_map, seconds_until
-from tcp_proxy import TcpProxy
 
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.errors import Gone
@@ -18,6 +15,9 @@ from specdecode_operator.kube import informer as informer_module
 from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.types import Key
+from support.kube import Cluster as Kubectl
+from support.operators.kube_objects import config_map, seconds_until
+from support.operators.tcp_proxy import TcpProxy
 
 
 @asynccontextmanager

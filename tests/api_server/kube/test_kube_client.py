@@ -8,9 +8,6 @@ import time
 from typing import Any
 
 import pytest
-from kube import Cluster as Kubectl
-from kube_objects import config_map
-from tcp_proxy import TcpProxy
 
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.errors import (
@@ -21,6 +18,9 @@ from specdecode_operator.errors import (
 )
 from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.kube.kinds import PODS
+from support.kube import Cluster as Kubectl
+from support.operators.kube_objects import config_map
+from support.operators.tcp_proxy import TcpProxy
 
 WORKER_LABEL = f"{GROUP}/role=worker"
 

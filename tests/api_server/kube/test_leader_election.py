@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 import pytest
-from kube import Cluster
-from kube_objects import config_map, seconds_until
-from tcp_proxy import TcpProxy
 
 from specdecode_operator.errors import NotLeader
 from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.kube.leader_election import LeaderElector
+from support.kube import Cluster
+from support.operators.kube_objects import config_map, seconds_until
+from support.operators.tcp_proxy import TcpProxy
 
 
 def start(client: KubeClient, namespace: str, lease: str, identity: str) -> tuple[LeaderElector, asyncio.Task[Any]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kube import Cluster
-
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.pod_events import mount_problem
+from support.kube import Cluster
 
 
 async def test_a_missing_secret_is_named(api: KubeClient, namespace: str, cluster: Cluster) -> None:

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from crowd import Crowd
-from fleet import deployment_with
 
 from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.manifests import state_config_map
 from specdecode_operator.state.learned import LearnedState, LoadState
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.types import ChildProblem, Deployment, Key
+from support.operators.crowd import Crowd
+from support.operators.fleet import deployment_with
 
 
 class Unowned:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kube import Cluster
-from operator_process import OperatorProcess, install_crd
+
+from support.kube import Cluster
+from support.operators.operator_process import OperatorProcess, install_crd
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import yaml
-from fleet import SPEC, deep
-from kube import Cluster, KubectlError, wait_for
-from operator_process import OperatorProcess
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_worker.contract import CheckVerdict, MemoryState
+from support.kube import Cluster, KubectlError, wait_for
+from support.operators.fleet import SPEC, deep
+from support.operators.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("crd")
 MAX_MEMORY_MIB = 120

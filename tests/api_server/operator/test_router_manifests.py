@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with
-from kube import Cluster, KubectlError
-from operator_account import grant
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.kube.kinds import PERMISSIONS
 from specdecode_operator.types import Deployment, Manifest
+from support.kube import Cluster, KubectlError
+from support.operators.fleet import DEFAULTS, deployment_with
+from support.operators.operator_account import grant
 
 OPERATOR = "operator"
 

@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 import pytest
-from fleet import SPEC, deep
-from kube import Cluster, wait_for
-from operator_process import OperatorProcess
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_worker.contract.demand import HeldRequests
+from support.kube import Cluster, wait_for
+from support.operators.fleet import SPEC, deep
+from support.operators.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("crd")
 CHILDREN = "deploy,cm,svc,pdb,sa,role,rolebinding"

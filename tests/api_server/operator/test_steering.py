@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import SPEC, deep
-from kube import Cluster, wait_for
-from operator_process import OperatorProcess, install_crd
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_operator.plugin.cli import main
+from support.kube import Cluster, wait_for
+from support.operators.fleet import SPEC, deep
+from support.operators.operator_process import OperatorProcess, install_crd
 
 CHILDREN = "deployments,services,poddisruptionbudgets,configmaps"
 TWO_ROUNDS_SECONDS = 4.0

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, SPEC, deep, deployment_with
-from kube import Cluster, KubectlError, wait_for
-from operator_account import RBAC, grant, kubeconfig_of
-from operator_process import OperatorProcess, install_crd
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION, GROUP, KIND, VERSION
 from specdecode_operator.kube.kinds import OWN_NAMESPACE_PERMISSIONS, PERMISSIONS
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Manifest
+from support.kube import Cluster, KubectlError, wait_for
+from support.operators.fleet import DEFAULTS, SPEC, deep, deployment_with
+from support.operators.operator_account import RBAC, grant, kubeconfig_of
+from support.operators.operator_process import OperatorProcess, install_crd
 
 RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="embedded://draft", claim="drafts")
 JOBS = ("batch", "jobs")

@@ -8,9 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from kube import Cluster
-from kube_objects import seconds_until
-from tcp_proxy import TcpProxy
 
 from specdecode_router.discovery import endpoint_slices
 from specdecode_router.discovery.api_server import ApiServer, ApiServerError
@@ -18,6 +15,9 @@ from specdecode_router.discovery.demand import DemandWriter
 from specdecode_router.discovery.endpoint_slices import EndpointSliceDiscovery
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.demand import read_demand
+from support.kube import Cluster
+from support.operators.kube_objects import seconds_until
+from support.operators.tcp_proxy import TcpProxy
 
 SERVICE = "demo-workers"
 

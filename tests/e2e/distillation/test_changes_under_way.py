@@ -12,17 +12,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.draft_files import GOOD_URI, TARGET_URI, bound_claim, write_noised_head
-from harness.endpoint import EQUAL_STEPS, MEMORY, Endpoint
-from harness.kube import Namespace
-from harness.loop import with_knobs
-from harness.release import Release
-from harness.training_runs import begin, jobs, served_meanwhile, trained, wait_for_end, wait_for_run, wait_until_idle
-from kube import Cluster, wait_for
-from tiers import skip_reason
 
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
+from support.e2e.draft_files import GOOD_URI, TARGET_URI, bound_claim, write_noised_head
+from support.e2e.endpoint import EQUAL_STEPS, MEMORY, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import with_knobs
+from support.e2e.release import Release
+from support.e2e.training_runs import (
+    begin,
+    jobs,
+    served_meanwhile,
+    trained,
+    wait_for_end,
+    wait_for_run,
+    wait_until_idle,
+)
+from support.kube import Cluster, wait_for
+from support.tiers import skip_reason
 
 NAME, CLAIM = "changed", "heads"
 NOISED, OWN, TARGET = "noised", "of-the-user", "target"

@@ -18,23 +18,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness.askers import Askers
-from harness.draft_files import GOOD_URI, bound_claim, write_head_without_tables, write_noised_head
-from harness.endpoint import EQUAL_STEPS, MEMORY, MODEL, Endpoint
-from harness.kube import Namespace
-from harness.loop import deployed, with_knobs
-from harness.questions import different_questions, different_tables
-from harness.release import Release
-from harness.streams import StreamTraffic, failures, unbroken_answers
-from harness.worker_faults import wait_for_ready_pods
-from kube import Cluster, Manifest, wait_for
 from localcluster.settings import NODE_ADDRESS
-from storage_servers.s3_server import s3_server
-from tiers import skip_reason
 
 from specdecode_operator.times import seconds_of_timestamp
 from specdecode_worker.contract.capture import CaptureReport
 from specdecode_worker.models.checkpoints.model_hash import model_hash
+from support.e2e.askers import Askers
+from support.e2e.draft_files import GOOD_URI, bound_claim, write_head_without_tables, write_noised_head
+from support.e2e.endpoint import EQUAL_STEPS, MEMORY, MODEL, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import deployed, with_knobs
+from support.e2e.questions import different_questions, different_tables
+from support.e2e.release import Release
+from support.e2e.streams import StreamTraffic, failures, unbroken_answers
+from support.e2e.worker_faults import wait_for_ready_pods
+from support.kube import Cluster, Manifest, wait_for
+from support.storage_servers.s3_server import s3_server
+from support.tiers import skip_reason
 
 NAME, CLAIM, KEY_SECRET = "distilled", "new-drafts", "models-key"
 WORKER = Path(sys.executable).parent / "specdecode-worker"

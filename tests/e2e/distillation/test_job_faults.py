@@ -14,14 +14,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cluster_faults.extra_node import extra_node, node_command, prefer
-from harness.askers import Askers
-from harness.draft_files import bound_claim
-from harness.endpoint import Endpoint
-from harness.kube import Namespace
-from harness.questions import different_questions
-from harness.release import Release
-from harness.training_runs import (
+
+from support.cluster_faults.extra_node import extra_node, node_command, prefer
+from support.e2e.askers import Askers
+from support.e2e.draft_files import bound_claim
+from support.e2e.endpoint import Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.questions import different_questions
+from support.e2e.release import Release
+from support.e2e.training_runs import (
     RUN_SECONDS,
     SPLITS,
     begin,
@@ -36,8 +37,8 @@ from harness.training_runs import (
     wait_for_state,
     wait_until_idle,
 )
-from kube import Cluster, Manifest, wait_for
-from tiers import skip_reason
+from support.kube import Cluster, Manifest, wait_for
+from support.tiers import skip_reason
 
 NAME, CLAIM, SMALL_CLAIM = "faulty", "training", "small-training"
 CLAIM_BYTES = 20_000_000

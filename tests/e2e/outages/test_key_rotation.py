@@ -9,14 +9,14 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-from harness.endpoint import MODEL
-from harness.kube import Namespace
-from harness.release import Release
-from harness.routed import Routed, routed_deployment
-from harness.streams import StreamTraffic, failures
-from kube import wait_for
 
 from specdecode_worker.contract import Port
+from support.e2e.endpoint import MODEL
+from support.e2e.kube import Namespace
+from support.e2e.release import Release
+from support.e2e.routed import Routed, routed_deployment
+from support.e2e.streams import StreamTraffic, failures
+from support.kube import wait_for
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from harness.endpoint import Endpoint
-from harness.kube import Namespace
-from harness.loop import HALF_A_CORE, deployed
-from harness.release import Release
-from kube import Manifest, wait_for
+
+from support.e2e.endpoint import Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import HALF_A_CORE, deployed
+from support.e2e.release import Release
+from support.kube import Manifest, wait_for
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -26,7 +27,7 @@ FIRST, SECOND = "a" * 40, "b" * 40
 def hub(watched: Namespace, release: Release) -> Iterator[str]:
     """Yield the URL of a hub in the cluster, reachable from pods and from the test."""
     release.start()
-    script = (Path(__file__).parents[1] / "harness" / "hub_pod.py").read_text()
+    script = (Path(__file__).parents[2] / "support" / "e2e" / "hub_pod.py").read_text()
     for manifest in hub_manifests(watched.cluster.worker_image, script):
         watched.apply(manifest)
     watched.kubectl("wait", "pod", HUB, "--for=condition=Ready", "--timeout=120s")

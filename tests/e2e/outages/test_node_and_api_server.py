@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
-from cluster_faults.control_plane_faults import dead_api_server, hanging_api_server
-from cluster_faults.extra_node import bring_back, drain, extra_node, node_command, prefer, spread
-from harness.endpoint import Endpoint
-from harness.kube import Namespace
-from harness.release import Release
-from harness.routed import Routed, routed_deployment
-from harness.worker_faults import kill_server, restarts, wait_for_ready_pods
-from kube import Cluster, wait_for
-from tiers import skip_reason
+
+from support.cluster_faults.control_plane_faults import dead_api_server, hanging_api_server
+from support.cluster_faults.extra_node import bring_back, drain, extra_node, node_command, prefer, spread
+from support.e2e.endpoint import Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.release import Release
+from support.e2e.routed import Routed, routed_deployment
+from support.e2e.worker_faults import kill_server, restarts, wait_for_ready_pods
+from support.kube import Cluster, wait_for
+from support.tiers import skip_reason
 
 pytestmark = [
     pytest.mark.timeout(1800),  # the image of workers is copied to the second node

@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from harness.endpoint import Endpoint
-from harness.kube import Namespace
-from harness.release import Release
-from kube import Cluster, Manifest, wait_for
+
+from support.e2e.endpoint import Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.release import Release
+from support.kube import Cluster, Manifest, wait_for
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -28,9 +29,12 @@ EXAMPLE = ROOT / "examples" / "llama-3.1-8b.yaml"
 NAME, MODEL, HUB, PORT = "llama-3-1-8b", "meta-llama/Llama-3.1-8B-Instruct", "published-hub", 8080
 TOKEN = "hf_of-an-account-that-accepted"
 FILES = {
-    "hub.py": Path(__file__).with_name("hub_pod.py"),
-    "small_model.py": SUPPORT / "small_model.py",
-    **{f"published/{name}.py": SUPPORT / "published" / f"{name}.py" for name in ("hub", "layouts", "repositories")},
+    "hub.py": SUPPORT / "published" / "hub_pod.py",
+    "support/small_model.py": SUPPORT / "small_model.py",
+    **{
+        f"support/published/{name}.py": SUPPORT / "published" / f"{name}.py"
+        for name in ("hub", "layouts", "repositories")
+    },
 }
 """Files of the hub's pod by their places there."""
 

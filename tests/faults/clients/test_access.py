@@ -13,8 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import small_model
-from worker_process import WorkerProcess, fake, real, worker_config
+
+from support import small_model
+from support.worker_process import WorkerProcess, fake, real, worker_config
 
 RELOAD_SECONDS = 3
 """Bound of the time from a change of the mounted files to its effect."""

@@ -9,10 +9,18 @@ from pathlib import Path
 
 import httpx
 import pytest
-import raw_clients
-from bounds import MEMORY_BYTES, SIGTERM_EXTRA_SECONDS, assert_ttft_unaffected, healthy, resident_bytes, ttft_seconds
-from fake_worker import ADMIN_HEADERS, MAX_NUM_SEQS, fake_worker
-from worker_process import WorkerProcess
+
+from support.faults import raw_clients
+from support.faults.bounds import (
+    MEMORY_BYTES,
+    SIGTERM_EXTRA_SECONDS,
+    assert_ttft_unaffected,
+    healthy,
+    resident_bytes,
+    ttft_seconds,
+)
+from support.faults.fake_worker import ADMIN_HEADERS, MAX_NUM_SEQS, fake_worker
+from support.worker_process import WorkerProcess
 
 MAX_WAITING = 4
 CLIENTS = 4

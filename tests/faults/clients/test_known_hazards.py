@@ -6,8 +6,9 @@ import contextlib
 
 import httpx
 import pytest
-from bounds import healthy
-from worker_process import WorkerProcess
+
+from support.faults.bounds import healthy
+from support.worker_process import WorkerProcess
 
 COMPLETION = {"model": "small", "prompt": "hello", "max_tokens": 4, "temperature": 0}
 POISON: tuple[dict[str, object], ...] = (

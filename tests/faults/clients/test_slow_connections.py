@@ -10,8 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-import raw_clients
-from bounds import (
+
+from specdecode_worker.server.shared_call import SHARE_SECONDS
+from support.faults import raw_clients
+from support.faults.bounds import (
     HALF_OPEN_SECONDS,
     MEMORY_BYTES,
     TTFT_EXTRA_SECONDS,
@@ -21,10 +23,8 @@ from bounds import (
     resident_bytes,
     ttft_seconds,
 )
-from fake_worker import fake_worker
-from worker_process import WorkerProcess
-
-from specdecode_worker.server.shared_call import SHARE_SECONDS
+from support.faults.fake_worker import fake_worker
+from support.worker_process import WorkerProcess
 
 SHORT_TIMEOUTS = ("--header-timeout-seconds", "2", "--body-timeout-seconds", "4")
 

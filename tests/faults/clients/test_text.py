@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-import small_model
-from bounds import MEMORY_BYTES, assert_ttft_unaffected, healthy, resident_bytes, ttft_seconds
-from worker_flags import EMBEDDED_FLAGS, SMALL_FLAGS
-from worker_process import WorkerProcess, fake, real, worker_config
+
+from support import small_model
+from support.faults.bounds import MEMORY_BYTES, assert_ttft_unaffected, healthy, resident_bytes, ttft_seconds
+from support.faults.worker_flags import EMBEDDED_FLAGS, SMALL_FLAGS
+from support.worker_process import WorkerProcess, fake, real, worker_config
 
 CONTEXT = 32_768
 SPECIAL_ID = 256

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from bounds import HEALTH_P99_SECONDS
-from fake_worker import ADMIN_HEADERS, ADMIN_TOKEN, fake_worker
-from worker_process import ServerProcess, WorkerProcess, running_router
+
+from support.faults.bounds import HEALTH_P99_SECONDS
+from support.faults.fake_worker import ADMIN_HEADERS, ADMIN_TOKEN, fake_worker
+from support.worker_process import ServerProcess, WorkerProcess, running_router
 
 RELOAD_SECONDS = 5
 """Time after a change of the files until new connections use the new certificate."""

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import fake_engine
 import httpx
 import pytest
-from bounds import has_ended
-from worker_process import StartWorker, WorkerProcess
 
 from specdecode_worker.contract import Plan
+from support.faults.bounds import has_ended
+from support.worker import fake_engine
+from support.worker_process import StartWorker, WorkerProcess
 
 EXIT_SECONDS = 8.0
 """Time from the error to the end of the worker: one second for probes, the rest for clients and noise."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from bounds import has_ended
-from worker_process import StartWorker, WorkerProcess
 
 from specdecode_worker.contract import Plan, TreeShape
+from support.faults.bounds import has_ended
+from support.worker_process import StartWorker, WorkerProcess
 
 PROMPTS = [f"request {i}: " + "abc " * i for i in range(6)]
 

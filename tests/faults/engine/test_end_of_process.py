@@ -7,8 +7,9 @@ import threading
 import time
 
 import httpx
-from bounds import SIGTERM_EXTRA_SECONDS
-from worker_process import StartWorker, WorkerProcess
+
+from support.faults.bounds import SIGTERM_EXTRA_SECONDS
+from support.worker_process import StartWorker, WorkerProcess
 
 GRACE_SECONDS = 2.0
 

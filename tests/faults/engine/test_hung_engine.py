@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import fake_engine
 import httpx
 import pytest
-from bounds import HUNG_ENGINE_EXTRA_SECONDS, has_ended
-from worker_process import StartWorker, WorkerProcess
+
+from support.faults.bounds import HUNG_ENGINE_EXTRA_SECONDS, has_ended
+from support.worker import fake_engine
+from support.worker_process import StartWorker, WorkerProcess
 
 STEP_TIMEOUT_SECONDS = 2.0
 STREAMED = {"model": "small", "max_tokens": 200, "stream": True, "ignore_eos": True}

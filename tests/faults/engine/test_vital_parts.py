@@ -6,9 +6,10 @@ import contextlib
 import time
 from pathlib import Path
 
-import fake_engine
 import httpx
-from worker_process import StartWorker, WorkerProcess
+
+from support.worker import fake_engine
+from support.worker_process import StartWorker, WorkerProcess
 
 EXIT_SECONDS = 8.0
 """Time from the failure to the end of the worker."""
@@ -34,7 +35,7 @@ def test_dead_reader_task_ends_the_worker(start_fake: StartWorker) -> None:
 
 
 def test_dead_capture_thread_ends_the_worker(start_fake: StartWorker, tmp_path: Path) -> None:
-    capture = {"dir": str(tmp_path / "capture"), "redact": "fake_engine:end_capture_thread"}
+    capture = {"dir": str(tmp_path / "capture"), "redact": "support.worker.fake_engine:end_capture_thread"}
     worker, began = start_fake(capture=capture), time.monotonic()
     complete(worker, "hello")
     assert_ends(worker, began, "capture thread")

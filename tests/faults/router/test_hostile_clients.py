@@ -12,8 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import raw_clients
-from bounds import (
+
+from support.faults import raw_clients
+from support.faults.bounds import (
     HALF_OPEN_SECONDS,
     MEMORY_BYTES,
     SIGTERM_EXTRA_SECONDS,
@@ -22,8 +23,8 @@ from bounds import (
     resident_bytes,
     ttft_seconds,
 )
-from fake_worker import ADMIN_TOKEN, fake_worker
-from worker_process import RouterProcess, running_router
+from support.faults.fake_worker import ADMIN_TOKEN, fake_worker
+from support.worker_process import RouterProcess, running_router
 
 WRITE_TIMEOUT_SECONDS = 4
 MAX_CONNECTIONS = 400

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from bounds import healthy
-from worker_process import WorkerProcess, real
+
+from support.faults.bounds import healthy
+from support.worker_process import WorkerProcess, real
 
 EXTRA_SECONDS = 1.0
 """Bound of the time from a deadline to the response, which includes the step under way."""

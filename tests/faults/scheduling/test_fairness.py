@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from bounds import assert_ttft_unaffected, healthy
-from worker_process import WorkerProcess, real
+
+from support.faults.bounds import assert_ttft_unaffected, healthy
+from support.worker_process import WorkerProcess, real
 
 STEP_SECONDS = 0.1
 MAX_WAITING = 60

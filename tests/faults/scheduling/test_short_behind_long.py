@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from bounds import SHORT_BEHIND_LONG_SECONDS, healthy
-from worker_process import WorkerProcess
+
+from support.faults.bounds import SHORT_BEHIND_LONG_SECONDS, healthy
+from support.worker_process import WorkerProcess
 
 LONG_TOKENS = 6_000
 SHORT = {"model": "smollm2", "prompt": "The sky is", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiers import skip_reason
+
+from support.tiers import skip_reason
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from bounds import healthy
-from worker_process import WorkerProcess, real
 
 from specdecode_worker.contract import (
     Artifact,
@@ -32,6 +30,8 @@ from specdecode_worker.contract import (
 )
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
+from support.faults.bounds import healthy
+from support.worker_process import WorkerProcess, real
 
 TARGET, SPEC = "embedded://smollm2-135m-instruct", "embedded://smollm2-135m-instruct-eagle3"
 POD = "pod-a"

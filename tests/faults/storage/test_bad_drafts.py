@@ -11,9 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-import small_model
-from bounds import healthy
-from worker_process import StartWorker, WorkerProcess
 
 from specdecode_worker.contract import (
     DraftConfig,
@@ -24,6 +21,9 @@ from specdecode_worker.contract import (
     ServerConfig,
     WorkerConfig,
 )
+from support import small_model
+from support.faults.bounds import healthy
+from support.worker_process import StartWorker, WorkerProcess
 
 COMPLETION = {"model": "small", "prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 ACCEPTED_SECONDS = 1.0

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-import small_model
-from storage_servers.s3_server import S3Server, s3_server
-from worker_process import StartWorker, WorkerProcess
 
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, Route, ServerConfig, WorkerConfig
 from specdecode_worker.models.checkpoints.model_hash import model_hash
+from support import small_model
+from support.storage_servers.s3_server import S3Server, s3_server
+from support.worker_process import StartWorker, WorkerProcess
 
 FIRST, NEXT = "s3://heads/first", "s3://heads/next"
 LOAD_SECONDS = 60.0

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import httpx
-from bounds import healthy
-from worker_process import StartWorker, WorkerProcess
 
 from specdecode_worker.capture import ReadStats, read_records
+from support.faults.bounds import healthy
+from support.worker_process import StartWorker, WorkerProcess
 
 CHOICES = 4
 """Records of one request."""

@@ -12,13 +12,13 @@ from itertools import count
 from pathlib import Path
 
 import httpx
-from bounds import healthy
-from worker_process import StartWorker, WorkerProcess
 
 from specdecode_worker.capture import ReadStats, read_records
 from specdecode_worker.capture.segment_format import segment_name
 from specdecode_worker.contract import Plan, Report, Route
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
+from support.faults.bounds import healthy
+from support.worker_process import StartWorker, WorkerProcess
 
 versions = count(1)
 ANSWER_SECONDS = 2.0
@@ -122,7 +122,7 @@ def test_hook_that_hangs_stops_capture_only(tmp_path: Path, start_fake: StartWor
     folder = tmp_path / "captures"
     worker = start_fake(capture_dir=str(folder))
     with healthy(worker):
-        push(worker, redact="fake_engine:hang_in_hook")
+        push(worker, redact="support.worker.fake_engine:hang_in_hook")
         ask(worker, 3)
         worker.wait_until(lambda: "has not returned" in (captured(worker).problem or ""), 30)
         ask(worker, 3)
@@ -138,7 +138,7 @@ def test_hook_that_hangs_stops_capture_only(tmp_path: Path, start_fake: StartWor
 def test_dead_capture_thread_does_not_end_the_worker(tmp_path: Path, start_fake: StartWorker) -> None:
     worker = start_fake(capture_dir=str(tmp_path / "captures"))
     with healthy(worker):
-        push(worker, redact="fake_engine:end_capture_thread")
+        push(worker, redact="support.worker.fake_engine:end_capture_thread")
         ask(worker)
         worker.wait_until(lambda: "SystemExit" in (captured(worker).problem or ""))
         push(worker)

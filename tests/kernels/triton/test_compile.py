@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interpreted import kernel_modules
+
+from support.kernels.interpreted import kernel_modules
 
 pytestmark = pytest.mark.slow
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support" / "kernels"
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "compiled-kernels.json"
 RECORDED: dict[str, Any] = json.loads(RESULTS.read_text())
 SHARED_BYTES = {"80": 163 * 1024, "89": 99 * 1024, "90": 227 * 1024, "100": 227 * 1024}

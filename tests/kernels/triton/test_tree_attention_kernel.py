@@ -13,13 +13,24 @@ from types import ModuleType
 
 import pytest
 import torch
-from attention_cases import BLOCK, TOLERANCE, UGLY, Case, Sequence, by_definition, chain, chunk, make, tree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.tree_attention import kernel, op, plan
+from support.kernels.attention_cases import (
+    BLOCK,
+    TOLERANCE,
+    UGLY,
+    Case,
+    Sequence,
+    by_definition,
+    chain,
+    chunk,
+    make,
+    tree,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned", "small_blocks")
 

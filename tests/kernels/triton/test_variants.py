@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support" / "kernels"
 MOST = {
     "_rows_kernel": 9,  # three quantisations, three numbers of rows
     "_keep_kernel": 6,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from permuted_draft import write_permuted_draft
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
@@ -21,6 +20,7 @@ from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, T
 from specdecode_worker.engine.drafts.draft_hash import draft_hash
 from specdecode_worker.engine.ipc.messages import Sampling
 from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
+from support.lossless.permuted_draft import write_permuted_draft
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(1800)]
 

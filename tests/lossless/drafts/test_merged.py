@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from char_tokenizer import END, tokenizer_json
 from msgspec import structs
 
 from specdecode_worker.contract import DraftState, MergedDraft, TaskMatch, TreeShape
@@ -15,6 +14,7 @@ from specdecode_worker.engine.graphs.step_plan import OutsideReason
 from specdecode_worker.engine.queueing import prompt_shares
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.grammars import choice_grammar, regex_grammar
+from support.char_tokenizer import END, tokenizer_json
 
 MIX = [TreeShape.parse(text) for text in ("chain:3", "tree:3,2,1", "none", "tree:4", "chain:1")]
 TOKENS = 40

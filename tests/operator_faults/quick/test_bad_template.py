@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from fault_harness.figures import Figures
-from fault_harness.installation import Installation
-from fault_harness.tenant import Tenant, stand_in_template
-from kube import wait_for
+from support.kube import wait_for
+from support.operator_faults.figures import Figures
+from support.operator_faults.installation import Installation
+from support.operator_faults.tenant import Tenant, stand_in_template
 
 NAMELESS = {"image": "localhost/nothing:1"}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from fault_harness.figures import Figures
-from fault_harness.tenant import Tenant
-from kube import wait_for
+from support.kube import wait_for
+from support.operator_faults.figures import Figures
+from support.operator_faults.tenant import Tenant
 
 CHILDREN = (("deployment", "-worker"), ("service", ""), ("configmap", "-plan"), ("pdb", "-worker"))
 LIMIT_SECONDS = 5

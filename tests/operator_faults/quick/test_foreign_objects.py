@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fault_harness.figures import Figures
-from fault_harness.tenant import ServedDeployment, Tenant
-from kube import Manifest, wait_for
+
+from support.kube import Manifest, wait_for
+from support.operator_faults.figures import Figures
+from support.operator_faults.tenant import ServedDeployment, Tenant
 
 NAME = "foreign"
 SELECTOR = {"matchLabels": {"app": "another"}}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fault_harness.figures import Figures
-from fault_harness.tenant import Tenant, is_refused
+
+from support.operator_faults.figures import Figures
+from support.operator_faults.tenant import Tenant, is_refused
 
 pytestmark = pytest.mark.own_operator
 

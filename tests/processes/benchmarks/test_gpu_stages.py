@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 GPU = ROOT / "benchmarks" / "gpu"
-ALL_STAGES = Path(__file__).parent / "support" / "all_stages.py"
+ALL_STAGES = ROOT / "tests" / "support" / "all_gpu_stages.py"
 NAMES = (
     "copy", "engine-8b", "engine-8b-batches", "attention", "sampling", "serving", "prefill-attention",
     "products", "peers", "trees", "multi-round", "two-drafts", "texts", "quantised", "engine-8b-eager",

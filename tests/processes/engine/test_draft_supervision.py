@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from draft_children import die, double, refuse
 
 from specdecode_worker.engine.drafts.own_device import process_supervisor
 from specdecode_worker.engine.drafts.own_device.draft_messages import Propose
@@ -18,6 +17,7 @@ from specdecode_worker.engine.drafts.own_device.draft_process import DraftProces
 from specdecode_worker.engine.drafts.own_device.process_supervisor import ProcessSupervisor
 from specdecode_worker.engine.drafts.own_device.tensor_region import TensorRegion
 from specdecode_worker.models.errors import ModelError
+from support.worker.draft_children import die, double, refuse
 
 
 def regions() -> Regions:

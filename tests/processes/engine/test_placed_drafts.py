@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import drain, plan_of, submit, texts
-from small_folders import SHAPE, config_of, write, write_head, write_target, write_tokenizer
 
 from specdecode_worker.contract import DraftConfig, ModelConfig, NamedDraft, WorkerConfig
 from specdecode_worker.engine.engine import Engine
@@ -23,6 +21,8 @@ from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.llama import Llama
+from support.worker.small_engine import drain, plan_of, submit, texts
+from support.worker.small_folders import SHAPE, config_of, write, write_head, write_target, write_tokenizer
 
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(6)]
 CPU = torch.device("cpu")

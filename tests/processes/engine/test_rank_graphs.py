@@ -18,9 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_ranks import FailingBackend, ShortBackend, fail_to_record, fail_to_rehearse, serve, set_plan
-from small_engine import submit
-from small_folders import exact_config_of, write_head, write_target
 
 from specdecode_worker.contract import DraftConfig
 from specdecode_worker.engine import factory
@@ -33,6 +30,9 @@ from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.parallel import rank_graphs, rank_group
 from specdecode_worker.engine.parallel.rank_graphs import RankGraphs
 from specdecode_worker.engine.parallel.step_exchange import StepShape
+from support.worker.graph_ranks import FailingBackend, ShortBackend, fail_to_record, fail_to_rehearse, serve, set_plan
+from support.worker.small_engine import submit
+from support.worker.small_folders import exact_config_of, write_head, write_target
 
 SHAPES = ("none", "chain:3", "tree:3,2,1")
 SAMPLING: dict[str, dict[str, Any]] = {

@@ -13,8 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from small_engine import drain, plan_of, submit, texts
-from small_folders import SHAPE, config_of, exact_config_of, write_head, write_target
 
 from specdecode_worker.contract import WorkerConfig
 from specdecode_worker.engine.engine import Engine
@@ -23,6 +21,8 @@ from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.parallel.leader_target import LeaderTarget
 from specdecode_worker.models.errors import ConfigMismatch
+from support.worker.small_engine import drain, plan_of, submit, texts
+from support.worker.small_folders import SHAPE, config_of, exact_config_of, write_head, write_target
 
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from training_fixtures import TRAIN_SMALL
 
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation, write_shard
+from support.training_fixtures import TRAIN_SMALL
 
 
 def ranked(recorded: Path, out: Path, ranks: int) -> dict[str, torch.Tensor]:

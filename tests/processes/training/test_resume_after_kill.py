@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tiers import by_effort
-from training_fixtures import TRAIN_SMALL
 
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation, write_shard
+from support.tiers import by_effort
+from support.training_fixtures import TRAIN_SMALL
 
 KILLS = by_effort(quick=3, full=3, nightly=10)
 # A checkpoint every other step, so that some kills interrupt its writing.

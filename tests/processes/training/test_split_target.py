@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import small_model
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -21,6 +20,7 @@ from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
 from specdecode_worker.training.data.state_recording import read_states
 from specdecode_worker.training.evaluation.draft_evaluation import ZeroContextAttention
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
+from support import small_model
 
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import small_model
 import torch
 from safetensors.torch import load_file, save_file
 
 from specdecode_worker.__main__ import main
+from support import small_model
 
 
 def test_train_with_two_ranks_learns_what_one_learns(tmp_path: Path) -> None:

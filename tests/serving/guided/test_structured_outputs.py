@@ -16,10 +16,10 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-import small_model
-from worker_process import WorkerProcess, real
 
 from specdecode_worker.contract import Plan, Report, Route, TreeShape
+from support import small_model
+from support.worker_process import WorkerProcess, real
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 SCHEMA = {

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import httpx
-from worker_process import running_worker
 
 from specdecode_worker.capture import ReadStats, read_records
 from specdecode_worker.contract import (
@@ -22,6 +21,7 @@ from specdecode_worker.contract import (
     WorkerConfig,
 )
 from specdecode_worker.contract.capture import CaptureRules
+from support.worker_process import running_worker
 
 
 def test_served_text_of_the_embedded_model_is_captured_by_a_plan(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import small_model
-from internal_client import answer_of
-from numbered_client import Event, events_of
 from openai.types.chat import ChatCompletionChunk
-from worker_process import WorkerProcess, real, running_router
 
 from specdecode_worker.contract import Env, Report, Route, SyntheticKnobs
+from support import small_model
+from support.internal_client import answer_of
+from support.numbered_client import Event, events_of
+from support.worker_process import WorkerProcess, real, running_router
 
 TOKEN = "token-of-the-tests"
 KNOBS = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.01}]}).model_dump_json()

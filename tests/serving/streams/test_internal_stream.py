@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-import small_model
-from internal_client import Journal
-from numbered_client import check_rests
-from stream_workers import StreamWorker, check_cuts, start_worker
-from worker_process import worker_config
 
 from specdecode_worker.contract import DraftConfig
 from specdecode_worker.contract.internal_stream import Error, OpenStream
+from support import small_model
+from support.internal_client import Journal
+from support.numbered_client import check_rests
+from support.stream_workers import StreamWorker, check_cuts, start_worker
+from support.worker_process import worker_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

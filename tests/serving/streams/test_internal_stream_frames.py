@@ -6,11 +6,9 @@ import asyncio
 import json
 from typing import Any
 
-import fake_engine
 import httpx
 import msgspec
 import pytest
-from internal_client import CHAT, COMPLETIONS, Journal, all_of, answer_of, frames, opened
 
 from specdecode_worker.contract import Report, Route
 from specdecode_worker.contract.internal_stream import (
@@ -25,6 +23,8 @@ from specdecode_worker.contract.internal_stream import (
     Step,
 )
 from specdecode_worker.server.service import Service
+from support.internal_client import CHAT, COMPLETIONS, Journal, all_of, answer_of, frames, opened
+from support.worker import fake_engine
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("get", "put")]
 CALLS = (

@@ -9,11 +9,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import fake_engine
 import httpx
 import pytest
-from internal_client import Journal, frames, opened
-from worker_process import WorkerProcess, fake, worker_config
 
 from specdecode_worker.contract import Route
 from specdecode_worker.contract.internal_stream import (
@@ -27,6 +24,9 @@ from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.heartbeat import Heartbeat, Phase
 from specdecode_worker.server.lifecycle import Shutdown
 from specdecode_worker.server.service import Service
+from support.internal_client import Journal, frames, opened
+from support.worker import fake_engine
+from support.worker_process import WorkerProcess, fake, worker_config
 
 SILENT = [fake_engine.SILENT, 1, 2]
 

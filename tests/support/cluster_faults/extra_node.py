@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kube import ROOT, Cluster
+from support.kube import ROOT, Cluster
 
 COMMAND = ROOT / "hack" / "cluster" / "node"
 TAINT = "specdecode.io/test"

@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import small_model
 import torch
 from safetensors.torch import load_file, save_file
 
-from published.hub import COMMIT, Repository
-from published.layouts import LAYOUTS
+from support import small_model
+from support.published.hub import COMMIT, Repository
+from support.published.layouts import LAYOUTS
 
 TOKEN = "hf_of-an-account-that-accepted"
 """Token that gated repositories ask for."""

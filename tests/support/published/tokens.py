@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-import small_model
 from tokenizers import Tokenizer
 
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.server.text.tokenizer import with_text_tags
+from support import small_model
 
 TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "</s>", "[TOOL_CALLS]", "<a b>")
 """Added tokens, with the ids from ``small_model.VOCAB_SIZE`` on."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.records.recordings import library as library_of
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
 RECORDINGS = Path(__file__).parents[3] / "benchmarks" / "recordings"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from small import table_of
 
 from specdecode_operator.api.v1alpha1 import HysteresisSpec
 from specdecode_simulator.policies.oracle import Constrained, Part, best_depths
@@ -14,6 +13,7 @@ from specdecode_simulator.records.step_times import StepTable
 from specdecode_simulator.scoring.run import run_trace
 from specdecode_simulator.traces.catalogue import named
 from specdecode_simulator.world.fleet import Fleet
+from support.small_simulation import table_of
 
 CODE = Part(6.0, (0.0, 0.85, 1.55, 2.1, 2.5, 2.8, 3.0, 3.1))
 PROSE = Part(9.0, (0.0, 0.4, 0.55, 0.6, 0.62, 0.63, 0.63, 0.63))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_llama import engine_of, networks
 
 from specdecode_simulator.world.guard_schedule import steps_until_decision
 from specdecode_simulator.world.plan_pilot import SHADOW_STEPS, PlanPilot
@@ -12,6 +11,7 @@ from specdecode_simulator.world.segment import Group, Load, Outcome
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
 from specdecode_worker.speculation.exploration import BURST_STEPS, FULL_PACE_STEPS, Exploration
 from specdecode_worker.speculation.guard import Guard, TimePerToken
+from support.small_llama import engine_of, networks
 
 
 def test_many_steps_at_once_count_as_one_after_the_other() -> None:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small import depths_over, load_of, table_of
 
 from specdecode_simulator.policies.engine_rules import (
     AdaptiveVerification,
@@ -18,6 +17,7 @@ from specdecode_simulator.policies.engine_rules import (
     Tiers,
 )
 from specdecode_simulator.policies.scalers import Hpa, Saturation, Throughput
+from support.small_simulation import depths_over, load_of, table_of
 
 GOOD, BAD = [0.9, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45], [0.1, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0]
 

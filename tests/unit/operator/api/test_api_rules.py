@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_examples import BAD, GOOD, NAMES, TYPOS, merging, spec_with
-from fleet import SPEC, deep
 from pydantic import ValidationError
 
 from specdecode_operator.api.v1alpha1 import Spec, is_valid_name
+from support.operators.api_examples import BAD, GOOD, NAMES, TYPOS, merging, spec_with
+from support.operators.fleet import SPEC, deep
 
 
 @pytest.mark.parametrize("change", GOOD, ids=str)

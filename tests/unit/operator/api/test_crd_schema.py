@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-from crd_fields import SCHEMA, Schema, fields
-
 from specdecode_operator.api.v1alpha1 import COLUMNS, ConditionType, Status
+from support.operators.crd_fields import SCHEMA, Schema, fields
 
 SPEC_FIELDS = list(fields("spec", SCHEMA["properties"]["spec"]))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from estimates import spec
-from fleet import Loop, Truth, loop_over
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.api.pins import Pin, read_pin
 from specdecode_operator.errors import SpecError
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
+from support.operators.estimates import spec
+from support.operators.fleet import Loop, Truth, loop_over
 
 TASKS = [{"name": "code"}, {"name": "chat"}]
 SPEC = spec(tasks=TASKS)

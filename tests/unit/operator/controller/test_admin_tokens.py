@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from fleet import deployment_with
 
 from specdecode_operator.controller.admin_tokens import AdminTokens, TokenKeys, derive_token, load_keys
 from specdecode_operator.errors import ClusterError, Conflict, Refused
 from specdecode_operator.kube.client import KubeClient
+from support.operators.fleet import deployment_with
 
 A, B = ("ns", "a"), ("ns", "b")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from kube import ROOT
 
 from specdecode_operator.api.v1alpha1 import ConditionType
 from specdecode_operator.controller.status import (
@@ -19,6 +18,7 @@ from specdecode_operator.controller.status import (
     router_progress,
 )
 from specdecode_operator.types import ScalingLimit, UnhealthyWorker
+from support.kube import ROOT
 
 NO_REASONS = {
     "True",

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from fleet import deployment_with, workload_with
-from statuses import conditions, kstatus, pod, refused, states, status_with
 
 from specdecode_operator.types import ChildProblem, Outcome, Workload
 from specdecode_worker.contract import CheckVerdict
+from support.operators.fleet import deployment_with, workload_with
+from support.operators.statuses import conditions, kstatus, pod, refused, states, status_with
 
 QUOTA = 'pods "demo-worker-1" is forbidden: exceeded quota: none, requested: pods=1, used: pods=0, limited: pods=0'
 UNSCHEDULABLE = "Unschedulable: 0/1 nodes are available: 1 Insufficient nvidia.com/gpu."

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with, workload_with
 
 from specdecode_operator.api.v1alpha1 import Condition, Decision, Status
 from specdecode_operator.controller.events import event_notices
@@ -14,6 +13,7 @@ from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Observation, Outcome, UnhealthyWorker, Worker
+from support.operators.fleet import DEFAULTS, deployment_with, workload_with
 
 POD = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report_problem="no answer")
 

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with, workload_with
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Condition, Status
@@ -16,6 +15,7 @@ from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Observation, Outcome, Worker
 from specdecode_worker.contract import CheckVerdict, DraftState, MemoryState, Report
+from support.operators.fleet import DEFAULTS, deployment_with, workload_with
 
 GIB = 2**30
 PROBLEM = "the container's memory limit of 2.00 GiB leaves no room for keys and values: 0.26 GiB short; lower it"

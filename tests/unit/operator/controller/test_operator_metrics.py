@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-from fleet import Loop, Truth, loop_over, workload_with
 from prometheus_client import REGISTRY
 
 from specdecode_operator import metrics
@@ -15,6 +14,7 @@ from specdecode_operator.controller.status import failed_status, status_of
 from specdecode_operator.controller.workqueue import WorkQueue
 from specdecode_operator.decision import history
 from specdecode_operator.types import Figures, Observation, Outcome, TaskFigures
+from support.operators.fleet import Loop, Truth, loop_over, workload_with
 
 KEY = ("ns", "demo")
 TASK_SERIES = ("acceptance_rate", "accepted_length", "speedup", "ttft_seconds", "itl_seconds")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from fleet import DEFAULTS, SPEC, SimulatedWorker, Truth
 
 from specdecode_operator.controller import planner as planner_module
 from specdecode_operator.controller.caches import Caches
@@ -22,6 +21,7 @@ from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.packed import Packed
 from specdecode_operator.state.session import PackedSession, Session
 from specdecode_operator.types import Key, Worker
+from support.operators.fleet import DEFAULTS, SPEC, SimulatedWorker, Truth
 
 KEY = ("ns", "n")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import SPEC
 
 from specdecode_operator.controller.pod_status import worker_of, workload_of
 from specdecode_operator.controller.resource import deployment_of, identity_of, status_of_resource
 from specdecode_operator.errors import SpecError
+from support.operators.fleet import SPEC
 
 
 def pod(status: dict[str, Any], **metadata: Any) -> dict[str, Any]:

@@ -15,10 +15,6 @@ from threading import Thread
 
 import prometheus_client
 import pytest
-from fleet import Truth, loop_over, workload_with
-from kube import ROOT, wait_for
-from prometheus import Promtool, queries_of
-from prometheus_server import Prometheus, Target, prometheus_over
 
 from specdecode_operator import metrics
 from specdecode_operator.controller.status import status_of
@@ -30,6 +26,10 @@ from specdecode_router.queueing.refusals import RefusalReason
 from specdecode_router.telemetry.metrics import HedgeOutcome, ResumeOutcome, ResumeReason, RouterMetrics, Stage
 from specdecode_worker.contract import LatencyHistogram, Report
 from specdecode_worker.metrics import ServerCounters, render
+from support.kube import ROOT, wait_for
+from support.operators.fleet import Truth, loop_over, workload_with
+from support.prometheus import Promtool, queries_of
+from support.prometheus_server import Prometheus, Target, prometheus_over
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, Loop, Truth, deployment_with, loop_over, workload_with
 
 from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.status import rounded, status_of
@@ -25,6 +24,7 @@ from specdecode_operator.types import (
     Workload,
 )
 from specdecode_worker.contract import DraftState, GuardCell, Report
+from support.operators.fleet import DEFAULTS, Loop, Truth, deployment_with, loop_over, workload_with
 
 
 def status_with(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from canary import Canary
-from fleet import deployment_with
 
 from specdecode_operator.decision.capture_rules import capture_rules
 from specdecode_operator.errors import SpecError
 from specdecode_operator.state.draft_record import UNUSED
 from specdecode_worker.contract import CaptureRules
+from support.operators.canary import Canary
+from support.operators.fleet import deployment_with
 
 
 def capture(**fields: Any) -> dict[str, Any]:

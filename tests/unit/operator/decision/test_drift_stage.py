@@ -7,7 +7,6 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from drifting import SLOWER, USUAL, Drifting, Pod, drifting
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.decision.drift_batches import MAX_LEARNING
@@ -18,6 +17,7 @@ from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.drift_state import ALL_TASKS, DriftState
 from specdecode_operator.state.learned import parse_state, render_state
 from specdecode_worker.contract import TrialState
+from support.operators.drifting import SLOWER, USUAL, Drifting, Pod, drifting
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fleet import Loop, Truth, linear_time, loop_over
 
 from specdecode_operator.api.v1alpha1 import Decision, SpeculationStatus, Status
 from specdecode_operator.decision.history import FOLLOWED, HISTORY, ROWS, realised, recorded, steered
@@ -12,6 +11,7 @@ from specdecode_operator.state.session import Session
 from specdecode_operator.telemetry.counters import CellKey, Moments
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import Method, Plan, PlanRow, TreeShape
+from support.operators.fleet import Loop, Truth, linear_time, loop_over
 
 
 def per_token(truth: Truth, depth: int) -> float:

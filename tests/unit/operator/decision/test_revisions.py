@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with, workload_with
 
 from specdecode_operator.api.v1alpha1 import ModelStatus, Status
 from specdecode_operator.controller.pod_status import worker_of
@@ -19,6 +18,7 @@ from specdecode_operator.state.learned import parse_state, render_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Deployment, Observation, Outcome, Worker
 from specdecode_worker.contract import Env, Revisions
+from support.operators.fleet import DEFAULTS, deployment_with, workload_with
 
 URI, DRAFT = "hf://org/model", "hf://org/draft"
 FIRST, SECOND = "a" * 40, "b" * 40

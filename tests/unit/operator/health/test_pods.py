@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, linear_time, workload_with
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from specdecode_operator.types import Decision, Deployment, Observation, Worker
 from specdecode_worker.contract import Plan, TreeShape
 from specdecode_worker.server.errors import Conflict
 from specdecode_worker.server.plan_store import PlanStore
+from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, linear_time, workload_with
 
 GOOD, BAD = [0.8, 0.7, 0.6, 0.5, 0.4], [0.1] * 5
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet import SimulatedWorker, Truth
 
 from specdecode_operator.health.remediation import HealInputs, Remediation, heal
 from specdecode_operator.health.tuning import TUNING
 from specdecode_operator.state.learned import PodState, PodTaskState
 from specdecode_operator.types import Worker
 from specdecode_worker.contract import Plan, TreeShape
+from support.operators.fleet import SimulatedWorker, Truth
 
 PLAN = Plan(uid="u", draft="d", version=7, initial=TreeShape.chain(3), max_depth=5)
 REPORT = SimulatedWorker(Truth()).report()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kube_objects import config_map, owned
 
 from specdecode_operator.api.v1alpha1 import KIND
 from specdecode_operator.errors import ClusterError, NotLeader, Refused, Unavailable
@@ -14,6 +13,7 @@ from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.children import ChildRecord, project_child
 from specdecode_operator.kube.kinds import CONFIG_MAPS, FIELD_MANAGER, Child
 from specdecode_operator.types import ChildProblem
+from support.operators.kube_objects import config_map, owned
 
 KEY = ("ns", "x")
 CHILD = ("ConfigMap", "ns", "x-plan")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kube_objects import config_map, owned
-
 from specdecode_operator.api.v1alpha1 import KIND
 from specdecode_operator.kube.children import project_child
 from specdecode_operator.kube.kinds import CONFIG_MAPS, FIELD_MANAGER
+from support.operators.kube_objects import config_map, owned
 
 
 def test_records_have_what_decides() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 
 import pytest
-from tiers import skip_reason
 
 from specdecode_operator.kube.connection import environment_proxy, keepalive_socket
+from support.tiers import skip_reason
 
 
 def test_environment_proxy_is_used_except_for_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kube_objects import config_map
 from kubernetes.aio.client import ApiException
 
 from specdecode_operator.errors import (
@@ -24,6 +23,7 @@ from specdecode_operator.errors import (
 from specdecode_operator.kube.api_errors import translate, watch_error
 from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.kube.kinds import LEASES
+from support.operators.kube_objects import config_map
 
 
 def answer(status: int, message: str = "no", **details: Any) -> ApiException:

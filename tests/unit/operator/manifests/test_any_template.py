@@ -10,12 +10,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with
 from hypothesis import HealthCheck, given, settings
-from spec_strategies import TEMPLATE
 
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests import pod_template, resolved_image
+from support.operators.fleet import DEFAULTS, deployment_with
+from support.operators.spec_strategies import TEMPLATE
 
 CASES = 400
 

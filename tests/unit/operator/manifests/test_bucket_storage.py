@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with
 
 from specdecode_operator import manifests
 from specdecode_operator.manifests.run_storage import bucket_environment
 from specdecode_operator.manifests.template import pod_template
 from specdecode_operator.state.draft_record import RunRecord
+from support.operators.fleet import DEFAULTS, deployment_with
 
 S3 = {"bucket": "models", "prefix": "team", "endpoint": "https://s3.example.com", "secret": "key", "scratch": "5Gi"}
 RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="s3://models/head", bucket="s3://models/team")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleet import DEFAULTS, deployment_with
-
 from specdecode_operator.manifests import identity
 from specdecode_operator.manifests.deletion_job import deletion_job, deletion_job_name
 from specdecode_operator.manifests.distillation_job import GRACE_SECONDS, RUN_LABEL, distillation_job
@@ -14,6 +12,7 @@ from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Manifest
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import capture
+from support.operators.fleet import DEFAULTS, deployment_with
 
 RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
 

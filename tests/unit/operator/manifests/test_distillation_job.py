@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with
 
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests import identity
@@ -23,6 +22,7 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.commands import distill
 from specdecode_worker.commands.common import distillation_job as distill_job
 from specdecode_worker.contract import Env
+from support.operators.fleet import DEFAULTS, deployment_with
 
 RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
 

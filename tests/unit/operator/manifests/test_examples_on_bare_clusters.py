@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from fleet import DEFAULTS, deployment_with
 
 from specdecode_operator import manifests
+from support.operators.fleet import DEFAULTS, deployment_with
 
 EXAMPLES = sorted((Path(__file__).parents[4] / "examples").glob("*.yaml"))
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with, loop_over, workload_with
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec
@@ -18,6 +17,7 @@ from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Defaults, Observation
 from specdecode_worker.contract import Env, Plan, WorkerConfig
+from support.operators.fleet import DEFAULTS, deployment_with, loop_over, workload_with
 
 UPGRADED = Defaults(worker_image="localhost/worker:2", worker_image_pull_policy="Always")
 

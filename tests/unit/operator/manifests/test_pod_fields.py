@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with
 
 from specdecode_operator import manifests
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import cores
 from specdecode_operator.manifests.merge import merged
 from specdecode_worker.contract import EngineConfig, Env, ServerConfig, WorkerConfig
+from support.operators.fleet import DEFAULTS, deployment_with
 
 Json = dict[str, Any]
 

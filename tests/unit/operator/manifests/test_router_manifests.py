@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with, workload_with
 
 from specdecode_operator import manifests
 from specdecode_operator.decision.decide import decide
@@ -16,6 +15,7 @@ from specdecode_operator.types import Manifest, Observation, Worker, Workload
 from specdecode_router.__main__ import _parser as router_parser
 from specdecode_router.settings import RouterSettings
 from specdecode_worker.contract import Report
+from support.operators.fleet import DEFAULTS, deployment_with, workload_with
 
 TWO = {"router": {"replicas": 2}}
 

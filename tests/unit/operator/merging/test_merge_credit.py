@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import deployment_with, loop_over
 from hypothesis import given
 from hypothesis import strategies as st
-from merging import OWN, TASK, MergedTruth, merging_loop
 
 from specdecode_operator.decision.merge_stage import choose_merges
 from specdecode_operator.merging.credit import COMMON, carried, counts_of, learn_credit, own_acceptance
@@ -20,6 +18,8 @@ from specdecode_operator.state.learned import AcceptanceCell, LearnedState, pars
 from specdecode_operator.telemetry.counters import Hits
 from specdecode_operator.telemetry.deltas import Delta, difference, fleet
 from specdecode_operator.types import Observation
+from support.operators.fleet import deployment_with, loop_over
+from support.operators.merging import OWN, TASK, MergedTruth, merging_loop
 
 HEAD = "hash-head"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fleet import Loop
-from merging import OWN, TASK, MergedTruth, MergingWorker, merging_loop
 
 from specdecode_operator.api.v1alpha1 import SpeculationStatus, Status
 from specdecode_operator.controller.status.sections import task_sections
 from specdecode_operator.planning.task_bounds import bounds_of
 from specdecode_operator.plugin.explain import explain
 from specdecode_worker.contract import TreeShape
+from support.operators.fleet import Loop
+from support.operators.merging import OWN, TASK, MergedTruth, MergingWorker, merging_loop
 
 
 def worker_of(loop: Loop) -> MergingWorker:

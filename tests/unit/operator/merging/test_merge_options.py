@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from estimates import FULL, chances, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from specdecode_operator.planning.workload import tasks_at
 from specdecode_operator.state.cells import CreditCell
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import TreeShape
+from support.operators.estimates import FULL, chances, spec
 
 TASK = "other"
 DRAFTS = TaskDrafts(TASK, "o", {"lookup": "l", "head": "h"}, {"lookup": 6})

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import combinations, product
 
 import pytest
-from estimates import FULL, chances, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from specdecode_operator.planning.task_bounds import Bounds
 from specdecode_operator.planning.workload import Objective, TaskLoad, tasks_at
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
 from specdecode_worker.contract import TreeShape
+from support.operators.estimates import FULL, chances, spec
 
 LEVEL = (Estimate(0.6, 0.01), Estimate(0.2, 0.01), Estimate(0.1, 0.01))
 RATES = TaskAcceptance((LEVEL,) * 4, ((Estimate(0.5, 0.02), Estimate(0.1, 0.02), Estimate(0.05, 0.02)),) * 4)

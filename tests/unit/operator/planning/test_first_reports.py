@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fleet import SimulatedWorker, Truth, linear_time, loop_over
 
 from specdecode_operator.decision.history import _per_token
 from specdecode_operator.planning import learning, loads
@@ -14,6 +13,7 @@ from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry.counters import Moments
 from specdecode_worker.contract import Buckets, Plan, Report, SyntheticKnobs, TreeShape
+from support.operators.fleet import SimulatedWorker, Truth, linear_time, loop_over
 
 BUCKETS = Buckets()
 MOST_STEPS = 2 * TUNING.min_samples

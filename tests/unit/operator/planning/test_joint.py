@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from estimates import FULL, chances, cost, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from specdecode_operator.state.learned import (
     TrafficCell,
 )
 from specdecode_worker.contract import TreeShape
+from support.operators.estimates import FULL, chances, cost, spec
 
 CODE = {"name": "code"}
 BUSY = (4, 0)

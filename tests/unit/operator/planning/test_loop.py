@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fleet import Truth, best_depth, linear_time, loop_over
 
 from specdecode_operator.api.v1alpha1 import Decision, Status, TrafficStatus
 from specdecode_operator.state.learned import LearnedState, render_state
 from specdecode_operator.state.session import Session
 from specdecode_worker.contract import SyntheticKnobs
+from support.operators.fleet import Truth, best_depth, linear_time, loop_over
 
 
 def dear_when_deep(sequences: float, depth: int, context: float) -> float:

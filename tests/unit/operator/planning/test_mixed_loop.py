@@ -6,11 +6,11 @@ from itertools import product
 from typing import Any
 
 import pytest
-from mixed import MixedWorker, TaskTruth, batch_time, mixed_loop
 
 from specdecode_operator.planning.draft_trees import TaskAcceptance, shape_of
 from specdecode_operator.planning.estimates import Estimate
 from specdecode_worker.contract import TreeShape
+from support.operators.mixed import MixedWorker, TaskTruth, batch_time, mixed_loop
 
 CODE, PROSE = [0.8], [0.7]
 BAD = [0.1]

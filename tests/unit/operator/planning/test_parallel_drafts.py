@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fleet import Truth, loop_over
 
 from specdecode_operator.planning.task_bounds import bounds_of
 from specdecode_worker.contract import Method, draft_passes
+from support.operators.fleet import Truth, loop_over
 
 CHANCES = [0.75] * 7
 DEPTH = {"min": 0, "max": 7, "initial": 3}

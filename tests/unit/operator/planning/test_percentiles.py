@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fleet import Loop, SimulatedWorker, Truth, deployment_with
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ObjectiveSpec
 from specdecode_operator.planning.workload import Objective, percentile_ratio
 from specdecode_worker.contract import LatencyHistogram, Plan, Report, TreeShape
+from support.operators.fleet import Loop, SimulatedWorker, Truth, deployment_with
 
 EDGES = (0.04, 0.05, 0.1, 0.4)
 NARROW = LatencyHistogram(name="ttft", edges=EDGES, counts=(0, 990, 10, 0, 0), sum=45.0)

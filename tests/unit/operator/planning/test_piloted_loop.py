@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import pytest
-from fleet import Loop, Truth
-from piloted import piloted_loop
+
+from support.operators.fleet import Loop, Truth
+from support.operators.piloted import piloted_loop
 
 GOOD, BAD = [0.5, 0.45, 0.45, 0.45], [0.01] * 4
 SPECULATION = {

@@ -7,7 +7,6 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from estimates import FULL, OFF, chances, cost, moments, spec, truth
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from specdecode_operator.planning.workload import Objective, Request
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
 from specdecode_operator.telemetry.counters import CellKey, Hits, K, Moments, RequestSums
 from specdecode_operator.telemetry.deltas import Delta
+from support.operators.estimates import FULL, OFF, chances, cost, moments, spec, truth
 
 # --- estimates ----------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from estimates import cost
 
 from specdecode_operator.planning.row_states import next_row, recent_changes
 from specdecode_operator.state.learned import LearnedState, RowState, parse_state, render_state
 from specdecode_worker.contract import TreeShape
+from support.operators.estimates import cost
 
 DRAFTS, PLAIN = TreeShape.chain(2), TreeShape.chain(0)
 DRAFTING = RowState(concurrency=0, context=0, task="other", depth=3, since=100, moves=(100.0,))

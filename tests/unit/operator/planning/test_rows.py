@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from estimates import FULL, chances, cost, depths_of, spec, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.workload import Objective, tasks_at
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, LoadState, RowState, TrafficCell
 from specdecode_worker.contract import TreeShape
+from support.operators.estimates import FULL, chances, cost, depths_of, spec, truth
 
 
 def test_nothing_known_keeps_the_initial_depth() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from estimates import FULL, OFF, chances, cost, depths_of, spec, truth
-
 from specdecode_operator.planning.loads import buckets
 from specdecode_operator.planning.plan_rows import choose
 from specdecode_operator.state.learned import LearnedState, LoadState
+from support.operators.estimates import FULL, OFF, chances, cost, depths_of, spec, truth
 
 
 def test_speculation_that_comes_back_untimed_is_a_probe() -> None:

@@ -6,8 +6,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from fleet import Loop, Truth, loop_over
-from resources import polled, remembered, resource_of
 
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.overview import HEAD, detail, overview
@@ -16,6 +14,8 @@ from specdecode_operator.plugin.simulation import document
 from specdecode_operator.plugin.text import age, figure, percent, table
 from specdecode_operator.state.learned import AcceptanceCell, DraftEstimates
 from specdecode_operator.telemetry.counters import CellKey, Moments
+from support.operators.fleet import Loop, Truth, loop_over
+from support.operators.resources import polled, remembered, resource_of
 
 
 @pytest.fixture(scope="module")

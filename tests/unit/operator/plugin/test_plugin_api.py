@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import yaml
-from fleet import loop_over
-from resources import polled, resource_of
 
 from specdecode_operator.plugin import simulation
 from specdecode_operator.plugin.cli import main
 from specdecode_operator.state.learned import parse_state, render_state
+from support.operators.fleet import loop_over
+from support.operators.resources import polled, resource_of
 
 ROOT = "/apis/specdecode.io/v1alpha1"
 STATE = "/api/v1/namespaces/ns/configmaps/demo-state"

@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from drifting import SLOWER, Drifting, drifting
 
 from specdecode_operator.decision.record_stage import is_urgent
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.errors import SpecError
 from specdecode_operator.rollout.drift_worth import first_run_seconds, worth_of_drift
 from specdecode_operator.state.draft_record import UNUSED, DraftRecord, RunRecord, parse_drafts, render_drafts
+from support.operators.drifting import SLOWER, Drifting, drifting
 
 
 def distillation(mode: str = "Drift", limit: str = "1m", **trigger: Any) -> dict[str, Any]:

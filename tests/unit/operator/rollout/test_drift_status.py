@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from drifting import DAY, SLOWER, USUAL, Drifting, drifting
-from fleet import DEFAULTS, workload_with
 
 from specdecode_operator import metrics
 from specdecode_operator.api.v1alpha1 import Condition, Status
@@ -19,6 +17,8 @@ from specdecode_operator.drift_metrics import DRIFT_EVIDENCE, DRIFT_LOSS
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.past import past
 from specdecode_operator.types import Observation, Outcome
+from support.operators.drifting import DAY, SLOWER, USUAL, Drifting, drifting
+from support.operators.fleet import DEFAULTS, workload_with
 
 
 @pytest.fixture(scope="module")

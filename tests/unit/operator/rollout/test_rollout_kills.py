@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from canary import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdecode_operator.drafts.job_status import JobState, JobStatus
+from specdecode_operator.rollout.assignment import assignment_of
+from specdecode_operator.state.draft_record import DraftRecord, parse_drafts, render_drafts
+from specdecode_operator.state.learned import parse_state, render_state
+from specdecode_operator.state.session import Session
+from specdecode_worker.contract import TrialState
+from support.operators.canary import (
     CANDIDATE,
     COOLDOWN,
     DISTILLATION,
@@ -20,15 +29,6 @@ from canary import (
     distilling,
     verdict,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from specdecode_operator.drafts.job_status import JobState, JobStatus
-from specdecode_operator.rollout.assignment import assignment_of
-from specdecode_operator.state.draft_record import DraftRecord, parse_drafts, render_drafts
-from specdecode_operator.state.learned import parse_state, render_state
-from specdecode_operator.state.session import Session
-from specdecode_worker.contract import TrialState
 
 STEPS = st.lists(
     st.one_of(

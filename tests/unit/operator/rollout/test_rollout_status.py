@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from canary import CANDIDATE, NEW, OLD, Canary, canary_with, trying
-from fleet import workload_with
 
 from specdecode_operator import metrics, run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
@@ -18,6 +16,8 @@ from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.past import past
 from specdecode_operator.state.draft_record import UNUSED
 from specdecode_operator.types import Observation, Outcome
+from support.operators.canary import CANDIDATE, NEW, OLD, Canary, canary_with, trying
+from support.operators.fleet import workload_with
 
 Resource = dict[str, Any]
 

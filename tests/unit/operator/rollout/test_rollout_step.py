@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from canary import CANDIDATE, NEW, OLD, Canary, Pod, canary_with, pair, trying
 
 from specdecode_operator.rollout.trial_evidence import count_pairs, gain_of
 from specdecode_operator.state.cells import AcceptanceCell, RowState, StepTimeCell
 from specdecode_operator.state.draft_record import UNUSED, TrialRecord
 from specdecode_worker.contract import Artifact, TrialState
+from support.operators.canary import CANDIDATE, NEW, OLD, Canary, Pod, canary_with, pair, trying
 
 
 def outcomes(canary: Canary) -> list[tuple[str, str]]:

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from canary import Canary, capturing, distilling, trying
-from fleet import SPEC, workload_with
 
 from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION
 from specdecode_operator.controller.reconciler import Parts, Reconciler
@@ -21,6 +19,8 @@ from specdecode_operator.state.packed import Packed
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import ChildProblem, Key, Observation, Outcome
+from support.operators.canary import Canary, capturing, distilling, trying
+from support.operators.fleet import SPEC, workload_with
 
 
 class Cluster:

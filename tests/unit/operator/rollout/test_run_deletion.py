@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from canary import CANDIDATE, DISTILLATION, NEW, OLD, TRAINED, Canary, distilling, verdict
-from fleet import deployment_with, workload_with
 
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus
 from specdecode_operator.controller.status import status_of
@@ -16,6 +14,8 @@ from specdecode_operator.rollout.run_deletion import FIRST_RETRY_SECONDS, needed
 from specdecode_operator.rollout.run_end import POD_END_SECONDS
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.types import Observation, Outcome
+from support.operators.canary import CANDIDATE, DISTILLATION, NEW, OLD, TRAINED, Canary, distilling, verdict
+from support.operators.fleet import deployment_with, workload_with
 
 DELETED = JobStatus(state=JobState.FAILED, completed=True)
 REFUSED = JobStatus(state=JobState.FAILED, reason="Read-only file system")

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from canary import CANDIDATE, DISTILLATION, OLD, TRAINED, Canary, capturing, distilling, verdict
 
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.rollout.run_end import recovery_of
 from specdecode_worker.contract import Artifact, CaptureRules
+from support.operators.canary import CANDIDATE, DISTILLATION, OLD, TRAINED, Canary, capturing, distilling, verdict
 
 
 def running(**spec: Any) -> Canary:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from canary import DISTILLATION, TRAINED, Canary, distilling, verdict
 
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_worker.contract import Artifact
+from support.operators.canary import DISTILLATION, TRAINED, Canary, distilling, verdict
 
 S3 = {"bucket": "models", "prefix": "team", "secret": "key"}
 BUCKET = {**DISTILLATION, "storage": {"s3": S3}}

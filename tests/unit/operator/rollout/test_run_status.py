@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from canary import DISTILLATION, TRAINED, Canary, capturing, distilling, verdict
-from fleet import workload_with
 
 from specdecode_operator import metrics, run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
@@ -16,6 +14,8 @@ from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.plugin.drafts import drafts, refusal_of
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.types import Observation, Outcome
+from support.operators.canary import DISTILLATION, TRAINED, Canary, capturing, distilling, verdict
+from support.operators.fleet import workload_with
 
 QUOTA = "jobs.batch is forbidden: exceeded quota"
 UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."

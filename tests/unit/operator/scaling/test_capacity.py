@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from estimates import FULL, chances, moments, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +30,7 @@ from specdecode_operator.state.learned import LearnedState, LoadState, ScalingSt
 from specdecode_operator.telemetry.counters import NO_TRAFFIC
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Capacity
+from support.operators.estimates import FULL, chances, moments, spec
 
 MIX = Mix(prompt_tokens=100, output_tokens=200, context_tokens=300)
 LIMITS = Limits(max_sequences=16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with, workload_with
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.decision.decide import decide
@@ -16,6 +15,7 @@ from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Observation, Worker
 from specdecode_worker.contract import DraftState, Report
 from specdecode_worker.contract.demand import HeldRequests
+from support.operators.fleet import DEFAULTS, deployment_with, workload_with
 
 SPEC = ScalingSpec(min_replicas=0, max_replicas=3, idle_seconds=100)
 IDLE = Delta(seconds=5)

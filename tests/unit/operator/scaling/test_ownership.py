@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec, Status
 from specdecode_operator.decision.decide import decide
@@ -15,6 +14,7 @@ from specdecode_operator.scaling import take_over
 from specdecode_operator.state.learned import LearnedState, ScalingState, parse_state, render_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Deployment, Observation, Worker
+from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
 
 OPERATOR = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 4}
 EXTERNAL = {"owner": "External", "minReplicas": 1, "maxReplicas": 4}

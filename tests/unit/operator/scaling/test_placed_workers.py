@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import SimulatedWorker, Truth, workload_with
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.scaling import TUNING, Placement, is_complete, placement_of, placement_problem
 from specdecode_operator.scaling.placement import follow_placement
 from specdecode_operator.state.learned import ScalingState
 from specdecode_operator.types import Worker
+from support.operators.fleet import SimulatedWorker, Truth, workload_with
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=6)
 REPORT = SimulatedWorker(Truth()).report()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from fleet import SimulatedWorker, Truth, workload_with
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from specdecode_operator.scaling.placement import follow_placement, upper_bound
 from specdecode_operator.state.learned import ScalingState
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Capacity, Worker
+from support.operators.fleet import SimulatedWorker, Truth, workload_with
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=6, scale_down_window_seconds=60)
 REPORT = SimulatedWorker(Truth()).report()

@@ -8,13 +8,13 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
 
 from specdecode_operator.controller.pod_status import worker_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Observation, Worker
 from specdecode_worker.contract import Plan, Report, TrafficCell, TreeShape
+from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
 
 OPERATOR = {"scaling": {"owner": "Operator", "maxReplicas": 6}}
 POLL_SECONDS = 5.0

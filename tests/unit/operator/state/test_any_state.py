@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from crowd import Crowd, same
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from specdecode_operator.state.learned import (
     read_state,
     render_state,
 )
+from support.operators.crowd import Crowd, same
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32) | st.floats(0, 2e9) | st.just(0.0)
 names = st.text(max_size=12)

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-from canary import CANDIDATE, NEW, OLD, trying
-from fleet import deployment_with
 
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.state.draft_record import (
@@ -22,6 +20,8 @@ from specdecode_operator.state.draft_record import (
 from specdecode_operator.state.draft_store import DraftStore
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import ChildProblem, Key
+from support.operators.canary import CANDIDATE, NEW, OLD, trying
+from support.operators.fleet import deployment_with
 
 
 class Cluster:

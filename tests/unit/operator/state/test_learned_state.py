@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from crowd import Crowd, same
-from fleet import loop_over
 
 from specdecode_operator.state import learned as learned_module
 from specdecode_operator.state.compact import encode
@@ -20,6 +18,8 @@ from specdecode_operator.state.learned import (
     write_state,
 )
 from specdecode_operator.state.sections import MAX_PARKED_DRAFTS, SECTIONS, draft_key, section_of
+from support.operators.crowd import Crowd, same
+from support.operators.fleet import loop_over
 
 LEARNED = Crowd().learned()
 WRITTEN = render_state(LEARNED)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from crowd import Crowd
-from fleet import SimulatedWorker, Truth, loop_over
-
 from specdecode_operator.state import session as session_module
 from specdecode_operator.state.learned import LearnedState, TemplateState
 from specdecode_operator.state.session import Baseline, PackedSession
+from support.operators.crowd import Crowd
+from support.operators.fleet import SimulatedWorker, Truth, loop_over
 
 
 def test_a_packed_session_is_small_and_unpacks_as_it_was() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fleet import Loop, Truth, loop_over
 
 from specdecode_operator.planning.learning import learn, learn_parked
 from specdecode_operator.state.learned import (
@@ -17,6 +16,7 @@ from specdecode_operator.state.learned import (
 from specdecode_operator.state.sections import MAX_PARKED_DRAFTS
 from specdecode_operator.telemetry.counters import CellKey, Hits, Moments, RequestSums
 from specdecode_operator.telemetry.deltas import Delta
+from support.operators.fleet import Loop, Truth, loop_over
 
 NOW = 1e6
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-from fleet import deployment_with, loop_over
 
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.state import learned as learned_module
@@ -16,6 +15,7 @@ from specdecode_operator.state.learned import LearnedState, LoadState, StepTimeC
 from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.types import ChildProblem, Deployment, Key
+from support.operators.fleet import deployment_with, loop_over
 
 
 class Cluster:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with, workload_with
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from specdecode_worker.contract import (
     StepCell,
     TrafficCell,
 )
+from support.operators.fleet import DEFAULTS, deployment_with, workload_with
 
 counts = st.integers(0, 10**9)
 seconds = st.floats(0, 1e12)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import SimulatedWorker, Truth
 
 from specdecode_operator.telemetry.counters import Hits
 from specdecode_operator.telemetry.deltas import Delta, difference, fleet, over, regression
 from specdecode_worker.contract import Buckets, Plan, PlanState, Report
+from support.operators.fleet import SimulatedWorker, Truth
 
 BUCKETS = Buckets()
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube import ROOT
-from tiers import skip_reason
 
 from specdecode_operator.telemetry.deltas import difference
 from specdecode_operator.telemetry.report_validation import read_report
@@ -25,6 +23,8 @@ from specdecode_worker.contract import (
     TaskMatch,
     TreeShape,
 )
+from support.kube import ROOT
+from support.tiers import skip_reason
 
 RECORDINGS = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 BUCKETS = Buckets()

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scraper_bench import KEY, PERIOD_SECONDS, Bench, bench_of, resource_of
-from socket_workers import GoodWorker, dripping, garbage, hanging, socket_workers
 
 from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION
 from specdecode_operator.errors import OperatorError
@@ -18,6 +16,8 @@ from specdecode_operator.state.packed import Packed
 from specdecode_operator.telemetry.scraper import next_turn
 from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_worker.contract import Plan
+from support.operators.scraper_bench import KEY, PERIOD_SECONDS, Bench, bench_of, resource_of
+from support.operators.socket_workers import GoodWorker, dripping, garbage, hanging, socket_workers
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any
 
 import pytest
-from scraper_bench import KEY, bench_of
-from socket_workers import GoodWorker, hanging
 
 from specdecode_operator.telemetry.scrape_round import ScrapeLimits
 from specdecode_operator.telemetry.worker_poll import NOT_ASKED
+from support.operators.scraper_bench import KEY, bench_of
+from support.operators.socket_workers import GoodWorker, hanging
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from socket_workers import (
+
+from specdecode_operator.errors import BadReport, Unauthorized, WorkerError, WorkerTimeout, WorkerUnreachable
+from specdecode_operator.telemetry.worker_client import Reading, Unchanged, WorkerClient
+from specdecode_worker.contract import MAX_REPORT_BYTES, Header, Plan
+from support.operators.socket_workers import (
     Behaviour,
     GoodWorker,
     Request,
@@ -23,10 +27,6 @@ from socket_workers import (
     hanging,
     socket_workers,
 )
-
-from specdecode_operator.errors import BadReport, Unauthorized, WorkerError, WorkerTimeout, WorkerUnreachable
-from specdecode_operator.telemetry.worker_client import Reading, Unchanged, WorkerClient
-from specdecode_worker.contract import MAX_REPORT_BYTES, Header, Plan
 
 DEADLINE_SECONDS = 0.5
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from socket_workers import good_report
 
 from specdecode_operator.errors import Unauthorized, WorkerTimeout, WorkerUnreachable
 from specdecode_operator.telemetry.worker_client import Reading, Unchanged
 from specdecode_operator.telemetry.worker_poll import MAX_BACKOFF_SECONDS, Target, WorkerPoll
 from specdecode_worker.contract import Report
+from support.operators.socket_workers import good_report
 
 PERIOD = 5.0
 TARGET = Target(uid="u1", name="pod-1", address="10.0.0.1", ready=True)

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from fleet import DEFAULTS, deployment_with
-
 from specdecode_operator import manifests
 from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.mount_problems import add_mount_problems
@@ -17,6 +15,7 @@ from specdecode_operator.kube.kinds import JOBS, PODS, Kind
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Observation
+from support.operators.fleet import DEFAULTS, deployment_with
 
 RUN = RunRecord(id="g3", started=1.0, draft_uri="embedded://d", claim="drafts")
 KEY = ("ns", "demo")

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from canary import DISTILLATION, Canary, capturing, distilling
-from fleet import DEFAULTS, workload_with
 
 from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.observation import observe
@@ -22,6 +20,8 @@ from specdecode_operator.kube.kinds import JOBS, PODS, Kind
 from specdecode_operator.state.deployment_state import Readings
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Observation, Outcome
+from support.operators.canary import DISTILLATION, Canary, capturing, distilling
+from support.operators.fleet import DEFAULTS, workload_with
 
 FORBIDDEN = (
     'jobs.batch is forbidden: User "operator" cannot list resource "jobs" in API group "batch" in the namespace "ns"'

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
-from router_harness import RouterUnderTest
-from stand_in_worker import TOKEN, Script, StandInWorker, running
 
 from specdecode_router.discovery.sources import open_sources
 from specdecode_router.process import running_router
 from specdecode_router.settings import RouterSettings
+from support.router_harness import RouterUnderTest
+from support.stand_in_worker import TOKEN, Script, StandInWorker, running
 
 CHAT = "/v1/chat/completions"
 

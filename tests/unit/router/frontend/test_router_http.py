@@ -8,8 +8,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from router_harness import RouterUnderTest, router_over
-from stand_in_worker import Script, error_frame, text_of
+
+from support.router_harness import RouterUnderTest, router_over
+from support.stand_in_worker import Script, error_frame, text_of
 
 CHAT = "/v1/chat/completions"
 

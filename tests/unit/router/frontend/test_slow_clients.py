@@ -8,8 +8,9 @@ import socket
 import time
 
 import pytest
-from router_harness import RouterUnderTest, router_over
-from stand_in_worker import Script, text_of
+
+from support.router_harness import RouterUnderTest, router_over
+from support.stand_in_worker import Script, text_of
 
 CHAT = "/v1/chat/completions"
 SLOW_CLIENTS = 4

@@ -7,9 +7,10 @@ from typing import Any
 
 import openai
 import pytest
-from numbered_client import Event, events_of
-from router_harness import RouterUnderTest, router_over
-from stand_in_worker import Script, text_of
+
+from support.numbered_client import Event, events_of
+from support.router_harness import RouterUnderTest, router_over
+from support.stand_in_worker import Script, text_of
 
 CHAT = "/v1/chat/completions"
 IDS = {"X-Specdecode-Event-Ids": "true"}

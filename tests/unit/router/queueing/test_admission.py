@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from virtual_loop import VirtualLoop, run_virtual
 
 from specdecode_router.queueing.admission import Admission, Place, QueueLimits
 from specdecode_router.queueing.refusals import NO_WORKER_RETRY_SECONDS, RefusalReason, Refused
 from specdecode_router.queueing.tenants import Tenant
+from support.virtual_loop import VirtualLoop, run_virtual
 
 A, B = Tenant("a"), Tenant("b")
 BATCH = 1

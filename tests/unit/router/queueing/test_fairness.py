@@ -7,11 +7,11 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from virtual_loop import run_virtual
 
 from specdecode_router.queueing.admission import Admission, QueueLimits
 from specdecode_router.queueing.refusals import Refused
 from specdecode_router.queueing.tenants import Tenant
+from support.virtual_loop import run_virtual
 
 PLACES = 8
 SERVICE_SECONDS = 2.0

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from numbered_client import Event, Recorder, events_of
 
 from specdecode_router.relay.event_ids import (
     EventPosition,
@@ -17,6 +16,7 @@ from specdecode_router.relay.event_ids import (
 )
 from specdecode_router.relay.numbered_stream import MAX_NUMBERED_CHOICES, NumberedStream
 from specdecode_worker.contract.internal_stream import ChoiceStart, Counters, Open, Step
+from support.numbered_client import Event, Recorder, events_of
 
 IDENTITY = StreamIdentity(request_id="r-1", created=7, seed=2**63 - 1, request_digest=b"12345678")
 Choice = list[list[bytes]]

@@ -6,8 +6,9 @@ import asyncio
 import time
 
 import pytest
-from relay_harness import chat, harness
-from stand_in_worker import Script, text_of
+
+from support.relay_harness import chat, harness
+from support.stand_in_worker import Script, text_of
 
 BODY = chat()
 TEXT = text_of(BODY, 20)

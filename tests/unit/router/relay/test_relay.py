@@ -7,11 +7,11 @@ import dataclasses
 import json
 
 import pytest
-from relay_harness import Harness, chat, harness
-from stand_in_worker import Script, StandInWorker, error_frame, text_of
 
 from specdecode_router.errors import ApiError
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
+from support.relay_harness import Harness, chat, harness
+from support.stand_in_worker import Script, StandInWorker, error_frame, text_of
 
 BODY = chat()
 TEXT = text_of(BODY, 20)

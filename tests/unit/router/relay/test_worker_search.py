@@ -6,11 +6,11 @@ import asyncio
 import time
 
 import pytest
-from relay_harness import LIMITS, chat, harness
-from router_harness import router_over
-from stand_in_worker import Script, text_of
 
 from specdecode_router.errors import ApiError
+from support.relay_harness import LIMITS, chat, harness
+from support.router_harness import router_over
+from support.stand_in_worker import Script, text_of
 
 BODY = chat()
 

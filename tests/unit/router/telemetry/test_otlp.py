@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from router_harness import router_over
-from stand_in_worker import Script
 
 from specdecode_router.errors import CannotStart
 from specdecode_router.telemetry.otlp import OtlpTracer, open_tracer
 from specdecode_router.telemetry.tracing import NoTracer
+from support.router_harness import router_over
+from support.stand_in_worker import Script
 
 CHAT = "/v1/chat/completions"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

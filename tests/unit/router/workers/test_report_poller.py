@@ -6,13 +6,12 @@ import asyncio
 import time
 from typing import cast
 
-from stand_in_worker import TOKEN, Script, StandInWorker, running
-
 from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.report_poller import ReportPoller
 from specdecode_router.workers.worker import Endpoint, PlanTask
 from specdecode_worker.contract import DraftState, PlanState, Report, StepCell, TaskMatch
+from support.stand_in_worker import TOKEN, Script, StandInWorker, running
 
 
 async def test_reports_of_live_workers_do_not_wait_for_dead_ones() -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 # `captured` is imported by these tests; `redaction_hooks` is imported by name, like a user's hook.
-sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 
 @pytest.fixture
 def held() -> Iterator[threading.Event]:
     """Yield the event until which the hook `redaction_hooks.hanging` does not return."""
-    import redaction_hooks
+    from support.worker import redaction_hooks
 
     redaction_hooks.HELD.clear()
     yield redaction_hooks.HELD

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_captures import LIMITS, RULES, live, now_record, numbers, stored, wait
 
 from specdecode_worker.capture import CaptureError, Dropped
 from specdecode_worker.capture.live import LiveRecorder
 from specdecode_worker.capture.live.control_thread import MAX_HUNG_WRITERS
 from specdecode_worker.capture.record_queue import QUEUE_RECORDS
 from specdecode_worker.contract.capture import CaptureRules
+from support.worker.live_captures import LIMITS, RULES, live, now_record, numbers, stored, wait
 
-HANGING = RULES.model_copy(update={"redact": "redaction_hooks:hanging"})
+HANGING = RULES.model_copy(update={"redact": "support.worker.redaction_hooks:hanging"})
 
 
 def problem_of(recorder: LiveRecorder) -> str:
@@ -186,7 +186,7 @@ def test_redaction_that_cannot_be_loaded_is_reported_and_tried_again(tmp_path: P
 
 
 def test_thread_that_ends_is_replaced_and_its_message_is_not_reported(tmp_path: Path) -> None:
-    rules = RULES.model_copy(update={"redact": "redaction_hooks:ending"})
+    rules = RULES.model_copy(update={"redact": "support.worker.redaction_hooks:ending"})
     with live(tmp_path, rules) as recorder:
         put(recorder, 0)
         wait(lambda: problem_of(recorder) == "the capture thread ended with SystemExit")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from captured import record
-from live_captures import live, read, settle
 
 from specdecode_worker.capture import Record
 from specdecode_worker.capture.live import LiveRecorder
 from specdecode_worker.contract.capture import CaptureRules
+from support.worker.captured import record
+from support.worker.live_captures import live, read, settle
 
 BASE_SECONDS = 1e9
 """Time of all recorders. Records and ``delete_before`` lie up to 20 seconds before it."""
@@ -30,7 +30,7 @@ def some_rules(draw: random.Random) -> CaptureRules | None:
         task_shares={"code": draw.choice((1.0, 1.0, 0.0))},
         consent=draw.choice(("OptOut", "OptOut", "OptIn")),
         delete_before=BASE_SECONDS - draw.randint(0, 20),
-        redact=draw.choice((None, None, "redaction_hooks:odd_ones")),
+        redact=draw.choice((None, None, "support.worker.redaction_hooks:odd_ones")),
     )
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from captured import record
-from live_captures import RULES, live, now_record, numbers, stored, wait
 
 from specdecode_worker.capture import Dropped
 from specdecode_worker.capture.live import LiveRecorder
 from specdecode_worker.capture.subject_keys import KEY_SUFFIX
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
+from support.worker.captured import record
+from support.worker.live_captures import RULES, live, now_record, numbers, stored, wait
 
 
 def put(recorder: LiveRecorder, *seeds: int, **more: object) -> None:
@@ -83,7 +83,7 @@ def test_other_redaction_holds_for_the_next_record(tmp_path: Path) -> None:
     with live(tmp_path) as recorder:
         put(recorder, 2)
         stored(recorder, 1)
-        recorder.apply(changed(redact="redaction_hooks:odd_ones"))
+        recorder.apply(changed(redact="support.worker.redaction_hooks:odd_ones"))
         put(recorder, 4, 5)
         stored(recorder, 2)
         assert recorder.counts.dropped == {Dropped.redacted: 1}
@@ -100,7 +100,7 @@ def test_record_that_waits_for_the_disk_passes_the_new_redaction(tmp_path: Path)
         with recorder._store.lock:
             put(recorder, 2)
             wait(lambda: recorder._control._writer.activity() is not None)  # type: ignore[union-attr]
-            recorder.apply(changed(redact="redaction_hooks:odd_ones"))
+            recorder.apply(changed(redact="support.worker.redaction_hooks:odd_ones"))
         wait(lambda: recorder.counts.dropped == {Dropped.redacted: 1})
     assert numbers(tmp_path) == [1]
 
@@ -124,10 +124,10 @@ def test_records_before_the_time_are_deleted_and_the_others_stay(tmp_path: Path)
 
 
 def test_a_queued_record_is_deleted_too(tmp_path: Path, held: threading.Event) -> None:
-    with live(tmp_path, changed(redact="redaction_hooks:hanging")) as recorder:
+    with live(tmp_path, changed(redact="support.worker.redaction_hooks:hanging")) as recorder:
         put(recorder, 0, 1, age=100)
         wait(lambda: len(recorder._queue) == 1)
-        recorder.apply(changed(redact="redaction_hooks:hanging", delete_before=time.time() - 50))
+        recorder.apply(changed(redact="support.worker.redaction_hooks:hanging", delete_before=time.time() - 50))
         wait(lambda: not len(recorder._queue))
         held.set()
         put(recorder, 2)
@@ -190,7 +190,7 @@ def test_report_agrees_with_the_folder_and_reads_no_file(tmp_path: Path, monkeyp
 
 
 def test_records_of_a_user_are_deleted_also_from_the_queue(tmp_path: Path, held: threading.Event) -> None:
-    with live(tmp_path, changed(redact="redaction_hooks:hanging")) as recorder:
+    with live(tmp_path, changed(redact="support.worker.redaction_hooks:hanging")) as recorder:
         ann, bob = recorder.subject_of("ann"), recorder.subject_of("bob")
         held.set()
         put(recorder, 0, user=ann)

@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from captured import record
 
 from specdecode_worker.capture import CaptureError, Dropped, ReadStats, Record, Recorder, read_records
 from specdecode_worker.capture.record_queue import QUEUE_RECORDS
 from specdecode_worker.contract import CaptureConfig
+from support.worker.captured import record
+
+HOOKS = "support.worker.redaction_hooks"
 
 
 def recorder(folder: Path, **config: Any) -> Recorder:
@@ -25,7 +27,7 @@ def read(folder: Path) -> list[Record]:
 
 
 def captured(folder: Path, hook: str, numbers: range) -> Recorder:
-    made = recorder(folder, redact=f"redaction_hooks:{hook}")
+    made = recorder(folder, redact=f"{HOOKS}:{hook}")
     for number in numbers:
         made.enqueue(record(number))
     made.close()
@@ -72,7 +74,7 @@ def test_failing_hook_drops_the_record_and_logs_no_content(
     assert "secret" not in caplog.text
 
 
-@pytest.mark.parametrize("name", ["no_such_module:f", "redaction_hooks:missing", "redaction_hooks:NO_FUNCTION"])
+@pytest.mark.parametrize("name", ["no_such_module:f", f"{HOOKS}:missing", f"{HOOKS}:NO_FUNCTION"])
 def test_invalid_hook_is_reported_at_start(name: str, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=name):
         recorder(tmp_path, redact=name)
@@ -156,7 +158,7 @@ def test_deletion_of_a_user_reads_the_keys_of_the_folder_once(tmp_path: Path, mo
 
 
 def test_records_of_a_user_are_deleted_from_folder_and_queue(tmp_path: Path, held: threading.Event) -> None:
-    made = recorder(tmp_path, redact="redaction_hooks:hanging")
+    made = recorder(tmp_path, redact=f"{HOOKS}:hanging")
     ann, bob = (msgspec.structs.replace(record(n), user=made.subject_of(u)) for n, u in ((0, "ann"), (1, "bob")))
     held.set()
     made.enqueue(ann)

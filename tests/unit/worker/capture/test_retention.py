@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from captured import record
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import ReadStats, read_records
@@ -16,6 +15,7 @@ from specdecode_worker.capture.record import encode
 from specdecode_worker.capture.retention import Retention, stored_retention
 from specdecode_worker.capture.segment_format import list_segments
 from specdecode_worker.capture.segments import SegmentWriter
+from support.worker.captured import record
 
 AGE_SECONDS = 160.0
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from captured import record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from specdecode_worker.capture.record import Record, encode
 from specdecode_worker.capture.segment_format import SUFFIX
 from specdecode_worker.capture.segment_reader import ReadStats, read_records
 from specdecode_worker.capture.segments import SegmentWriter
+from support.worker.captured import record
 
 
 def writer(folder: Path, *, max_bytes: int = 2**20, max_age_seconds: float = 1e9, now: float = 0.0) -> SegmentWriter:

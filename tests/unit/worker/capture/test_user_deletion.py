@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from captured import record
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import ReadStats, Record, read_records
@@ -27,6 +26,7 @@ from specdecode_worker.capture.subject_keys import (
     unkeyed_hash,
 )
 from specdecode_worker.capture.user_deletion import delete_user_records
+from support.worker.captured import record
 
 
 def of_user(number: int, user: str) -> Record:

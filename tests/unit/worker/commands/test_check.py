@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from small_folders import config_of, write_head, write_target, write_tokenizer
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import CheckVerdict
+from support.worker.small_folders import config_of, write_head, write_target, write_tokenizer
 
 FITS = """\
 memory                                                               2.00 GiB

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tiers import skip_reason
+
+from support.tiers import skip_reason
 
 PROGRAM = "from specdecode_worker.__main__ import main; main(['distill', '--bad'])"
 SLOW_IMPORT = "import sys, time, types; sys.meta_path.insert(0, types.SimpleNamespace(find_spec=lambda name, *_: "

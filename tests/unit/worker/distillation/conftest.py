@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,15 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
-
-import small_model
-from captured_folders import write
-from serving_records import records_of
-
 from specdecode_worker.capture import Record
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.networks.llama import Llama
+from support import small_model
+from support.worker.captured_folders import write
+from support.worker.serving_records import records_of
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from captured_folders import noise, write
 from safetensors.torch import load_file
 
 from specdecode_worker.__main__ import main
@@ -19,6 +18,7 @@ from specdecode_worker.capture import Record
 from specdecode_worker.commands import distill
 from specdecode_worker.training.distillation import student_training
 from specdecode_worker.training.distillation.splits import split_of
+from support.worker.captured_folders import noise, write
 
 pytestmark = pytest.mark.slow
 

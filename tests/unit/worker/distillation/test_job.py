@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runs import read, run
 from safetensors.torch import save_file
-from tiers import skip_reason
 
 from specdecode_worker.capture import CaptureError
 from specdecode_worker.contract import MAX_VERDICT_BYTES, Artifact
@@ -31,6 +29,8 @@ from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.training.distillation.job_result import failure_kind
 from specdecode_worker.training.distillation.run_clock import RunClock
 from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
+from support.tiers import skip_reason
+from support.worker.job_runs import read, run
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving_records import engine_of
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
@@ -24,6 +23,7 @@ from specdecode_worker.training.evaluation.paired_step_times import step_costs
 from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
 from specdecode_worker.training.heads.distillable import load_distillable
 from specdecode_worker.training.heads.initialization import new_dflash, new_head, new_medusa, new_peagle
+from support.worker.serving_records import engine_of
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from captured_folders import noise, write
-from job_runs import read, run
 
 from specdecode_worker.capture import Record
+from support.worker.captured_folders import noise, write
+from support.worker.job_runs import read, run
 
 pytestmark = pytest.mark.slow
 

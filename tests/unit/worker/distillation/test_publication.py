@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from captured_folders import write
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
@@ -19,6 +18,7 @@ from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.training.distillation.publication import check_place, publish
 from specdecode_worker.training.errors import PublishFailed
+from support.worker.captured_folders import write
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import obstore
 import pytest
-from job_runs import read, run
-from storage_servers.s3_server import S3Server, s3_server
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec, Status
@@ -20,6 +18,8 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.object_store import StoredModel
+from support.storage_servers.s3_server import S3Server, s3_server
+from support.worker.job_runs import read, run
 
 pytestmark = pytest.mark.slow
 

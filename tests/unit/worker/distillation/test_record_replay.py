@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from serving_records import SAMPLING_PARAMS, engine_of
 
 from specdecode_worker.capture import Record
 from specdecode_worker.commands.common.local_engine import Prompt
@@ -24,6 +23,7 @@ from specdecode_worker.training.distillation.record_replay import (
     static_drop_reason,
 )
 from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
+from support.worker.serving_records import SAMPLING_PARAMS, engine_of
 
 pytestmark = pytest.mark.slow
 

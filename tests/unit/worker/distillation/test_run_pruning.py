@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from job_runs import read, run
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.models.checkpoints import model_store
@@ -21,6 +20,7 @@ from specdecode_worker.training.distillation.run_pruning import (
     delete_drafts,
     delete_runs,
 )
+from support.worker.job_runs import read, run
 
 pytestmark = pytest.mark.slow
 

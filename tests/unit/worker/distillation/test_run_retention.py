@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from captured_folders import write
-from job_runs import read, run
 
 from specdecode_worker.capture import Record
 from specdecode_worker.capture.retention import Retention, store_retention
 from specdecode_worker.training.distillation.pipeline import Distillation
 from specdecode_worker.training.distillation.sample_shards import read_records_of
+from support.worker.captured_folders import write
+from support.worker.job_runs import read, run
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from small_engine import drain, plan_of, small_engine, submit, texts
 
 from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.engine.request import Request
+from support.worker.small_engine import drain, plan_of, small_engine, submit, texts
 
 PROMPT = tuple(range(1, 20))
 TOKENS = 12

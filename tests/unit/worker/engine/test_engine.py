@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from small_engine import drain, plan_of, small_engine, submit, texts
 
 from specdecode_worker.contract import DraftState, Plan, Report, StepCell, SyntheticKnobs, TreeShape
 from specdecode_worker.engine import engine as engine_module
@@ -20,6 +19,7 @@ from specdecode_worker.engine.ipc.messages import Submit, Tokens
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.errors import ModelError
+from support.worker.small_engine import drain, plan_of, small_engine, submit, texts
 
 SHAPES = ["none", "chain:3", "tree:3,2,1"]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from small_engine import drain, small_engine, submit
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.guided_trees import given_tokens, with_forced_tokens
@@ -17,6 +16,7 @@ from specdecode_worker.engine.queueing.grammar_queue import GrammarQueue
 from specdecode_worker.engine.shape_selector import Choice, Selection
 from specdecode_worker.guided.errors import GrammarRefused
 from specdecode_worker.speculation.trees import PLAIN, given_chain, tree_of
+from support.worker.small_engine import drain, small_engine, submit
 
 
 class SlowCompiler:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_engine import request, submit
 
 from specdecode_worker.engine.request import Request
+from support.worker.small_engine import request, submit
 
 
 def test_a_stop_token_ends_the_request_and_is_part_of_the_output() -> None:

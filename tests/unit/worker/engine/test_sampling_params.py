@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from small_engine import VOCABULARY, drain, small_engine, submit, texts
 
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.sampling_params import check_tokens, sampling_params_of
+from support.worker.small_engine import VOCABULARY, drain, small_engine, submit, texts
 
 
 def test_sampling_params_match_the_request() -> None:

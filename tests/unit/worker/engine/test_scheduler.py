@@ -7,11 +7,9 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from device import SimulatedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from small_engine import request
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.batch import Row
@@ -21,6 +19,8 @@ from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import PROMPT_SHARE, Limits, Scheduler
 from specdecode_worker.engine.shape_selector import Selection
 from specdecode_worker.speculation.trees import PLAIN, tree_of
+from support.worker.device import SimulatedDevice
+from support.worker.small_engine import request
 
 CHAIN = tree_of(TreeShape.chain(3))
 TREES = [PLAIN, CHAIN, tree_of(TreeShape.levels(3, 2)), tree_of(TreeShape.chain(1), 4)]

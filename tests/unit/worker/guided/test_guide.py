@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from char_tokenizer import END, tokenizer_json
 from tokenizers import Tokenizer
 
 from specdecode_worker.guided import guide as guide_module
@@ -20,6 +19,7 @@ from specdecode_worker.guided.grammars import (
     regex_grammar,
 )
 from specdecode_worker.guided.guide import Guide
+from support.char_tokenizer import END, tokenizer_json
 
 SIZE = 61
 TOKENIZER = Tokenizer.from_str(tokenizer_json())

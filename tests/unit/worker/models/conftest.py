@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,6 @@ from torch import Tensor, nn
 
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.networks.llama import Llama
-
-sys.path.insert(0, str(Path(__file__).parent / "support"))
-
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
-from tokens import saved, tokenizer
 
 from specdecode_worker.contract import DraftConfig
 from specdecode_worker.engine.drafts.draft_hash import draft_hash
@@ -36,6 +34,8 @@ from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.models.transforms.fusion import fuse
+from support.worker.checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
+from support.worker.tokens import saved, tokenizer
 
 METHODS: dict[WeightMethod, tuple[type, type]] = {
     "eagle3": (Eagle3Head, Eagle3Config),

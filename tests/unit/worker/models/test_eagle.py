@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, SLOTS, TOKENS, eagle_tensors, noise, reference, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.transforms.fusion import fuse
+from support.worker.checkpoints import CPU, SLOTS, TOKENS, eagle_tensors, noise, reference, write
 
 
 def eagle_shape(shape: dict[str, Any], layers: int = 1) -> dict[str, Any]:

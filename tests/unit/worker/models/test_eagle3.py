@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, SLOTS, TOKENS, eagle3_tensors, first_layer, noise, norm, reference, write
 
 from specdecode_worker.models.checkpoints.weights import load_eagle3
 from specdecode_worker.models.configs.model_config import eagle3_config
@@ -17,6 +16,7 @@ from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.transforms.fusion import fuse
+from support.worker.checkpoints import CPU, SLOTS, TOKENS, eagle3_tensors, first_layer, noise, norm, reference, write
 
 
 def load3(folder: Path, target: Llama) -> Eagle3Head:

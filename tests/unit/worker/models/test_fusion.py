@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import skip_reason
 from torch import Tensor, nn
 
 from specdecode_kernels.cpu.native import library
@@ -20,6 +19,7 @@ from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.transforms import fused_layers, fusion
 from specdecode_worker.models.transforms.fused_layers import FusedAttention, FusedMLP
 from specdecode_worker.models.transforms.fusion import PackedLinear, fuse
+from support.tiers import skip_reason
 
 TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))
 PACKS = fusion._should_pack(nn.Linear(16, 16).bfloat16())

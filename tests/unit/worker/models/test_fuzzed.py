@@ -12,12 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiers import by_effort
-from tokens import saved, tokenizer
 from torch import Tensor, nn
 
 from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, check_draft, load_draft
@@ -35,6 +32,9 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
+from support.tiers import by_effort
+from support.worker.checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
+from support.worker.tokens import saved, tokenizer
 
 few = settings(max_examples=by_effort(quick=15, full=15, nightly=200), deadline=None)
 KINDS = ("eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model", "target")

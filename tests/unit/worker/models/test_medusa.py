@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import CPU, medusa_tensors, noise, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.models.transforms.fusion import fuse
+from support.worker.checkpoints import CPU, medusa_tensors, noise, write
 
 
 def with_vllm_names(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:

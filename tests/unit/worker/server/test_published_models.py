@@ -14,13 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
-import small_model
 import torch
-from published.tokens import SIZE, Kind, tokenizer_of
 from safetensors.torch import load_file
-from worker_process import WorkerProcess, real
 
 from specdecode_worker.contract import Plan, Report, Route, TreeShape
+from support import small_model
+from support.published.tokens import SIZE, Kind, tokenizer_of
+from support.worker_process import WorkerProcess, real
 
 pytestmark = pytest.mark.slow
 

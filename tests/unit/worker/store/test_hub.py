@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from published.hub import COMMIT, Repository, StandInHub
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import Env, WorkerConfig
@@ -28,6 +27,7 @@ from specdecode_worker.models.errors import (
     NotPresent,
     PullFailed,
 )
+from support.published.hub import COMMIT, Repository, StandInHub
 
 WEIGHTS = bytes(range(256)) * 4000
 FILES = {

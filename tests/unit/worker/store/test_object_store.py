@@ -9,9 +9,7 @@ from pathlib import Path
 
 import obstore
 import pytest
-import small_model
 from obstore.store import S3Store
-from storage_servers.s3_server import S3Server, s3_server
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.models.checkpoints import download_folder, model_store, object_store
@@ -19,6 +17,8 @@ from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.errors import AccessDenied, BadUri, DiskFull, HashMismatch, HubUnreachable, NotOnHub
 from specdecode_worker.training.distillation.publication import check_place, publish
 from specdecode_worker.training.errors import PublishFailed
+from support import small_model
+from support.storage_servers.s3_server import S3Server, s3_server
 
 pytestmark = pytest.mark.slow
 

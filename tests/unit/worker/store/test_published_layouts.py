@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from published.hub import Repository, StandInHub
-from published.layouts import LAYOUTS
-from published.repositories import TOKEN, repository
 from safetensors.torch import load_file
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.models.checkpoints import hub
 from specdecode_worker.models.checkpoints.model_store import HubModel, hub_model, resolve
+from support.published.hub import Repository, StandInHub
+from support.published.layouts import LAYOUTS
+from support.published.repositories import TOKEN, repository
 
 ROOT = Path(__file__).parents[4]
 NAMED = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]*\w)(?:@(?P<revision>[\w.-]*\w))?")

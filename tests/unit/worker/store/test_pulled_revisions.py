@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from published.hub import COMMIT, NEWER_COMMIT, Repository, StandInHub
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import (
@@ -25,6 +24,7 @@ from specdecode_worker.contract import (
 from specdecode_worker.models.checkpoints.model_store import commit_in, hub_model, resolve
 from specdecode_worker.models.errors import NotPresent
 from specdecode_worker.termination import ENV_PATH
+from support.published.hub import COMMIT, NEWER_COMMIT, Repository, StandInHub
 
 URI = "hf://org/model"
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 100}

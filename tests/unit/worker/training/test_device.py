@@ -7,7 +7,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tiers import skip_reason
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -28,6 +27,7 @@ from specdecode_worker.training.heads.initialization import (
 from specdecode_worker.training.heads.trainable_drafts import device_of_draft, logits_of, unrolled, vocabulary_of
 from specdecode_worker.training.heads.unroll import Batch, make_batch
 from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
+from support.tiers import skip_reason
 
 CUDA = torch.device("cuda")
 DEPTH = 3

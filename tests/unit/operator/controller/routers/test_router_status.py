@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS, deployment_with, workload_with
-from statuses import conditions, kstatus, states
 
 from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.controller.status import status_of
@@ -14,6 +12,8 @@ from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.learned import LearnedState, ScalingState
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Observation, Outcome, Workload
+from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+from support.operators.statuses import conditions, kstatus, states
 
 TWO = {"router": {"replicas": 2}}
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from small_engine import CPU, drain, networks, plan_of, small_engine, submit, texts
 
 from specdecode_worker.contract import (
     Artifact,
@@ -36,6 +35,7 @@ from specdecode_worker.engine.ipc.messages import SetDraft
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.speculation.draft_trial import MAX_PAIRS, MAX_PAIRS_BYTES
 from specdecode_worker.speculation.trial_costs import MAX_CELLS, CellSums, CostCell, pair_of
+from support.worker.small_engine import CPU, drain, networks, plan_of, small_engine, submit, texts
 
 SPEC, TARGET = "file:///spec", "file:///target"
 CONFIG = WorkerConfig(model=ModelConfig(uri=TARGET, served_name="m"), draft=DraftConfig(method="eagle3", uri=SPEC))

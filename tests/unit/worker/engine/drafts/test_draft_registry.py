@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import small_engine, submit
 
 from specdecode_worker.contract import DraftState, PendingDraft, TaskMatch
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
@@ -17,6 +16,7 @@ from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.models.configs.target_states import TargetStates
+from support.worker.small_engine import small_engine, submit
 
 
 def loaded(draft_hash: str, reads: TargetStates | None = None, name: str = "") -> LoadedDraft:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_worker.engine.graphs.adjustment import AdjustedSampler
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
+from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 SHARPNESS = (3.0, 0.25)
 

@@ -11,8 +11,6 @@ from typing import Any, Self
 
 import pytest
 import torch
-from char_tokenizer import END, tokenizer_json
-from small_llama import NoisedCopy, engine_of, networks, plan_of, submit, texts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +25,8 @@ from specdecode_worker.guided.grammars import regex_grammar
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.multi_round import MultiRound
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory
+from support.char_tokenizer import END, tokenizer_json
+from support.small_llama import NoisedCopy, engine_of, networks, plan_of, submit, texts
 
 WAITING = (
     "aten._local_scalar_dense",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.graphs.capture_backends import Captured, CaptureFailed, EagerBackend, Work
+from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 
 class FailingBackend(EagerBackend):

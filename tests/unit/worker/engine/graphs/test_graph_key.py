@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_worker.contract import EngineConfig, TreeShape
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
@@ -15,6 +14,7 @@ from specdecode_worker.engine.graphs.static_inputs import Layout
 from specdecode_worker.engine.graphs.tree_tables import shapes, topology
 from specdecode_worker.engine.memory.model_inventory import graph_rows
 from specdecode_worker.speculation.trees import PLAIN, Tree, given_chain, tree_of
+from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 CHAIN, TREE = tree_of(TreeShape.chain(3)), tree_of(TreeShape.parse("tree:3,2,1"))
 

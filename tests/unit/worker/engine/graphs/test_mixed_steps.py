@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from char_tokenizer import END, tokenizer_json
 from msgspec.structs import replace
-from small_llama import engine_of, networks, plan_of, submit
 
 from specdecode_worker.contract import Report, SyntheticKnobs
 from specdecode_worker.engine.engine import Engine
@@ -23,6 +21,8 @@ from specdecode_worker.engine.scheduler import Scheduler
 from specdecode_worker.engine.step.step_launcher import StepLauncher
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.grammars import regex_grammar
+from support.char_tokenizer import END, tokenizer_json
+from support.small_llama import engine_of, networks, plan_of, submit
 
 EVERY = 3
 """A request arrives every this many steps, so that its chunks run beside decoding rows."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
 from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK
+from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 
 def poison(engine: Engine) -> None:

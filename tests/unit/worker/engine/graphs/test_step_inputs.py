@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_llama import submit
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.graphs import step_inputs
@@ -19,6 +18,7 @@ from specdecode_worker.engine.graphs.static_inputs import StagedTensor
 from specdecode_worker.engine.graphs.step_inputs import StepInputs
 from specdecode_worker.engine.request import Request
 from specdecode_worker.speculation.trees import PLAIN, tree_of
+from support.small_llama import submit
 
 CPU, PADDING_SLOT = torch.device("cpu"), 9
 CHAIN, TREE = tree_of(TreeShape.chain(2)), tree_of(TreeShape.levels(2, 1))

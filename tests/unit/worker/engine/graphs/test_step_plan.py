@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_worker.engine.graphs import step_graphs, step_plan
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
 from specdecode_worker.engine.graphs.graph_key import NO_FEATURES, Features
 from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason, StepPlanner
 from specdecode_worker.speculation.sampling.multi_round import MultiRound
+from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 DOCS = Path(__file__).parents[5] / "docs" / "gpu.md"
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from device import SimulatedDevice, text_of
-from small_engine import submit
 
 from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Limits
+from support.worker.device import SimulatedDevice, text_of
+from support.worker.small_engine import submit
 
 PROMPT = [*range(60)]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import drain, plan_of, submit
-from small_folders import config_of, write_head, write_target, write_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -22,6 +20,8 @@ from specdecode_worker.engine.memory.memory_budget import ROWS_PER_SEQUENCE, Dev
 from specdecode_worker.engine.memory.memory_verdict import make_verdict
 from specdecode_worker.engine.memory.model_inventory import take_inventory
 from specdecode_worker.models.errors import CannotServe, ModelError
+from support.worker.small_engine import drain, plan_of, submit
+from support.worker.small_folders import config_of, write_head, write_target, write_tokenizer
 
 CPU = torch.device("cpu")
 GIB = 2**30

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_folders import config_of, write_head, write_target
 
 from specdecode_worker.contract import DraftConfig, Method
 from specdecode_worker.engine.factory import load_engine
@@ -15,6 +14,7 @@ from specdecode_worker.engine.memory import device_memory
 from specdecode_worker.engine.memory.device_memory import free_bytes
 from specdecode_worker.engine.memory.draft_memory_check import CheckedDraftLoader
 from specdecode_worker.models.errors import ModelError
+from support.worker.small_folders import config_of, write_head, write_target
 
 CPU = torch.device("cpu")
 

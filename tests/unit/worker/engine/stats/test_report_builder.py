@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from small_engine import identity
 
 from specdecode_worker.contract import (
     MAX_RANKS,
@@ -20,6 +19,7 @@ from specdecode_worker.engine.scheduler import Counters
 from specdecode_worker.engine.stats.report_builder import WorkerSnapshot, build_report
 from specdecode_worker.engine.stats.statistics import MAX_STEP_CELLS, AcceptanceCategory, Statistics
 from specdecode_worker.engine.stats.step_costs import StepSize
+from support.worker.small_engine import identity
 
 MOMENT = WorkerSnapshot(
     draft=DraftState(method="eagle3", hash="d"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from msgspec import structs
-from small_engine import request
 
 from specdecode_worker.contract import MAX_RANKS, TreeShape
 from specdecode_worker.engine.batch import Row
@@ -12,6 +11,7 @@ from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.stats.statistics import Statistics
 from specdecode_worker.engine.stats.step_recorder import RowResult, StepRecorder, step_size_of
 from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
+from support.worker.small_engine import request
 
 CHAIN = tree_of(TreeShape.chain(2))
 WIDE = tree_of(TreeShape.levels(2, 1))

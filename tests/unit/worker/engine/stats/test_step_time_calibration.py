@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from small_engine import drain, plan_of, small_engine, submit
 
 from specdecode_worker.engine.stats.step_time_calibration import calibrate
+from support.worker.small_engine import drain, plan_of, small_engine, submit
 
 
 def test_every_load_is_timed_and_only_step_times_remain() -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_llama import engine_of, networks, plan_of, submit
 
 import specdecode_worker
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.step import step_launcher
 from specdecode_worker.engine.step.host_copy import to_host
+from support.small_llama import engine_of, networks, plan_of, submit
 
 
 def test_the_first_token_is_copied_before_the_draft_prefill(monkeypatch: pytest.MonkeyPatch) -> None:

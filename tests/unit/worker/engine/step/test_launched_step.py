@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from small_engine import request, submit
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.batch import Row
@@ -32,6 +31,7 @@ from specdecode_worker.engine.step.launched_step import LaunchedStep, QueuedRows
 from specdecode_worker.engine.step.logprobs import RowLogprobs, TokenLogprobs
 from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.trees import tree_of
+from support.worker.small_engine import request, submit
 
 TREE = tree_of(TreeShape.chain(2))
 ROWS = (Row(request("a"), 3, TREE), Row(request("b"), 4, start=0), Row(request("c"), 2, start=0, emits=False))

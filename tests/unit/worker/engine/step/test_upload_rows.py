@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_llama import submit
 
 from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.kv_cache.kv_commit import upload_rows
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.step import device_state
 from specdecode_worker.engine.step.device_state import DeviceState
+from support.small_llama import submit
 
 CPU = torch.device("cpu")
 

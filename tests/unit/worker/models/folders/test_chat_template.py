@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model
 from transformers import PreTrainedTokenizerFast
 
 from specdecode_worker.models.errors import TokenizerProblem
 from specdecode_worker.models.vocabulary.chat_template import find_template
 from specdecode_worker.training.data.chat_tokens import Chat
+from support import small_model
 
 MESSAGES: Any = [
     {"role": "system", "content": " Be brief. "},

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -15,6 +14,7 @@ from specdecode_worker.models.checkpoints.draft_weights import check_draft
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.llama import Llama
+from support import small_model
 
 OPTIONS: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
 OLDER = small_model.VOCAB_SIZE - 6

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -25,6 +24,7 @@ from specdecode_worker.models.checkpoints import pickled_weights
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
 from specdecode_worker.models.errors import NotPresent, WeightMismatch
+from support import small_model
 
 pytestmark = pytest.mark.slow
 

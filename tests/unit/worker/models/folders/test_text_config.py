@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model
 import torch
-from published.tokens import TOKENS, tokenizer_of
 
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.configs.text_config import end_tokens, sampling_defaults
 from specdecode_worker.models.errors import ConfigMismatch
+from support import small_model
+from support.published.tokens import TOKENS, tokenizer_of
 
 END, S_END = small_model.END_ID, small_model.VOCAB_SIZE + TOKENS.index("</s>")
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, DFLASH, Tensors, dflash_tensors, noise, norm, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,6 +17,7 @@ from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.transforms.fusion import fuse
+from support.worker.checkpoints import CPU, DFLASH, Tensors, dflash_tensors, noise, norm, write
 
 MASK, BLOCK, COMMITTED = 95, 6, 7
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, Tensors, dflash_tensors, noise, speculators_dflash, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,6 +20,7 @@ from specdecode_worker.models.transforms.fusion import fuse
 from specdecode_worker.models.transforms.quantization import QuantisedLinear, quantise_draft
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads.continued_head import prepare_draft
+from support.worker.checkpoints import CPU, Tensors, dflash_tensors, noise, speculators_dflash, write
 
 KNOWN = torch.arange(0, 97, 3)
 """Target ids of the draft's vocabulary, where it has one of its own."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, SLOTS, TOKENS, Tensors, eagle3_tensors, first_layer, noise, norm, reference, write
 
 from specdecode_worker.models.checkpoints.draft_weights import check_draft, load_draft
 from specdecode_worker.models.checkpoints.peagle_weights import load_peagle
@@ -16,6 +15,18 @@ from specdecode_worker.models.errors import ConfigMismatch, ModelError, WeightMi
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.peagle import PEagleHead
 from specdecode_worker.models.transforms.fusion import fuse
+from support.worker.checkpoints import (
+    CPU,
+    SLOTS,
+    TOKENS,
+    Tensors,
+    eagle3_tensors,
+    first_layer,
+    noise,
+    norm,
+    reference,
+    write,
+)
 
 MASK = 95
 MASKED = torch.arange(13) >= 10

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-from tokens import saved, tokenizer
 
 from specdecode_worker.models.checkpoints.draft_vocabulary import expect_vocabulary, fit_vocabulary, set_vocabulary
 from specdecode_worker.models.configs.model_config import llama_config
@@ -22,6 +21,7 @@ from specdecode_worker.models.vocabulary.vocabulary_match import (
     VocabularyMatch,
     match_vocabularies,
 )
+from support.worker.tokens import saved, tokenizer
 
 TOKENS = torch.randint(0, 90, (11,), generator=torch.Generator().manual_seed(4))
 

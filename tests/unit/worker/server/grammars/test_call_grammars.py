@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from published.tokens import KINDS, TOKENS, Language
 
 from specdecode_worker.contract import ToolFormat
 from specdecode_worker.guided.errors import GrammarRefused
@@ -20,6 +19,7 @@ from specdecode_worker.server.grammars.call_grammars import (
 )
 from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart
 from specdecode_worker.server.tools.parser_choice import parser_for
+from support.published.tokens import KINDS, TOKENS, Language
 
 WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
                 "additionalProperties": False}  # fmt: skip

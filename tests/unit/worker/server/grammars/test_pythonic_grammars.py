@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from published.tokens import KINDS, Language
 
 from specdecode_worker.guided.errors import GrammarRefused
 from specdecode_worker.server.grammars.call_grammars import CallableFunction, calls_within_text, forced_calls
 from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart
 from specdecode_worker.server.tools.pythonic import PythonicParser
+from support.published.tokens import KINDS, Language
 
 SCHEMA: Any = {
     "type": "object",

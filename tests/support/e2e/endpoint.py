@@ -1,0 +1,225 @@
+"""A SpecDecodeDeployment as seen by its user and through its workers' admin ports."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from specdecode_operator.state.learned import read_state
+from specdecode_worker.contract import Plan, Port, Report, Route, StepTime, SyntheticKnobs
+from support.e2e.kube import Namespace
+from support.kube import KubectlError, Manifest, wait_for
+
+CHILDREN = "deployments,replicasets,pods,services,configmaps,secrets,poddisruptionbudgets"
+
+MODEL = "smollm2"
+
+
+def _fastest_dtype() -> str:
+    """Return the dtype with the fastest steps on this processor: bfloat16 only with instructions for it."""
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    return "bfloat16" if "avx512_bf16" in flags.split() else "float32"
+
+
+DTYPE = _fastest_dtype()
+MEMORY = "4Gi" if DTYPE == "bfloat16" else "6Gi"
+"""Memory limit of a worker, with room for a second copy of the weights: a test runs ``bench`` while the server runs."""
+EQUAL_STEPS = SyntheticKnobs(step_time=(StepTime(seconds=0.12),))
+"""Steps that take equally long with and without drafts, so that drafts gain time on every processor."""
+
+
+def resource(name: str, speculation: Manifest, workers: Manifest | None = None) -> Manifest:
+    """Return a custom resource with workers of one CPU core and one torch thread.
+
+    The dtype is the fastest one, so that real steps stay below padded ones (SyntheticKnobs) on every processor. The
+    test that compares texts switches it to float32.
+    """
+    resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": MEMORY}}
+    return {
+        "apiVersion": "specdecode.io/v1alpha1",
+        "kind": "SpecDecodeDeployment",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {
+                "uri": "embedded://smollm2-135m-instruct",
+                "servedName": MODEL,
+                "dtype": DTYPE,
+                "maxModelLen": 1024,
+            },
+            "speculation": speculation,
+            "workers": {
+                "accelerator": {"count": 0},
+                "maxNumSeqs": 4,
+                "kvCacheTokens": 4096,
+                "resources": resources,
+                **(workers or {}),
+            },
+            "drain": {"endpointDelaySeconds": 1, "gracePeriodSeconds": 10},
+            "router": {"replicas": 0},
+        },
+    }
+
+
+class Endpoint:
+    """Access to the resource, its status, its pods and their admin ports."""
+
+    def __init__(self, namespace: Namespace, name: str) -> None:
+        self.namespace = namespace
+        self.name = name
+        self.labels = f"specdecode.io/name={name}"
+
+    # Resource
+
+    def get(self) -> Manifest:
+        return self.namespace.get("sdd", self.name)
+
+    def patch(self, spec: Manifest) -> None:
+        """Merge ``spec`` into the resource's spec; null removes a field."""
+        self.namespace.kubectl("patch", "sdd", self.name, "--type", "merge", "--patch", json.dumps({"spec": spec}))
+
+    def status(self) -> Manifest:
+        return self.get().get("status", {})  # type: ignore[no-any-return]
+
+    def speculation(self) -> Manifest:
+        return self.status().get("speculation", {})  # type: ignore[no-any-return]
+
+    def depth(self) -> int:
+        """Return the depth of the status, which has none before a worker reports that it runs the plan."""
+        depth = self.speculation().get("depth")
+        assert depth is not None, "the status has no depth"
+        return int(depth)
+
+    def draft_status(self) -> Manifest:
+        return self.status().get("draft") or {}
+
+    def running_drafts(self) -> set[str]:
+        """Return the hashes of the drafts that the ready workers run."""
+        return {self.report(pod).draft.hash for pod in self.ready_pods()}
+
+    def command_draft(self, verb: str) -> None:
+        """Give a command on drafts as the kubectl plugin does."""
+        text = f"specdecode.io/draft-command={verb} {time.time_ns()}"
+        self.namespace.kubectl("annotate", "sdd", self.name, "--overwrite", text)
+
+    def condition(self, kind: str) -> Manifest:
+        """Return the condition of this type, or a placeholder with status 'absent'."""
+        conditions = {condition["type"]: condition for condition in self.status().get("conditions", [])}
+        return conditions.get(kind, {"status": "absent", "reason": "", "message": ""})
+
+    def wait_ready(self, timeout_s: float = 180) -> None:
+        wait_for(f"{self.name} is Ready", lambda: self._is_ready(), timeout_s=timeout_s, every_s=2)
+
+    def wait_condition(self, kind: str, status: str, timeout_s: float = 60) -> Manifest:
+        """Wait until the condition of this type has the status, and return it.
+
+        Conditions that follow from the workers' reports can come a scrape later than Ready does.
+        """
+
+        def reached() -> bool:
+            return self.condition(kind)["status"] == status
+
+        wait_for(f"{kind} of {self.name} is {status}", reached, timeout_s=timeout_s, every_s=1)
+        return self.condition(kind)
+
+    def description(self) -> str:
+        """Return a description of the resource for the report of a failed test."""
+        try:
+            return self.namespace.kubectl("describe", "sdd", self.name)
+        except KubectlError as error:
+            return str(error)
+
+    def persisted_state(self) -> str:
+        """Return the operator's persisted state for the report of a failed test."""
+        try:
+            state = self.state()
+        except KubectlError as error:
+            return str(error)
+        return json.dumps({key: value for key, value in state.items() if key not in ("plan", "template")})
+
+    def _is_ready(self) -> bool:
+        status = self.status()
+        ready = self.condition("Ready")["status"] == "True"
+        assert ready, f"{status.get('reason')}"
+        return ready
+
+    def children(self) -> list[str]:
+        items = self.namespace.list(CHILDREN, self.labels)
+        return [f"{item['kind']}/{item['metadata']['name']}" for item in items]
+
+    # Pods
+
+    def pods(self) -> list[Manifest]:
+        """Return the pods that are not terminating."""
+        pods = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
+        return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+
+    def all_pods(self) -> set[str]:
+        """Return the names of all pods, including terminating ones."""
+        pods = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
+        return {pod["metadata"]["name"] for pod in pods}
+
+    def ready_pods(self) -> list[str]:
+        def ready(pod: Manifest) -> bool:
+            return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+
+        return [pod["metadata"]["name"] for pod in self.pods() if ready(pod)]
+
+    def identities(self) -> set[tuple[str, int]]:
+        """Return the uid and restart count of every pod.
+
+        An unchanged result means that no pod was replaced or restarted.
+        """
+        return {
+            (pod["metadata"]["uid"], sum(c["restartCount"] for c in pod["status"].get("containerStatuses", [])))
+            for pod in self.pods()
+        }
+
+    def one_pod(self) -> str:
+        (pod,) = self.ready_pods()
+        return pod
+
+    # Admin port
+
+    @contextmanager
+    def admin(self, pod: str | None = None) -> Iterator[httpx.Client]:
+        with self.namespace.reach("pod", pod or self.one_pod(), Port.admin) as url:
+            headers = {"Authorization": f"Bearer {self._token()}"}
+            with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=20) as client:
+                yield client
+
+    def report(self, pod: str | None = None) -> Report:
+        with self.admin(pod) as client:
+            return Report.model_validate_json(client.get(Route.report).raise_for_status().content)
+
+    def plan(self, pod: str | None = None) -> Plan:
+        with self.admin(pod) as client:
+            return Plan.model_validate_json(client.get(Route.plan).raise_for_status().content)
+
+    def set_knobs(self, knobs: SyntheticKnobs | None, pod: str | None = None) -> None:
+        """Set the synthetic knobs of every worker, or of ``pod`` only. None removes them."""
+        for name in [pod] if pod else self.ready_pods():
+            with self.admin(name) as client:
+                if knobs is None:
+                    client.delete(Route.synthetic).raise_for_status()
+                else:
+                    client.put(Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
+
+    def state(self) -> Any:
+        """Return the state that the operator persisted for this deployment, as a document."""
+        config_map = self.namespace.get("configmap", f"{self.name}-state")
+        uid = config_map["metadata"]["ownerReferences"][0]["uid"]
+        learned = read_state(config_map["data"], uid, is_owned=True).learned
+        assert learned is not None, f"{self.name}-state cannot be read"
+        return learned.model_dump(mode="json")
+
+    def _token(self) -> str:
+        """Return the current token of the scope operator."""
+        data = self.namespace.get("secret", f"{self.name}-tokens")["data"]
+        return base64.b64decode(data["operator"]).decode().split()[0]

@@ -1,0 +1,70 @@
+"""A deployment of two workers behind two routers, and a check that clients notice no fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import deployed
+from support.e2e.streams import StreamTraffic, failures, gap_percentile, unbroken_answers
+from support.e2e.worker_faults import wait_for_ready_pods
+from support.kube import Manifest, wait_for
+
+NAME = "routed"
+WORKERS: Manifest = {
+    "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}
+}
+ROUTERS = {"replicas": 2, "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
+TWO_WORKERS = {"owner": "Operator", "minReplicas": 2, "maxReplicas": 2}
+CLIENTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The deployment behind routers, its URL and the unbroken answers."""
+
+    endpoint: Endpoint
+    url: str
+    expected: dict[str, str]
+
+    @contextmanager
+    def unnoticed(self, fault: str, clients: int = CLIENTS) -> Iterator[str]:
+        """Yield a ready worker while clients stream. Afterwards no request has failed and no text differs."""
+        with self.unbroken_traffic(fault, clients):
+            yield sorted(self.endpoint.ready_pods())[0]
+
+    @contextmanager
+    def unbroken_traffic(self, fault: str, clients: int = CLIENTS) -> Iterator[StreamTraffic]:
+        """Yield clients that stream. Afterwards no request has failed and no text differs."""
+        wait_for_ready_pods(self.endpoint, 2)
+        with StreamTraffic(self.url, MODEL, clients) as traffic:
+            traffic.wait_for_answers(clients)
+            yield traffic
+            wait_for_ready_pods(self.endpoint, 2)
+            traffic.wait_for_answers(clients)
+        answers = traffic.answers
+        gap = gap_percentile(answers, 99)
+        broken = failures(answers, self.expected)
+        print(f"\n{fault}: {len(answers)} answers, {len(broken)} broken, longest gap p99 {gap:.2f} s")
+        assert broken == []
+
+
+@contextmanager
+def routed_deployment(
+    namespace: Namespace, name: str = NAME, workers: Manifest | None = None, api_key: str = "none"
+) -> Iterator[Routed]:
+    """Deploy two workers behind two routers for the duration of the block."""
+    fields = {**WORKERS, **(workers or {})}
+    with deployed(namespace, name, {}, fields, router=ROUTERS, scaling=TWO_WORKERS) as endpoint:
+        wait_for_ready_pods(endpoint, 2)
+        wait_for("the Service selects routers", lambda: _selected_role(endpoint) == "router")
+        with namespace.reach("service", name, 80) as url:
+            yield Routed(endpoint, url, unbroken_answers(url, MODEL, api_key))
+
+
+def _selected_role(endpoint: Endpoint) -> str:
+    selector: dict[str, str] = endpoint.namespace.get("service", endpoint.name)["spec"]["selector"]
+    return selector["specdecode.io/role"]

@@ -1,0 +1,129 @@
+"""Constant load of streamed chat requests through routers, each compared with its unbroken answer."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+import openai
+
+from support.e2e.client_threads import ClientThreads
+from support.e2e.traffic import PROMPTS
+from support.kube import wait_for
+
+MAX_TOKENS = 48
+TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedAnswer:
+    """Answer to one request, as its client received it."""
+
+    prompt: str
+    began: float
+    """Time of the request on the monotonic clock, in seconds."""
+    text: str
+    longest_gap_seconds: float
+    """Longest time between two chunks after the first one."""
+    problem: str = ""
+    """Error of the client; empty if the answer is complete."""
+
+
+def stream_answer(client: openai.OpenAI, model: str, prompt: str) -> StreamedAnswer:
+    """Ask for one streamed answer. Sampling has a seed of the prompt, so the text is always the same."""
+    began = last = time.monotonic()
+    parts: list[str] = []
+    gap, problem, finish = 0.0, "", None
+    try:
+        chunks = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=MAX_TOKENS,
+            temperature=TEMPERATURE,
+            seed=PROMPTS.index(prompt),
+            stream=True,
+        )
+        for chunk in chunks:
+            now = time.monotonic()
+            choice = chunk.choices[0]
+            if choice.delta.content:
+                gap = max(gap, now - last) if parts else 0.0
+                parts.append(choice.delta.content)
+                last = now
+            finish = choice.finish_reason or finish
+        problem = "" if finish else "the stream ended without a finish reason"
+    except (openai.OpenAIError, httpx.HTTPError) as error:
+        problem = f"{type(error).__name__}: {error}"[:300]
+    return StreamedAnswer(prompt, began, "".join(parts), gap, problem)
+
+
+def connect(url: str, api_key: str = "none") -> openai.OpenAI:
+    """Return a client that repeats nothing by itself."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=120, http_client=httpx.Client(
+        trust_env=False, timeout=120))  # fmt: skip
+
+
+def unbroken_answers(url: str, model: str, api_key: str = "none") -> dict[str, str]:
+    """Return the answer to every prompt while nothing happens."""
+    answers = [stream_answer(connect(url, api_key), model, prompt) for prompt in PROMPTS]
+    assert not any(answer.problem for answer in answers), answers
+    return {answer.prompt: answer.text for answer in answers}
+
+
+class StreamTraffic(ClientThreads):
+    """Clients that ask for streamed answers, one after the other, while a block runs.
+
+    A change of ``api_key`` holds for the next requests.
+    """
+
+    def __init__(
+        self, url: str, model: str, clients: int, api_key: str = "none", headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(clients, join_seconds=180)
+        self.api_key = api_key
+        self._headers = dict(headers or {})
+        self.answers: list[StreamedAnswer] = []
+        self._url, self._model = url, model
+        self._prompts = itertools.cycle(PROMPTS)
+
+    def count(self) -> int:
+        """Return the number of requests that have ended."""
+        with self._lock:
+            return len(self.answers)
+
+    def wait_for_answers(self, more: int) -> None:
+        """Wait until so many more requests have ended."""
+        before = self.count()
+        wait_for(f"{more} more answers", lambda: self.count() >= before + more, timeout_s=120)
+
+    def _run(self) -> None:
+        client = connect(self._url)
+        while not self._stop.is_set():
+            with self._lock:
+                prompt = next(self._prompts)
+            options = client.with_options(api_key=self.api_key, default_headers=self._headers)
+            answer = stream_answer(options, self._model, prompt)
+            with self._lock:
+                self.answers.append(answer)
+            if answer.problem:
+                self._stop.wait(0.5)
+
+
+def failures(answers: Sequence[StreamedAnswer], expected: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with the answers: errors, and texts that differ from the unbroken ones."""
+    broken = [f"{answer.problem} after {len(answer.text)} characters" for answer in answers if answer.problem]
+    differing = [
+        f"text differs: {answer.text!r} is not {expected[answer.prompt]!r}"
+        for answer in answers
+        if not answer.problem and answer.text != expected[answer.prompt]
+    ]
+    return broken + differing
+
+
+def gap_percentile(answers: Sequence[StreamedAnswer], percent: float) -> float:
+    """Return a percentile of the longest gap of each answer, in seconds."""
+    gaps = sorted(answer.longest_gap_seconds for answer in answers)
+    return gaps[min(len(gaps) - 1, int(len(gaps) * percent / 100))] if gaps else 0.0

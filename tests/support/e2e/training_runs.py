@@ -1,0 +1,117 @@
+"""Training runs of a deployment on the cluster: begun, observed and ended, with requests served meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specdecode_operator.manifests import RUN_LABEL
+from support.e2e.askers import Askers
+from support.e2e.draft_files import GOOD_URI
+from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import deployed
+from support.e2e.questions import different_questions
+from support.e2e.streams import StreamTraffic, failures, unbroken_answers
+from support.kube import Manifest, wait_for
+
+SPLITS = {"train": 12, "validation": 4, "test": 4}
+"""Questions by split: too few for a verdict, so that a run ends with NotBetter."""
+RUN_SECONDS = 300
+
+
+@contextmanager
+def trained(
+    namespace: Namespace, name: str, claim: str, draft: str = GOOD_URI, workers: Manifest | None = None
+) -> Iterator[Endpoint]:
+    """Deploy one worker whose runs take seconds."""
+    distillation = {
+        "capture": {"enabled": True, "share": 1, "consent": "OptIn", "maxAge": "2h"},
+        "trigger": {"minConversations": sum(SPLITS.values()), "cooldown": "1s"},
+        "job": {"steps": 4, "timeLimit": "10m", "resources": resources("6Gi")},
+        "storage": {"claim": claim},
+    }
+    speculation = {"mode": "Static", "draft": {"uri": draft}}
+    with deployed(namespace, name, speculation, workers or {}, replicas=1, distillation=distillation) as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def served_meanwhile(endpoint: Endpoint, *, clients: int = 1, replaced: bool = False) -> Iterator[str]:
+    """Check that requests of some clients are answered as before while a block runs. Yield the URL.
+
+    ``replaced`` says that workers may be added or replaced.
+    """
+    with endpoint.namespace.reach("service", endpoint.name, 80) as url:
+        expected, before = unbroken_answers(url, MODEL), endpoint.identities()
+        with StreamTraffic(url, MODEL, clients) as traffic:
+            yield url
+        assert failures(traffic.answers, expected) == []
+        assert replaced or endpoint.identities() == before, "no worker was replaced"
+
+
+def begin(endpoint: Endpoint, state: str | None = "Running") -> str:
+    """Begin a run and return its name once its Job has the state."""
+    endpoint.command_draft("distill")
+    run = wait_for_run(endpoint, "Collecting", "Distilling")
+    with endpoint.namespace.reach("service", endpoint.name, 80) as url, Askers(url, 2, different_questions(SPLITS)):
+        wait_for("the Job is created", lambda: jobs(endpoint), timeout_s=120)
+    if state is not None:
+        wait_for_state(endpoint, state)
+    return run
+
+
+def wait_for_run(endpoint: Endpoint, *phases: str) -> str:
+    """Wait until the phase is one of these and return the name of the run."""
+    wait_for(f"phase {phases}", lambda: endpoint.draft_status().get("phase") in phases, timeout_s=60)
+    return str(endpoint.draft_status()["run"]["id"])
+
+
+def wait_for_state(endpoint: Endpoint, state: str, timeout_s: float = 90) -> Manifest:
+    """Wait until the Job has the state, and return the run's status."""
+
+    def reached() -> Manifest:
+        run: Manifest = endpoint.draft_status().get("run") or {}
+        assert run.get("jobState") == state, f"{run}"
+        return run
+
+    return wait_for(f"the Job is {state}", reached, timeout_s=timeout_s)
+
+
+def wait_for_end(endpoint: Endpoint, run: str, timeout_s: float = RUN_SECONDS) -> Manifest:
+    """Wait until the run has ended and return its end."""
+
+    def ended() -> Manifest | None:
+        last = endpoint.draft_status().get("lastRun") or {}
+        assert last.get("id") == run, f"{endpoint.draft_status()}"
+        return last
+
+    return wait_for(f"run {run} has ended", ended, timeout_s=timeout_s, every_s=1)
+
+
+def wait_until_idle(endpoint: Endpoint) -> None:
+    """Wait until neither a run nor a trial is under way."""
+    wait_for("no run is under way", lambda: endpoint.draft_status().get("phase") in (None, "Serving"), timeout_s=60)
+
+
+def jobs(endpoint: Endpoint) -> list[Manifest]:
+    """Return the Jobs that train. Others delete the folder of a run."""
+    listed = endpoint.namespace.list("jobs", endpoint.labels)
+    return [one for one in listed if not one["metadata"]["labels"][RUN_LABEL].endswith("-delete")]
+
+
+def job(endpoint: Endpoint) -> Manifest:
+    """Return the only Job that trains."""
+    (only,) = jobs(endpoint)
+    return only
+
+
+def pods_of_jobs(endpoint: Endpoint) -> list[Manifest]:
+    """Return the pods of Jobs that have not ended."""
+    pods = endpoint.namespace.list("pods", f"{endpoint.labels},specdecode.io/role=job")
+    return [pod for pod in pods if pod["status"]["phase"] in ("Pending", "Running")]
+
+
+def resources(memory: str) -> Manifest:
+    """Return resources of the Job with a limit of memory."""
+    return {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"cpu": "1", "memory": memory}}

@@ -1,0 +1,1 @@
+"""Support for tests of faults of one worker: hostile clients and bounds."""

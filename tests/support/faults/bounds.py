@@ -1,0 +1,121 @@
+"""Measurements that the fault tests hold to a bound. The bounds are those of docs/security.md."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from support.tiers import crowding, starved_seconds
+from support.worker_process import ServerProcess
+
+HEALTH_P99_SECONDS = 0.5
+"""Bound of the 99th percentile of the latency of ``/health`` during every fault."""
+TTFT_FACTOR, TTFT_EXTRA_SECONDS = 2.0, 1.0
+"""Bound of the time to first token of unaffected clients: twice that of an idle server plus one second."""
+HUNG_ENGINE_EXTRA_SECONDS = 30
+"""Time from the bound of a step to the end of a worker whose engine hangs."""
+HALF_OPEN_SECONDS = 30
+"""Time after which a half-open connection is closed."""
+SHORT_BEHIND_LONG_SECONDS = 4
+"""Bound of the latency of a short request behind long prompts."""
+SIGTERM_EXTRA_SECONDS = 5
+"""Time from the end of the grace period to the end of the process."""
+MEMORY_BYTES = 500 * 1024 * 1024
+"""Bound of the resident memory of server and engine above that of the idle worker."""
+
+
+class Health:
+    """Latencies of ``/health``, called 20 times a second while a fault is under way. A failed call counts as 10 s.
+
+    Time for which client or server were ready to run, but other processes had the processors, does not count.
+    """
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.latencies_seconds: list[float] = []
+        self.statuses: set[int] = set()
+        self._url = server.public
+        self._server = str(server.process.pid)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    @property
+    def p99_seconds(self) -> float:
+        """The 99th percentile of the latencies so far."""
+        ordered = sorted(self.latencies_seconds)
+        return ordered[min(int(0.99 * len(ordered)), len(ordered) - 1)]
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        tasks = (self._server, f"self/task/{threading.get_native_id()}")
+        with httpx.Client(timeout=10) as client:
+            while not self._stop.wait(0.05) or not self.latencies_seconds:
+                began, starved = time.monotonic(), sum(map(starved_seconds, tasks))
+                try:
+                    self.statuses.add(client.get(f"{self._url}/health").status_code)
+                    starved = sum(map(starved_seconds, tasks)) - starved
+                    self.latencies_seconds.append(max(0.0, time.monotonic() - began - starved))
+                except httpx.HTTPError:
+                    self.latencies_seconds.append(10.0)
+
+
+@contextlib.contextmanager
+def healthy(server: ServerProcess) -> Iterator[Health]:
+    """Assert that ``/health`` stays 200 and within its bound while the block runs."""
+    health = Health(server)
+    health.start()
+    try:
+        yield health
+    finally:
+        health.stop()
+    print(f"/health p99 {health.p99_seconds:.3f} s of {len(health.latencies_seconds)} calls")
+    assert health.statuses == {200}, health.statuses
+    assert health.p99_seconds <= HEALTH_P99_SECONDS
+
+
+def ttft_seconds(server: ServerProcess, *, model: str, prompt: str = "The sky is", timeout: float = 120) -> float:
+    """Return the time to the first event with text of a short streamed completion, in seconds."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 4, "stream": True, "temperature": 0, "ignore_eos": True}
+    began = time.monotonic()
+    with httpx.stream("POST", f"{server.public}/v1/completions", json=body, timeout=timeout) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                return time.monotonic() - began
+    raise AssertionError("the stream ended without an event")
+
+
+def assert_ttft_unaffected(idle_seconds: float, measured_seconds: float) -> None:
+    """Assert the bound of the time to first token of an unaffected client."""
+    print(f"time to first token: {idle_seconds:.2f} s idle, {measured_seconds:.2f} s during the fault")
+    assert measured_seconds <= (TTFT_FACTOR * idle_seconds + TTFT_EXTRA_SECONDS) * crowding()
+
+
+def resident_bytes(server: ServerProcess) -> int:
+    """Return the resident memory of all processes of a server in bytes."""
+    return sum(_resident_bytes(pid) for pid in server.pids)
+
+
+def _resident_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError(f"process {pid} has no VmRSS")
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or is a zombie that its parent has not collected yet."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True

@@ -1,0 +1,1 @@
+"""Support for tests of kernels: cases, the interpreter, and programs that compile."""

@@ -1,0 +1,1 @@
+"""Support for the lossless suite: drafts, and decoding one token at a time."""

@@ -1,0 +1,51 @@
+"""Constant traffic of eight clients through a fault that they must not notice, and the status afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from support.kube import wait_for
+from support.operator_faults.constant_clients import ConstantClients
+from support.operator_faults.figures import Figures
+from support.operator_faults.tenant import ServedDeployment
+
+SETTLE_SECONDS = 10
+RECOVERY_SECONDS = 30
+DRAIN = {"endpointDelaySeconds": 2, "gracePeriodSeconds": 5}
+
+
+@contextmanager
+def constant_clients(served: ServedDeployment) -> Iterator[ConstantClients]:
+    """Yield running clients; they go on for some seconds after the block."""
+    address = served.child("service")["spec"]["clusterIP"]
+    with ConstantClients(f"http://{address}") as clients:
+        wait_for("traffic", lambda: clients.answered > 8)
+        yield clients
+        time.sleep(SETTLE_SECONDS)
+
+
+@contextmanager
+def unnoticed(served: ServedDeployment, figures: Figures, label: str) -> Iterator[ConstantClients]:
+    """Yield running clients. Afterwards their failures are recorded and must be none."""
+    with constant_clients(served) as clients:
+        yield clients
+    figures.record("traffic", f"{label}: failed of requests", f"{len(clients.failures)} of {clients.answered}")
+    assert not clients.failures, Counter(clients.failures)
+    assert clients.answered > 50
+
+
+def assert_status_true(served: ServedDeployment, figures: Figures, label: str) -> None:
+    """Assert that status is Ready and current again in time, after a change that only a living operator sees."""
+    started = time.monotonic()
+    changes: list[object] = []
+
+    def is_true() -> bool:
+        if not changes:
+            changes.append(served.patch({"speculation": {"depth": {"max": 4}}}))
+        return served.is_condition("Ready", "True")
+
+    wait_for("status is true", is_true, timeout_s=RECOVERY_SECONDS)
+    figures.record("traffic", f"{label}: seconds to a true status", time.monotonic() - started)

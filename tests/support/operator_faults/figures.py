@@ -1,0 +1,35 @@
+"""The record of measured figures: out/operator-faults.json, by revision, row and name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from support.kube import ROOT
+
+FILE = ROOT / "out" / "operator-faults.json"
+
+
+class Figures:
+    """Figures of one revision. Each record is written at once, so that a failing test leaves its figure too."""
+
+    def __init__(self, revision: str, file: Path = FILE) -> None:
+        self._revision = revision
+        self._file = file
+
+    def record(self, row: int | str, name: str, value: float | int | str) -> None:
+        """Write one figure; times are in seconds, with two decimals."""
+        document = json.loads(self._file.read_text()) if self._file.exists() else {}
+        row_figures = document.setdefault(self._revision, {}).setdefault(str(row), {})
+        row_figures[name] = round(value, 2) if isinstance(value, float) else value
+        self._file.parent.mkdir(exist_ok=True)
+        self._file.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+        print(f"row {row}: {name} = {row_figures[name]}")
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Return the smallest value that at least ``percent`` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

@@ -1,0 +1,1 @@
+"""Support for tests of the operator: objects, fleets and processes."""

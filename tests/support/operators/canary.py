@@ -1,0 +1,267 @@
+"""A deployment of two workers whose reports a test writes, for the rollout of drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.drafts.job_status import JobState, JobStatus
+from specdecode_operator.state.draft_record import DraftRecord, parse_drafts, render_drafts
+from specdecode_operator.state.learned import LearnedState, parse_state, render_state
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Decision, Deployment, Observation, TrainingJob, Worker
+from specdecode_worker.contract import (
+    AcceptanceCell,
+    Artifact,
+    CaptureReport,
+    DraftState,
+    Plan,
+    PlanState,
+    Report,
+    TrialCost,
+    TrialPair,
+    TrialState,
+)
+from specdecode_worker.contract.distillation import DistillationVerdict, GainBounds
+from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+
+OLD, NEW = "0ld0ld0ld0ld", "new000new000"
+CANDIDATE = {"uri": "file:///new", "hash": NEW}
+TRAINED = "7ra1ned7ra1n"
+"""Hash of the draft of a training run."""
+COOLDOWN = {"trigger": {"cooldown": "1h"}}
+DISTILLATION = {
+    "capture": {"enabled": True},
+    "storage": {"claim": "drafts"},
+    "trigger": {"minConversations": 100, "cooldown": "1h"},
+}
+
+
+def pair(index: int, gain: float, task: str = "other") -> TrialPair:
+    """Return a pair in which the candidate is this share faster."""
+
+    def costs(seconds: float) -> tuple[TrialCost, ...]:
+        return (TrialCost(task=task, concurrency=0, context=0, sequence_seconds=seconds, tokens=1000),)
+
+    return TrialPair(index=index, incumbent=costs(10 * (1 + gain)), candidate=costs(10))
+
+
+@dataclass
+class Pod:
+    """A worker that follows its plan at once, unless a test says otherwise."""
+
+    name: str
+    uid: str
+    boot: str = "boot-1"
+    draft: str = OLD
+    plan: Plan = field(default_factory=Plan)
+    trial: TrialState | None = None
+    ready: bool = True
+    swap_problem: str | None = None
+    obeys: bool = True
+    clock: float = 0
+    captured: int | None = None
+    oldest: float | None = None
+    """Captured conversations; None while the plan switches no capture on."""
+    deleted_before: float = 0
+    drafted: int = 0
+    """First tokens that were drafted, all of them missed."""
+
+    def follow(self, plan: Plan, spec_draft: str) -> None:
+        """Take the plan: load the assigned draft, and begin or end the trial."""
+        self.plan = plan
+        rules = plan.capture
+        is_deleted = rules is not None and rules.delete_before > self.deleted_before
+        self.captured = None if rules is None else 0 if self.captured is None or is_deleted else self.captured
+        self.deleted_before = max(self.deleted_before, rules.delete_before if rules else 0)
+        assignment = plan.assignment
+        if assignment is None or not self.obeys:
+            return
+        self.draft = assignment.stable.hash if assignment.stable else spec_draft
+        mine = assignment.trial if assignment.trial and assignment.trial.pod == self.name else None
+        if mine is None:
+            self.trial = None
+        elif self.trial is None or self.trial.id != mine.id:
+            self.trial = TrialState(id=mine.id, state="Running", pair=mine.first_pair)
+
+    def worker(self) -> Worker:
+        report = Report(
+            boot_id=self.boot,
+            worker=self.name,
+            clock_seconds=self.clock,
+            draft=DraftState(method="eagle3", hash=self.draft, swap_problem=self.swap_problem),
+            plan=PlanState(uid=self.plan.uid, version=self.plan.version, draft=self.plan.draft),
+            trial=self.trial,
+            capture=None if self.captured is None else CaptureReport(conversations=self.captured, oldest=self.oldest),
+            drafts=self.drafted,
+            acceptance=(
+                AcceptanceCell(
+                    draft=self.draft,
+                    task="other",
+                    sampled=False,
+                    depth=1,
+                    parent="main",
+                    ranks=(*[0] * 8, self.drafted),
+                ),
+            ),
+        )
+        return Worker(name=self.name, uid=self.uid, address=f"10.0.0.{self.uid}", ready=self.ready, report=report)
+
+
+@dataclass
+class Canary:
+    """The decision closed over pods: decide, store, push, and a round of reports."""
+
+    deployment: Deployment
+    pods: list[Pod] = field(default_factory=lambda: [Pod("pod-a", "1"), Pod("pod-b", "2")])
+    now: float = 1_000_000.0
+    session: Session = field(default_factory=Session)
+    decision: Decision | None = None
+    spec_draft: str = OLD
+    jobs: list[TrainingJob] = field(default_factory=list)
+    created_jobs: list[str] = field(default_factory=list)
+    """Names of all Jobs that were created."""
+
+    @property
+    def record(self) -> DraftRecord:
+        return self.session.drafts
+
+    @property
+    def phase(self) -> str:
+        return str(self.record.phase)
+
+    @property
+    def tries(self) -> Pod:
+        """The pod that tries the candidate."""
+        trial = self.record.trial
+        return next(one for one in self.pods if trial is not None and one.uid == trial.pod_uid)
+
+    def tick(self, seconds: float = 5.0, *, push: bool = True) -> Decision:
+        self.now += seconds
+        for pod in self.pods:
+            pod.clock += seconds
+        workers = tuple(pod.worker() for pod in self.pods)
+        observed = Observation(
+            workload=workload_with(len(workers)), workers=workers, session=self.session, jobs=tuple(self.jobs)
+        )
+        self.decision, self.session = decide(self.deployment, observed, DEFAULTS, now=self.now)
+        if push:
+            self.push()
+        return self.decision
+
+    def write_jobs(self) -> None:
+        """Create and delete Jobs as the reconciler does."""
+        assert self.decision is not None
+        ended = {job.uid for job in self.decision.ended_jobs}
+        self.jobs = [job for job in self.jobs if job.uid not in ended]
+        wanted = self.decision.job
+        if wanted is not None and wanted["metadata"]["name"] not in {job.name for job in self.jobs}:
+            self.created_jobs.append(wanted["metadata"]["name"])
+            self.jobs.append(
+                TrainingJob(
+                    name=wanted["metadata"]["name"],
+                    uid=f"job-{len(self.created_jobs)}",
+                    run=wanted["metadata"]["labels"]["specdecode.io/run"],
+                    owner_uid=wanted["metadata"]["ownerReferences"][0]["uid"],
+                    deleting=False,
+                    status=JobStatus(state=JobState.PENDING),
+                )
+            )
+
+    def job_ends(self, status: JobStatus) -> None:
+        """Give the Job another status."""
+        self.jobs[-1] = replace(self.jobs[-1], status=status)
+
+    def push(self) -> None:
+        assert self.decision is not None
+        self.write_jobs()
+        for pod in self.pods:
+            pod.follow(self.decision.plan, self.spec_draft)
+
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.tick()
+
+    def until(self, phase: str, ticks: int = 20) -> None:
+        for _ in range(ticks):
+            if self.phase == phase:
+                return
+            self.tick()
+        raise AssertionError(f"{self.phase} instead of {phase}")
+
+    def finish_pairs(self, count: int, gain: float, task: str = "other") -> None:
+        """Let the canary finish pairs, one in each tick."""
+        for _ in range(count):
+            pod = self.tries
+            assert pod.trial is not None
+            index = pod.trial.pair
+            pairs = (*pod.trial.pairs, pair(index, gain, task))[-16:]
+            pod.trial = pod.trial.model_copy(update={"pairs": pairs, "pair": index + 1})
+            self.tick()
+            if self.phase != "Canary" or self.record.is_confirmed:
+                return
+
+    def change(self, **spec: Any) -> None:
+        """Change the spec, as a user does."""
+        self.deployment = replace(self.deployment, spec=deployment_with(replicas=2, **spec).spec)
+
+    def command(self, text: str) -> None:
+        self.deployment = replace(self.deployment, draft_command=f"{text} {self.now}")
+
+    def restart_operator(self) -> None:
+        """Drop everything but what both ConfigMaps have."""
+        learned = parse_state(render_state(self.session.learned), "u1")
+        drafts, problems = parse_drafts(render_drafts(self.record))
+        assert problems == ()
+        self.session = Session(learned=learned or LearnedState(uid="u1"), drafts=drafts)
+
+
+def canary_with(**rollout: Any) -> Canary:
+    """Return a deployment that offers a candidate, whose workers have reported."""
+    canary = Canary(deployment_with(replicas=2))
+    canary.tick()
+    canary.change(rollout={"draft": {"candidate": CANDIDATE, **rollout}})
+    return canary
+
+
+def trying(**rollout: Any) -> Canary:
+    """Return a deployment with a canary that runs."""
+    canary = canary_with(**rollout)
+    canary.ticks(2)
+    assert canary.phase == "Canary"
+    return canary
+
+
+def capturing(**spec: Any) -> Canary:
+    """Return a deployment whose workers capture, and have reported."""
+    canary = Canary(deployment_with(replicas=2, distillation={**DISTILLATION, **spec.pop("distillation", {})}, **spec))
+    canary.ticks(2)
+    return canary
+
+
+def distilling(**spec: Any) -> Canary:
+    """Return a deployment whose run has collected enough, before its Job is created."""
+    canary = capturing(**spec)
+    canary.command("distill")
+    canary.tick()
+    for pod in canary.pods:
+        pod.captured = 50
+    canary.tick(push=False)
+    assert canary.phase == "Distilling"
+    return canary
+
+
+def verdict(kind: str = "better", gain: float = 0.2, draft: Artifact | None = None, **fields: Any) -> JobStatus:
+    """Return the status of a Job with a verdict."""
+    place = Artifact(uri=f"pvc://drafts/drafts/demo/{TRAINED}", hash=TRAINED)
+    document = DistillationVerdict(
+        verdict=kind,  # type: ignore[arg-type]
+        reasons=fields.pop("reasons", ("measured",)),
+        gain=None if kind == "failed" else GainBounds(estimate=gain, lower=gain - 0.05, upper=gain + 0.05),
+        draft=None if kind == "failed" else draft or place,
+        conversations=90,
+        seconds=600,
+        **fields,
+    )
+    return JobStatus(state=JobState.FINISHED, verdict=document)

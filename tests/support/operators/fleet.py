@@ -1,0 +1,301 @@
+"""A worker whose truth is known: it turns acceptance and step times into the reports that a real one would send."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.state.learned import LearnedState, parse_state, render_state
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Worker, Workload
+from specdecode_worker.contract import (
+    OTHER_TASK,
+    AcceptanceCell,
+    DraftState,
+    Method,
+    Plan,
+    PlanState,
+    Report,
+    RequestCell,
+    StepCell,
+    SyntheticKnobs,
+    TrafficCell,
+    TreeShape,
+    draft_passes,
+)
+
+DEFAULTS = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
+StepTime = Callable[[float, int, float], float]
+
+
+def linear_time(sequences: float, depth: int, context: float) -> float:
+    """20 ms, 2 ms a draft pass, 0.4 ms a verified token."""
+    return 0.020 + 0.002 * depth + 0.0004 * sequences * (depth + 1) + 1e-8 * sequences * context
+
+
+@dataclass
+class Truth:
+    """True behaviour of the simulated worker, which the operator estimates from reports."""
+
+    chances: list[float] = field(default_factory=lambda: [0.8, 0.7, 0.6, 0.5, 0.4])
+    step_time: StepTime = linear_time
+    sequences: int = 1
+    context: float = 500.0
+    noise: float = 0.05
+    draft: str = "d1"
+    method: Method = "eagle3"
+    waiting: float = 0.0
+
+
+@dataclass
+class SimulatedWorker:
+    """Runs steps by its plan, explores a share of its time, scores shadow drafts; counts as contract.Report does."""
+
+    truth: Truth
+    plan: Plan = field(default_factory=Plan)
+    explore: float = 0.05
+    seed: int = 0
+    boot_id: str = "boot-1"
+    clock: float = 0.0
+    counters: dict[str, float] = field(default_factory=dict)
+    steps: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
+    ranks: dict[int, list[int]] = field(default_factory=dict)
+    request: list[int] = field(default_factory=lambda: [0] * 6)
+    synthetic: SyntheticKnobs | None = None
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self._rotation = 0
+
+    def run(self, seconds: float) -> None:
+        end = self.clock + seconds
+        while self.clock < end:
+            if self.random.random() < self.explore / 4:
+                self._rotation = (self._rotation + 1) % (max(self.plan.max_depth, 1) + 1)
+                for _ in range(14):
+                    self._step(self._rotation)
+            else:
+                self._step(self.depth)
+
+    @property
+    def depth(self) -> int:
+        concurrency = sum(self.truth.sequences > edge for edge in self.plan.buckets.concurrency)
+        context = sum(self.truth.context > edge for edge in self.plan.buckets.context)
+        return self.planned_shape(concurrency, context).depth
+
+    def planned_shape(self, concurrency: int, context: int, task: str = OTHER_TASK) -> TreeShape:
+        """Return the shape of the plan at a load, which is its initial one if it was made for another draft."""
+        is_planned = self.plan.draft == self.truth.draft
+        return self.plan.shape(concurrency, context, task) if is_planned else self.plan.initial
+
+    def passes(self, depth: int) -> int:
+        return draft_passes(self.truth.method, depth)
+
+    def report(self) -> Report:
+        count = {name: int(value) for name, value in self.counters.items() if not name.endswith("seconds")}
+        return Report(
+            boot_id=self.boot_id,
+            worker="w",
+            clock_seconds=self.clock,
+            draft=DraftState(method=self.truth.method, hash=self.truth.draft),
+            plan=PlanState(
+                uid=self.plan.uid,
+                version=self.plan.version,
+                draft=self.plan.draft,
+                matches_draft=self.plan.draft == self.truth.draft,
+                quiet=self.plan.quiet,
+                buckets=self.plan.buckets,
+            ),
+            max_num_seqs=16,
+            synthetic=self.synthetic,
+            running=self.truth.sequences,
+            running_request_seconds=self.counters.get("running_seconds", 0),
+            waiting_request_seconds=self.counters.get("waiting_seconds", 0),
+            drafts=count.get("drafts", 0),
+            draft_tokens=count.get("draft_tokens", 0),
+            accepted_tokens=count.get("accepted_tokens", 0),
+            plain_steps=count.get("plain_steps", 0),
+            acceptance=tuple(
+                AcceptanceCell(
+                    draft=self.truth.draft, task="other", sampled=False, depth=depth, parent="main", ranks=tuple(ranks)
+                )
+                for depth, ranks in sorted(self.ranks.items())
+            ),
+            requests=(self._requests(),),
+            steps=tuple(self._cells()),
+            traffic=(
+                TrafficCell(
+                    task="other",
+                    arrivals=0,
+                    finished=0,
+                    prompt_tokens=0,
+                    cached_tokens=0,
+                    output_tokens=count.get("output", 0),
+                ),
+            ),
+        )
+
+    def _step(self, depth: int) -> None:
+        truth = self.truth
+        seconds = truth.step_time(truth.sequences, depth, truth.context) * (1 + self.random.gauss(0, truth.noise))
+        accepted = sum(self._sequence(depth) for _ in range(truth.sequences))
+        emitted = truth.sequences + accepted
+        packed, passes = truth.sequences * (depth + 1), self.passes(depth)
+        key = (1 << (packed - 1).bit_length(), passes, sum(truth.context > edge for edge in self.plan.buckets.context))
+        x = (1.0, truth.sequences, packed, truth.sequences * truth.context, passes, 0.0)
+        xx = [x[i] * x[j] for i in range(6) for j in range(i, 6)]
+        values = [1, seconds, seconds**2, emitted, *x, *(value * seconds for value in x), *xx]
+        known = self.steps.setdefault(key, [0.0] * len(values))
+        self.steps[key] = [a + b for a, b in zip(known, values, strict=True)]
+        self.clock += seconds
+        for name, value in {
+            "running_seconds": truth.sequences * seconds,
+            "waiting_seconds": truth.waiting * seconds,
+            "output": emitted,
+            "drafts": truth.sequences * bool(depth),
+            "plain_steps": truth.sequences * (not depth),
+            "draft_tokens": truth.sequences * depth,
+            "accepted_tokens": accepted,
+        }.items():
+            self.counters[name] = self.counters.get(name, 0) + value
+
+    def _sequence(self, depth: int) -> int:
+        """Return the accepted tokens of one sequence; depths beyond the one in use are scored in the shadow."""
+        accepted = 0
+        for level, chance in enumerate(self.truth.chances[: max(depth, self.plan.max_depth)], start=1):
+            hit = self.random.random() < chance
+            self.ranks.setdefault(level, [0] * 9)[0 if hit else 8] += 1
+            if not hit:
+                break
+            accepted += level <= depth
+        if depth:
+            for index, value in enumerate((1, accepted, 1, accepted**2, accepted, 1)):
+                self.request[index] += value
+        return accepted
+
+    def _requests(self) -> RequestCell:
+        n, a, d, aa, ad, dd = self.request
+        return RequestCell(draft=self.truth.draft, task="other", sampled=False, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
+
+    def _cells(self) -> Any:
+        for (bucket, passes, context), values in sorted(self.steps.items()):
+            yield StepCell(
+                tokens_bucket=bucket,
+                draft_passes=passes,
+                prefill=False,
+                context_bucket=context,
+                count=int(values[0]),
+                t=values[1],
+                tt=values[2],
+                emitted=int(values[3]),
+                x=tuple(values[4:10]),
+                xt=tuple(values[10:16]),
+                xx=tuple(values[16:]),
+                device_seconds=values[1],
+                wall_seconds=values[1],
+                clipped=0,
+            )
+
+
+SPEC: dict[str, Any] = {
+    "model": {"uri": "embedded://t"},
+    "speculation": {"method": "eagle3", "draft": {"uri": "embedded://d"}},
+    "workers": {"accelerator": {"count": 0}, "maxNumSeqs": 16},
+    "router": {"replicas": 0},
+}
+
+
+def deep(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        result[key] = (
+            deep(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
+        )
+    return result
+
+
+def deployment_with(status: Status | None = None, paused: bool = False, pin: str = "", **spec: Any) -> Deployment:
+    return Deployment(
+        namespace="ns",
+        name="demo",
+        uid="u1",
+        generation=1,
+        spec=Spec.model_validate(deep(SPEC, spec)),
+        status=status or Status(),
+        paused=paused,
+        pin=pin,
+    )
+
+
+def workload_with(replicas: int = 1, **fields: Any) -> Workload:
+    return Workload(
+        **{
+            "generation": 1,
+            "observed_generation": 1,
+            "wanted": replicas,
+            "replicas": replicas,
+            "updated": replicas,
+            "ready": replicas,
+            "available": replicas,
+            **fields,
+        }
+    )
+
+
+@dataclass
+class Loop:
+    """The pure loop closed over one simulated worker: poll, decide, push, run on."""
+
+    deployment: Deployment
+    worker: SimulatedWorker
+    now: float = 1_000_000.0
+    memory: Session = field(default_factory=Session)
+    decision: Decision | None = None
+    versions: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+
+    def poll(self, seconds: float = 5.0) -> Decision:
+        self.worker.run(seconds)
+        self.now += seconds
+        pod = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=self.worker.report())
+        observed = Observation(workload=workload_with(), workers=(pod,), session=self.memory)
+        self.decision, self.memory = decide(self.deployment, observed, DEFAULTS, now=self.now)
+        if self.decision.pushes:
+            self.worker.plan = self.decision.plan
+        self.versions.append(self.decision.plan.version)
+        self.depths.append(self.worker.depth)
+        return self.decision
+
+    def polls(self, count: int) -> Decision:
+        for _ in range(count):
+            self.poll()
+        assert self.decision is not None
+        return self.decision
+
+    def restart_operator(self) -> None:
+        """All that the process knew is gone but what the ConfigMap has."""
+        learned = parse_state(render_state(self.memory.learned), "u1")
+        self.memory = Session(learned=learned or LearnedState(uid="u1"))
+
+
+def loop_over(truth: Truth | None = None, *, explore: float = 0.05, seed: int = 0, **spec: Any) -> Loop:
+    """Return a loop that starts with depth 3 everywhere, as an operator that has just made its first plan."""
+    worker = SimulatedWorker(truth or Truth(), plan=Plan(initial=TreeShape.chain(3)), explore=explore, seed=seed)
+    return Loop(deployment_with(**spec), worker)
+
+
+def best_depth(truth: Truth, deepest: int = 5) -> int:
+    """Return the depth with the shortest time per token, computed from the true chances and step times."""
+
+    def per_token(depth: int) -> float:
+        tokens = survival = 1.0
+        for chance in truth.chances[:depth]:
+            survival *= chance
+            tokens += survival
+        return truth.step_time(truth.sequences, depth, truth.context) / tokens
+
+    return min(range(deepest + 1), key=per_token)

@@ -1,0 +1,102 @@
+"""The real operator as a process on loopback, against the cluster of the tests, for one namespace."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import yaml
+
+from specdecode_operator.api import crd
+from specdecode_operator.api.v1alpha1 import GROUP, PLURAL
+from support.kube import Cluster, wait_for
+
+
+def install_crd(cluster: Cluster) -> None:
+    """Install the CRD as the models have it, over another version that the cluster may have."""
+    cluster.apply(yaml.safe_load(crd.text()), server_side=True)
+    # The full name: copies of the kind in other groups may be served or cached by kubectl at the same time.
+    words = ("get", f"{PLURAL}.{GROUP}", "--all-namespaces")
+    wait_for("our kind is served", lambda: cluster.kubectl(*words) is not None)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+class OperatorProcess:
+    """`specdecode-operator run` as a context manager; SIGTERM at the end must make it exit with 0."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        folder: Path,
+        *,
+        kubeconfig: Path | None = None,
+        **settings: str,
+    ) -> None:
+        self.log = folder / "operator.log"
+        self.metrics_port = free_port()
+        prefix = "SPECDECODE_OPERATOR_"
+        self._environment = {
+            **cluster.environment,
+            **({"KUBECONFIG": str(kubeconfig)} if kubeconfig else {}),
+            f"{prefix}WATCH_NAMESPACES": namespace,
+            f"{prefix}NAMESPACE": namespace,
+            f"{prefix}LISTEN_ADDRESS": "127.0.0.1",
+            f"{prefix}PORT_HEALTH": str(free_port()),
+            f"{prefix}PORT_METRICS": str(self.metrics_port),
+            f"{prefix}POLL_SECONDS": "1",
+            **{prefix + name.upper(): value for name, value in settings.items()},
+        }
+        self._output: IO[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None, "the operator is running"
+        return self.process.pid
+
+    def start(self) -> None:
+        self._output = self.log.open("ab")
+        command = [str(Path(sys.executable).parent / "specdecode-operator"), "run"]
+        self.process = subprocess.Popen(command, env=self._environment, stderr=self._output, stdout=self._output)
+
+    def kill(self) -> None:
+        """End the process at once, as a node failure would."""
+        assert self.process is not None, "the operator is running"
+        self.process.kill()
+        self.process.wait(timeout=10)
+        self.process = None
+
+    def resident_mib(self) -> float:
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric's samples."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    def __enter__(self) -> OperatorProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+            code = self.process.wait(timeout=30)
+            assert code == 0, f"exit code {code}: {self.log.read_text()[-2000:]}"
+        if self._output is not None:
+            self._output.close()

@@ -1,0 +1,73 @@
+"""Ranks with captured steps on a CPU, and `main` functions of rank processes that fail to capture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.graphs.capture_backends import EagerBackend, Work
+from specdecode_worker.engine.parallel import rank_process
+from support.worker.small_engine import drain, plan_of, submit, texts
+
+PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
+VERSIONS = itertools.count(1)
+
+Text = dict[str, list[int]]
+
+
+def serve(
+    engine: Engine, shape: str, requests: range, *, every: int = 0, between: Callable[[], None] | None = None,
+    **sampling: Any,
+) -> Text:  # fmt: skip
+    """Set a plan with one shape, run the requests and return their tokens.
+
+    One request more arrives every ``every`` steps, so that prompt chunks run beside decoding rows; 0 adds all at once.
+    ``between`` is called after half of the requests have arrived.
+    """
+    set_plan(engine, shape)
+    outputs = []
+    for index in requests:
+        engine.add(submit(str(index), PROMPTS[index], seed=index, **sampling))
+        outputs += [new for _ in range(every) for new in engine.step()]
+        if between is not None and index == requests[len(requests) // 2]:
+            between()
+    return texts([*outputs, *drain(engine)])
+
+
+def set_plan(engine: Engine, shape: str) -> None:
+    engine.set_plan(plan_of(shape, draft=engine.report().draft.hash, version=next(VERSIONS)))
+
+
+class FailingBackend(EagerBackend):
+    """Backend that captures two steps and then fails."""
+
+    def __init__(self) -> None:
+        self._left = 2
+
+    def record(self, work: Work) -> Work:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        return super().record(work)
+
+
+class ShortBackend(EagerBackend):
+    """Backend whose device has no memory for a step."""
+
+    def warm_up(self, work: Work) -> None:
+        raise RuntimeError("out of memory")
+
+
+def fail_to_record(assignment: bytes, pipe: Connection) -> None:
+    """Run the process of a rank that captures two steps and no more."""
+    rank_process.capture_backend = lambda device: FailingBackend()  # type: ignore[attr-defined]
+    rank_process.main(assignment, pipe)
+
+
+def fail_to_rehearse(assignment: bytes, pipe: Connection) -> None:
+    """Run the process of a rank that has no memory for captured steps."""
+    rank_process.capture_backend = lambda device: ShortBackend()  # type: ignore[attr-defined]
+    rank_process.main(assignment, pipe)

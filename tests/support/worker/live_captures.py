@@ -1,0 +1,83 @@
+"""Recorders that follow rules, with short times, and what their folders hold."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specdecode_worker.capture import ReadStats, Record, read_records
+from specdecode_worker.capture.live import LiveRecorder
+from specdecode_worker.capture.live.control_thread import Limits
+from specdecode_worker.capture.record import decode
+from specdecode_worker.capture.segment_format import list_segments, read_bodies
+from specdecode_worker.contract.capture import CaptureRules
+from support.worker.captured import record
+
+LIMITS = Limits(retry=0.2, hang=0.3, tick=0.02, lock=0.3)
+RULES = CaptureRules(share=1.0)
+
+
+@contextlib.contextmanager
+def live(
+    folder: Path, rules: CaptureRules | None = RULES, limits: Limits = LIMITS, **more: Any
+) -> Iterator[LiveRecorder]:
+    made = LiveRecorder(folder, rules, limits=limits, seed=0, **more)
+    try:
+        yield made
+    finally:
+        made.close(2)
+
+
+def now_record(number: int, *, user: str = "", permitted: bool = False, age: float = 0.0, **more: Any) -> Record:
+    """Return a record of a request that ended ``age`` seconds ago."""
+    made = record(number, time_seconds=time.time() - age, **more)
+    return msgspec.structs.replace(made, user=user, permitted=permitted)
+
+
+def numbers(folder: Path) -> list[int]:
+    """Return the numbers of the stored records, in order."""
+    stats = ReadStats()
+    seeds = [one.sampling.seed for one in read_records([folder], stats)]
+    assert (stats.torn, stats.unreadable) == (0, 0)
+    return sorted(seeds)
+
+
+def wait(condition: Callable[[], object], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def stored(recorder: LiveRecorder, count: int) -> None:
+    """Wait until the report counts this many stored records."""
+    wait(lambda: recorder.report().conversations == count)
+
+
+def read(folder: Path) -> list[Record]:
+    """Return the stored records, whatever their age."""
+    records = []
+    for segment in list_segments(folder):
+        with segment.path.open("rb") as file:
+            records += [decode(body) for body in read_bodies(file) if body is not None]
+    return records
+
+
+def settle(recorder: LiveRecorder) -> None:
+    """Wait until the rules are applied and every queued record is written or dropped."""
+    control, queue = recorder._control, recorder._queue
+
+    def is_settled() -> bool:
+        state = recorder._current.state
+        if state.epoch != control._cleared_epoch:
+            return False
+        return state.rules is None or (
+            control._applied is state.rules and not len(queue) and not queue._taken and control._writer is not None
+        )
+
+    wait(is_settled)

@@ -1,6 +1,0 @@
-"""Import path of the local test hub."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
