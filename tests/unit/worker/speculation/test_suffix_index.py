@@ -79,7 +79,7 @@ def test_continuations_are_ranked_by_length_then_count_then_order() -> None:
     for text in ([1, 2, 3, 8], [9, 2, 3, 6], [9, 2, 3, 5], [9, 2, 3, 5], [4, 2, 3, 6]):
         index.extend(text)
         index.end_text()
-    assert rank(index.matches([1, 2, 3])) == [8, 5, 6] or rank(index.matches([1, 2, 3])) == [8, 6, 5]
+    assert rank(index.matches([1, 2, 3])) == [8, 6, 5]
     assert rank(index.matches([9, 2, 3])) == [5, 6, 8]
 
 
