@@ -17,9 +17,10 @@ import pytest
 import yaml
 from fleet import SPEC, deep
 from kube import Cluster, KubectlError, wait_for
-from operator_process import OperatorProcess
+from operator_process import OperatorProcess, install_crd
 
 from specdecode_operator import manifests
+from specdecode_operator.api import crd as crd_module
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_worker.contract import CheckVerdict, MemoryState
 
@@ -102,6 +103,44 @@ def test_deleting_a_deployment_deletes_its_children(
         lambda: not cluster.list(f"{CHILDREN},secret", f"{GROUP}/name=gone", namespace),
         timeout_s=40,
     )
+
+
+@pytest.fixture
+def newer_crd(crd: None, cluster: Cluster) -> Iterator[None]:
+    """Serve the CRD of a newer operator, which has one more field with a default, and then this tree's again."""
+    definition = yaml.safe_load(crd_module.text())
+    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    spec["speculation"]["properties"]["novelty"] = {"type": "object", "default": {"level": 3}} | {
+        "properties": {"level": {"type": "integer", "default": 3}}
+    }
+    cluster.apply(definition, server_side=True)
+    yield
+    install_crd(cluster)
+
+
+def test_a_newer_crd_does_not_stop_an_older_operator(
+    operator: OperatorProcess, cluster: Cluster, namespace: str, request: pytest.FixtureRequest
+) -> None:
+    """Helm installs the new CRD before the new operator, which may come late or never."""
+    cluster.apply(resource("skewed"), namespace=namespace)
+    wait_for("the workload", lambda: cluster.get("deploy", "skewed-worker", namespace), timeout_s=30)
+    request.getfixturevalue("newer_crd")
+    wait_for(
+        "the new field has its default",
+        lambda: cluster.get("sdd", "skewed", namespace)["spec"]["speculation"].get("novelty") == {"level": 3},
+        timeout_s=30,
+    )
+    change = json.dumps({"spec": {"workers": {"maxNumSeqs": 9}}})
+    cluster.kubectl("patch", "sdd", "skewed", "--type=merge", "-p", change, namespace=namespace)
+
+    def status() -> Any:
+        now = cluster.get("sdd", "skewed", namespace)
+        return now["status"] if now["status"]["observedGeneration"] == now["metadata"]["generation"] == 2 else None
+
+    seen = wait_for("the change is carried out", status, timeout_s=15)
+    assert "Stalled" not in {one["type"] for one in seen["conditions"] if one["status"] == "True"}, seen["conditions"]
+    template = cluster.get("deploy", "skewed-worker", namespace)["spec"]["template"]
+    assert '"max_num_seqs":9' in json.dumps(template).replace("\\", "")
 
 
 def test_a_refused_child_is_named_and_the_others_are_applied(

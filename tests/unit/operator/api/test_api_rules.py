@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_examples import BAD, GOOD, NAMES, TYPOS, merging, spec_with
+from api_examples import BAD, GOOD, NAMES, merging, spec_with
 from fleet import SPEC, deep
 from pydantic import ValidationError
 
@@ -23,12 +23,6 @@ def test_valid_specs_are_parsed(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("change", "words"), BAD, ids=str)
 def test_validators_refuse_invalid_specs(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
-        Spec.model_validate(spec_with(change))
-
-
-@pytest.mark.parametrize("change", TYPOS, ids=str)
-def test_unknown_fields_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="Extra inputs"):
         Spec.model_validate(spec_with(change))
 
 
