@@ -247,7 +247,8 @@ class WorkersSpec(SchedulingSpec):
     template: Anything = Field(
         default_factory=dict,
         description="Pod template that is merged over the operator's, for everything that has no field of its own. "
-        "Containers are merged by name: 'worker', and the init container 'pull'. null removes a field.",
+        "Containers are merged by name: 'worker', and the init container 'pull'. null removes a field, and of fields "
+        "that exclude each other, such as the sources of a volume, the one that is given stays.",
         examples=[{"metadata": {"annotations": {"team": "search"}}}],
     )
 
