@@ -26,7 +26,7 @@ from specdecode_operator.manifests.identity import (
 )
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.run_storage import bucket_environment, run_mount, run_out, run_volume
-from specdecode_operator.manifests.template import pod_security_context
+from specdecode_operator.manifests.template import pod_security_context, user_settings
 from specdecode_operator.manifests.volumes import (
     REVISIONS_PATH,
     pull_mounts,
@@ -141,12 +141,13 @@ def _failure_policy() -> dict[str, Any]:
 
 
 def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str]) -> dict[str, Any]:
+    settings = user_settings(deployment.spec, deployment.name)
     return {
         **job_pod(deployment),
         "terminationGracePeriodSeconds": GRACE_SECONDS,
-        "initContainers": [_pull(deployment, run, defaults)],
-        "containers": [_distill(deployment, run, defaults, keep)],
-        "volumes": _volumes(deployment, run),
+        "initContainers": [settings.given_to(_pull(deployment, run, defaults))],
+        "containers": [settings.given_to(_distill(deployment, run, defaults, keep))],
+        "volumes": [*_volumes(deployment, run), *settings.volumes],
     }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec, WorkersSpec
 from specdecode_operator.errors import SpecError
@@ -100,6 +101,66 @@ def _labelled(template: dict[str, Any], labels: dict[str, str]) -> dict[str, Any
     return merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
 
 
+class UserSettings(NamedTuple):
+    """What users give the worker's container that every container which downloads needs: proxies, CAs and mirrors."""
+
+    env: list[dict[str, Any]]
+    env_from: list[dict[str, Any]]
+    mounts: list[dict[str, Any]]
+    volumes: list[dict[str, Any]]
+    """Volumes of the mounts."""
+
+    def given_to(self, container: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``container`` with the settings. Variables and mounts that it has stay as they are."""
+        names = {variable["name"] for variable in container["env"]}
+        paths = {mount["mountPath"] for mount in container["volumeMounts"]}
+        return {
+            **container,
+            "env": [*container["env"], *(variable for variable in self.env if variable["name"] not in names)],
+            **({"envFrom": [dict(source) for source in self.env_from]} if self.env_from else {}),
+            "volumeMounts": [
+                *container["volumeMounts"],
+                *(mount for mount in self.mounts if mount["mountPath"] not in paths),
+            ],
+        }
+
+
+def user_settings(spec: Spec, name: str) -> UserSettings:
+    """Return the variables of ``workers.env``, ``workers.envFrom`` and the worker's container in ``workers.template``.
+
+    Of its mounts, those of volumes are returned that the template adds: the operator's own volumes have other places in
+    other containers. Whatever in the template is no valid field of a pod is left out here; the merge names it.
+    """
+    pod = _object(_object(spec.workers.template).get("spec"))
+    worker = next((one for one in _objects(pod.get("containers"), "name") if one["name"] == "worker"), {})
+    ours = {volume["name"] for volume in volumes(spec, name)}
+    added = {volume["name"]: volume for volume in _objects(pod.get("volumes"), "name") if volume["name"] not in ours}
+    mounts = [mount for mount in _objects(worker.get("volumeMounts"), "mountPath") if mount.get("name") in added]
+    used = {mount["name"] for mount in mounts}
+    variables = {
+        variable["name"]: variable for variable in (*_variables(spec.workers), *_objects(worker.get("env"), "name"))
+    }
+    return UserSettings(
+        # A resource of a container is that of the worker's, which the others are not.
+        env=[one for one in variables.values() if "resourceFieldRef" not in _object(one.get("valueFrom"))],
+        env_from=[*map(dict, spec.workers.env_from), *_objects(worker.get("envFrom"))],
+        mounts=mounts,
+        volumes=[volume for volume in added.values() if volume["name"] in used],
+    )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _objects(value: Any, *keys: str) -> list[dict[str, Any]]:
+    """Return the objects of a list that have a text in each of ``keys``."""
+    items = value if isinstance(value, list) else []
+    return [
+        dict(one) for one in items if isinstance(one, Mapping) and all(isinstance(one.get(key), str) for key in keys)
+    ]
+
+
 def pod_security_context() -> dict[str, Any]:
     """Return the security context of pods that read models, which Pod Security `restricted` admits."""
     return {
@@ -122,7 +183,7 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "enableServiceLinks": False,
         "securityContext": pod_security_context(),
         "terminationGracePeriodSeconds": drain.endpoint_delay_seconds + drain.grace_period_seconds + 10,
-        "initContainers": [_pull(spec, defaults)],
+        "initContainers": [user_settings(spec, deployment.name).given_to(_pull(spec, defaults))],
         "containers": [_worker(deployment, defaults)],
         "volumes": volumes(spec, deployment.name),
         **scheduling(spec.workers, selector(deployment.name)),
@@ -202,10 +263,12 @@ def _environment(deployment: Deployment) -> list[dict[str, Any]]:
         *([{"name": "OMP_NUM_THREADS", "value": str(count)}] if count else []),
         *bucket_environment(deployment.spec),
     ]
-    users = [
-        variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in deployment.spec.workers.env
-    ]
+    users = _variables(deployment.spec.workers)
     return list({variable["name"]: variable for variable in (*ours, *users)}.values())
+
+
+def _variables(workers: WorkersSpec) -> list[dict[str, Any]]:
+    return [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in workers.env]
 
 
 def _resources(spec: Spec) -> dict[str, Any]:
