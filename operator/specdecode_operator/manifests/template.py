@@ -13,7 +13,7 @@ from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads,
 from specdecode_operator.manifests.identity import selector
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.run_storage import bucket_environment
-from specdecode_operator.manifests.scheduling import scheduling
+from specdecode_operator.manifests.scheduling import container_security_context, pod_security_context, scheduling
 from specdecode_operator.manifests.volumes import (
     PLAN_PATH,
     REVISIONS_PATH,
@@ -27,8 +27,6 @@ from specdecode_operator.state.learned import MAX_TEMPLATE_BYTES
 from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.contract import Env, Port
 
-USER = 65532
-"""User and group of all containers."""
 STARTUP_SECONDS = 3600
 """Time in which a worker must load its model, in seconds. After that the kubelet restarts it."""
 LIVE_FIELDS = frozenset({"update_policy", "recycle", "rollout"})
@@ -161,19 +159,6 @@ def _objects(value: Any, *keys: str) -> list[dict[str, Any]]:
     ]
 
 
-def pod_security_context() -> dict[str, Any]:
-    """Return the security context of pods that read models, which Pod Security `restricted` admits."""
-    return {
-        "runAsNonRoot": True,
-        "runAsUser": USER,
-        "runAsGroup": USER,
-        "fsGroup": USER,
-        # Kubernetes does not walk through a model cache of many gigabytes at every start.
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-
-
 def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
     drain = spec.drain
@@ -181,7 +166,7 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         # A Service called specdecode would put SPECDECODE_* variables of its own into the environment.
         "enableServiceLinks": False,
-        "securityContext": pod_security_context(),
+        "securityContext": pod_security_context(defaults),
         "terminationGracePeriodSeconds": drain.endpoint_delay_seconds + drain.grace_period_seconds + 10,
         "initContainers": [user_settings(spec, deployment.name).given_to(_pull(spec, defaults))],
         "containers": [_worker(deployment, defaults)],
@@ -198,11 +183,7 @@ def _container(spec: Spec, defaults: Defaults, name: str) -> dict[str, Any]:
         "name": name,
         "image": spec.workers.image or defaults.worker_image,
         "imagePullPolicy": spec.workers.image_pull_policy or defaults.worker_image_pull_policy,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": container_security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
