@@ -10,6 +10,7 @@ from specdecode_operator.manifests.identity import (
     TokenScope,
     demand_name,
     headless_name,
+    public_port_name,
     router_labels,
     router_metadata,
     router_name,
@@ -109,7 +110,7 @@ def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
             {"name": Env.pod_name, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
             *_tracing(deployment),
         ],
-        "ports": [{"name": "http", "containerPort": Port.http, "protocol": "TCP"}],
+        "ports": [{"name": public_port_name(deployment), "containerPort": Port.http, "protocol": "TCP"}],
         "resources": spec.router.resources.model_dump(mode="json"),
         "startupProbe": _probe("/ready", tls=tls, period=1, failures=60),
         "readinessProbe": _probe("/ready", tls=tls, period=2, failures=2),
@@ -226,7 +227,7 @@ def _scheduling(router: RouterSpec, labels: dict[str, str]) -> dict[str, Any]:
 
 def _probe(path: str, *, tls: bool, period: int, failures: int) -> dict[str, Any]:
     return {
-        "httpGet": {"path": path, "port": "http", **({"scheme": "HTTPS"} if tls else {})},
+        "httpGet": {"path": path, "port": Port.http, **({"scheme": "HTTPS"} if tls else {})},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

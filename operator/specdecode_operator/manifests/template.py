@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec, WorkersSpec
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, unpinned_uris, worker_config
-from specdecode_operator.manifests.identity import selector
+from specdecode_operator.manifests.identity import public_port_name, selector
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.run_storage import bucket_environment
 from specdecode_operator.manifests.scheduling import container_security_context, pod_security_context, scheduling
@@ -219,7 +219,7 @@ def _worker(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "env": _environment(deployment),
         **({"envFrom": [dict(source) for source in spec.workers.env_from]} if spec.workers.env_from else {}),
         "ports": [
-            {"name": "http", "containerPort": Port.http, "protocol": "TCP"},
+            {"name": public_port_name(deployment), "containerPort": Port.http, "protocol": "TCP"},
             {"name": "admin", "containerPort": Port.admin, "protocol": "TCP"},
         ],
         "resources": _resources(spec),
@@ -267,7 +267,7 @@ def _resources(spec: Spec) -> dict[str, Any]:
 def _probe(path: str, *, tls: bool, period: int, failures: int) -> dict[str, Any]:
     """Return a probe with a timeout of five seconds: one second fails now and then on a busy node."""
     return {
-        "httpGet": {"path": path, "port": "http", **({"scheme": "HTTPS"} if tls else {})},
+        "httpGet": {"path": path, "port": Port.http, **({"scheme": "HTTPS"} if tls else {})},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

@@ -209,7 +209,7 @@ def test_pull_gets_the_hub_token_and_the_worker_does_not() -> None:
 
 def test_the_admin_port_is_not_in_the_service() -> None:
     ports = manifests.service(deployment_with())["spec"]["ports"]
-    assert [port["targetPort"] for port in ports] == ["http"]
+    assert [port["targetPort"] for port in ports] == [8000]
 
 
 def test_every_child_is_owned_and_blocks_nothing() -> None:

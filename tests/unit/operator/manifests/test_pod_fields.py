@@ -252,7 +252,7 @@ def test_tls_is_mounted_probed_and_served() -> None:
     probes = [worker_of(pod)[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert {probe["scheme"] for probe in probes} == {"HTTPS"}
     (port,) = manifests.service(deployment)["spec"]["ports"]
-    assert (port["name"], port["port"], port["targetPort"]) == ("https", 443, "http")
+    assert (port["name"], port["port"], port["targetPort"]) == ("https", 443, 8000)
     assert manifests.service_url("ns", "demo", tls=True) == "https://demo.ns.svc/v1"
 
 
