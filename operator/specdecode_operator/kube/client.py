@@ -29,6 +29,7 @@ from specdecode_operator.kube.kinds import (
     FIELD_MANAGER,
     PERMISSIONS,
     PODS,
+    RULES_REVIEWS,
     SECRETS,
     WORKLOADS,
     Kind,
@@ -106,10 +107,23 @@ class KubeClient:
         except NotFound:
             return None
 
-    async def list(self, kind: Kind, namespace: str | None, *, labels: str = "", fields: str = "") -> dict[str, Any]:
+    async def list(
+        self, kind: Kind, namespace: str | None, *, labels: str = "", fields: str = "", limit: int | None = None
+    ) -> dict[str, Any]:
         """Return the List, with its resource version. Namespace None lists all namespaces."""
-        path = kind.path(namespace)
-        return await self._request("get", path, label_selector=labels or None, field_selector=fields or None)
+        return await self._request(
+            "get",
+            kind.path(namespace),
+            label_selector=labels or None,
+            field_selector=fields or None,
+            limit=limit,
+        )
+
+    async def own_rules(self, namespace: str) -> dict[str, Any]:
+        """Return the rules that hold for this client in a namespace: the status of a SelfSubjectRulesReview."""
+        review = {"apiVersion": RULES_REVIEWS.api_version, "kind": RULES_REVIEWS.kind, "spec": {"namespace": namespace}}
+        answer = await self._request("post", RULES_REVIEWS.path(None), guarded=False, body=review)
+        return dict(answer["status"])
 
     async def pages(
         self, kind: Kind, namespace: str | None, *, labels: str, metadata_only: bool = True

@@ -17,11 +17,13 @@ import pytest
 import yaml
 from fleet import SPEC, deep
 from kube import Cluster, KubectlError, wait_for
+from operator_account import grant, kubeconfig_of
 from operator_process import OperatorProcess, install_crd
 
 from specdecode_operator import manifests
 from specdecode_operator.api import crd as crd_module
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
+from specdecode_operator.kube.kinds import OWN_NAMESPACE_PERMISSIONS, PERMISSIONS
 from specdecode_worker.contract import CheckVerdict, MemoryState
 
 pytestmark = pytest.mark.usefixtures("crd")
@@ -116,6 +118,23 @@ def newer_crd(crd: None, cluster: Cluster) -> Iterator[None]:
     cluster.apply(definition, server_side=True)
     yield
     install_crd(cluster)
+
+
+def test_an_operator_is_ready_once_it_has_its_rights(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
+    lacking = {**PERMISSIONS, ("", "services"): frozenset({"get", "list", "watch", "patch"})}
+    grant(cluster, namespace, "probed", {**lacking, ("", "pods"): frozenset({"patch"})}, OWN_NAMESPACE_PERMISSIONS)
+    kubeconfig = kubeconfig_of(cluster, namespace, "probed", tmp_path)
+    with OperatorProcess(cluster, namespace, tmp_path, kubeconfig=kubeconfig) as process:
+        wait_for(
+            "the refused list", lambda: "list of Pod: pods is forbidden" in process.probe("/ready")[1], timeout_s=60
+        )
+        assert process.probe("/healthz") == (200, "ok\n")
+        assert process.probe("/ready")[0] == 503
+        grant(cluster, namespace, "probed", lacking, OWN_NAMESPACE_PERMISSIONS)
+        missing = f"rights in {namespace}: create services missing; see the chart's rbac.yaml\n"
+        wait_for("the missing right", lambda: process.probe("/ready") == (503, missing), timeout_s=60)
+        grant(cluster, namespace, "probed", PERMISSIONS, OWN_NAMESPACE_PERMISSIONS)
+        wait_for("it is ready", lambda: process.probe("/ready") == (200, "ok\n"), timeout_s=30)
 
 
 def test_a_newer_crd_does_not_stop_an_older_operator(
