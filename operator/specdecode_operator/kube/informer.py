@@ -2,7 +2,7 @@
 
 An informer holds only what its ``project`` function returns of each object, so ten thousand pods fit in a few
 megabytes. A watch lasts about five minutes. It is resumed where it ended, also after an error; objects are listed again
-only when the API server does not know that place any more.
+only when the API server does not know that place any more, or has refused the watch.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Informer(Generic[T]):
                     await self._relist()
                 await self._watch()
             except ClusterError as error:
-                if isinstance(error, Gone):
+                if isinstance(error, Gone | Refused):
                     self._version = ""
                 if isinstance(error, Refused):
                     self.refusal = error.sentence

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.errors import Gone, Unavailable
+from specdecode_operator.errors import Gone, Refused, Unavailable
 from specdecode_operator.kube import informer as informer_module
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.informer_set import InformerSet, deployment_informers, pack_resource, unpack_resource
@@ -140,6 +140,12 @@ async def test_a_watch_goes_on_behind_its_last_event_after_an_error(pauses: list
 async def test_versions_that_expire_again_and_again_back_off(pauses: list[float]) -> None:
     await play([[page(n)] for n in range(4)], [[Gone("old")] for _ in range(3)])
     assert len(pauses) == 2
+
+
+async def test_a_refusal_ends_with_the_next_list(pauses: list[float]) -> None:
+    refused = Refused("403", "pods is forbidden")
+    informer, _, client = await play([[page(1)], [refused], [page(3)]], [[refused]])
+    assert (informer.refusal, client.versions) == ("", ["1", "3"])
 
 
 async def test_an_object_that_moves_changes_both_deployments(pauses: list[float]) -> None:
