@@ -53,8 +53,7 @@ def run(settings: Settings) -> None:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr
     )
     _collect_garbage_rarely()
-    for chatty in ("kopf.objects", "aiohttp.access"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     kopf.run(
         registry=register(settings),
         settings=kopf_settings(),
@@ -63,7 +62,6 @@ def run(settings: Settings) -> None:
         identity=settings.identity,
         clusterwide=not settings.watch_namespaces,
         namespaces=settings.watch_namespaces,
-        liveness_endpoint=f"http://{settings.listen_address}:{settings.port_health}/healthz",
     )
 
 

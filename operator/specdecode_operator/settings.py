@@ -23,6 +23,8 @@ class Settings(BaseModel):
     router_image: str = Field(default="localhost/specdecode-operator:dev", min_length=1)
     """Image of routers whose spec has none: the operator's own."""
     router_image_pull_policy: str = Field(default="IfNotPresent", pattern="^(Always|IfNotPresent|Never)$")
+    fixed_user: bool = True
+    """Run the pods of deployments as user and group 65532. false leaves both to the namespace, as on OpenShift."""
     watch_namespaces: tuple[str, ...] = ()
     """Namespaces to serve. Empty serves all of them."""
     poll_seconds: float = Field(default=5, ge=0.5, le=60)

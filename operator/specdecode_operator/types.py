@@ -54,6 +54,8 @@ class Defaults:
     worker_image_pull_policy: str
     router_image: str = "localhost/specdecode-operator:dev"
     router_image_pull_policy: str = "IfNotPresent"
+    fixed_user: bool = True
+    """Whether pods name their user and groups. Where the namespace assigns them, as on OpenShift, they must not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.manifests import pod_template, router_workload
+from specdecode_operator.types import Defaults, Deployment
 from support.prometheus import Promtool, known_series, queries_of, series_of
 
 
@@ -68,6 +71,23 @@ def test_config_map_has_the_grafana_sidecar_label(chart: Any, dashboard: dict[st
     assert json.loads(config_map["data"]["specdecode.json"]) == dashboard
 
 
+@pytest.mark.parametrize("tls", [None, {"secretName": "cert"}], ids=["http", "https"])
+def test_the_monitor_scrapes_each_pod_once_and_by_the_scheme_that_it_serves(chart: Any, tls: Any) -> None:
+    monitor = chart.template({"metrics": {"podMonitor": {"enabled": True}}}).one("PodMonitor")["spec"]
+    described = {"model": {"uri": "embedded://t"}, "speculation": {"method": "none"}, "tls": tls}
+    spec = Spec.model_validate(described)
+    deployment = Deployment(namespace="ns", name="llama", uid="u", generation=1, spec=spec, status=Status())
+    defaults = Defaults(worker_image="w:1", worker_image_pull_policy="Never")
+    for pod in (pod_template(deployment, defaults), router_workload(deployment, defaults)["spec"]["template"]):
+        (container,) = pod["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        (endpoint,) = [one for one in monitor["podMetricsEndpoints"] if one["port"] in ports]
+        probed = container["readinessProbe"]["httpGet"]
+        assert ports[endpoint["port"]] == probed["port"] == 8000
+        assert endpoint["scheme"].upper() == probed.get("scheme", "HTTP")
+        assert ("tlsConfig" in endpoint) == (tls is not None)
+
+
 def test_monitors_set_the_labels_that_the_queries_use(chart: Any) -> None:
     """The monitors keep the labels namespace and name of a deployment.
 
@@ -81,6 +101,7 @@ def test_monitors_set_the_labels_that_the_queries_use(chart: Any) -> None:
     monitor = rendered.one("PodMonitor")["spec"]
     assert monitor["namespaceSelector"] == {"any": True}
     assert monitor["selector"]["matchExpressions"][0]["values"] == ["worker", "router"]
-    assert monitor["podMetricsEndpoints"][0]["relabelings"][0]["targetLabel"] == "name"
+    for endpoint in monitor["podMetricsEndpoints"]:
+        assert endpoint["relabelings"][0]["targetLabel"] == "name"
     watched = chart.template({**asked, "watchNamespaces": ["a", "b"]}).one("PodMonitor")["spec"]
     assert watched["namespaceSelector"] == {"matchNames": ["a", "b"]}

@@ -60,10 +60,10 @@ def test_two_releases_of_one_namespace_use_two_leases(chart: Any) -> None:
     assert len(names) == 2
 
 
-def test_a_standby_is_ready(chart: Any) -> None:
+def test_an_operator_that_is_not_ready_yet_is_left_alive(chart: Any) -> None:
     probes = container(chart.template())
-    assert probes["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": "health"}
-    assert probes["livenessProbe"]["httpGet"] == probes["readinessProbe"]["httpGet"]
+    paths = {name: probes[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
+    assert paths == {"startup": "/healthz", "readiness": "/ready", "liveness": "/healthz"}
 
 
 def test_the_budget_lets_one_operator_go_and_blocks_no_drain(chart: Any) -> None:

@@ -49,9 +49,9 @@ def test_every_document_is_of_a_known_kind(page: str) -> None:
 
 def test_our_resources_match_the_models(page: str) -> None:
     resources = of_kind(page, KIND)
-    assert len(resources) == 2
+    assert len(resources) == 3
     for resource in resources:
-        Spec.model_validate(resource["spec"])
+        Spec.model_validate(resource["spec"], extra="forbid")
 
 
 def test_values_of_the_page_are_accepted_by_the_chart(chart: Any, page: str) -> None:

@@ -27,7 +27,7 @@ def test_fields_of_the_page_are_valid(blocks: list[dict[str, Any]], root: Path) 
     specs = [block["spec"] for block in blocks if block.keys() == {"spec"}]
     assert len(specs) >= 2
     for spec in specs:
-        Spec.model_validate({**example, **spec})
+        Spec.model_validate({**example, **spec}, extra="forbid")
 
 
 def test_the_autoscaler_of_the_page_follows_an_exported_gauge(blocks: list[dict[str, Any]]) -> None:
@@ -49,4 +49,4 @@ def test_patches_of_the_page_are_valid(root: Path) -> None:
     assert len(patches) >= 2
     for patch in patches:
         router = {**example["router"], **patch["spec"]["router"]}
-        Spec.model_validate({**example, "router": router, "scaling": {"minReplicas": 1}})
+        Spec.model_validate({**example, "router": router, "scaling": {"minReplicas": 1}}, extra="forbid")

@@ -44,12 +44,23 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- printf "%s:%s" .Values.image.repository .Values.image.tag -}}
 {{- end -}}
 
-{{/* Both pods of the chart fit the restricted Pod Security Standard. */}}
+{{/* Whether pods name their user: on OpenShift the namespace assigns it, and its admission refuses any other. */}}
+{{- define "specdecode.fixedUser" -}}
+{{- if eq (toString .Values.openshift) "auto" -}}
+{{- not (.Capabilities.APIVersions.Has "security.openshift.io/v1") -}}
+{{- else -}}
+{{- not .Values.openshift -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Both pods of the chart fit the restricted Pod Security Standard, and OpenShift's restricted-v2. */}}
 {{- define "specdecode.podSecurity" -}}
 runAsNonRoot: true
+{{- if eq (include "specdecode.fixedUser" .) "true" }}
 runAsUser: 65532
 runAsGroup: 65532
 fsGroup: 65532
+{{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}

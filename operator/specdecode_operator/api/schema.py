@@ -110,6 +110,10 @@ def rules(*validations: dict[str, str]) -> dict[str, Any]:
 
 
 class Api(BaseModel):
-    """Base of all models of the resource: camelCase outside, unknown fields refused, immutable."""
+    """Base of all models of the resource: camelCase outside, immutable.
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
+    Unknown fields are ignored: the CRD of a newer operator may already have put its defaults into a resource. A field
+    that a user misspelled does not come this far, because the API server refuses or prunes it.
+    """
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)

@@ -109,7 +109,10 @@ class ScalingSpec(Api):
     )
     max_replicas: int = Field(default=4, ge=1, le=1000, description="Largest number of workers.")
     scale_down_window_seconds: int = Field(
-        default=300, ge=0, le=86400, description="Time for which demand must stay low before a worker is removed."
+        default=300,
+        ge=0,
+        le=86400,
+        description="Time for which demand must stay low before a worker is removed. The highest demand in it counts.",
     )
     idle_seconds: int = Field(
         default=300,

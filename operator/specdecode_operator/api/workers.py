@@ -236,18 +236,22 @@ class WorkersSpec(SchedulingSpec):
     env: Annotated[tuple[EnvVarSpec, ...], Field(max_length=64, json_schema_extra=_map("name"))] = Field(
         default=(),
         description="Environment variables of the worker's container. They replace those of the same name that the "
-        f"operator sets, except {', '.join(RESERVED_ENV)}, which are refused.",
+        f"operator sets, except {', '.join(RESERVED_ENV)}, which are refused. The init container pull and "
+        "training Jobs get them too, for proxies, certificates and mirrors, except those that the operator sets there.",
         examples=[[{"name": "NCCL_DEBUG", "value": "WARN"}]],
     )
     env_from: Objects = Field(
         default=(),
-        description="ConfigMaps and Secrets whose entries become environment variables, as in a container.",
+        description="ConfigMaps and Secrets whose entries become environment variables, as in a container, "
+        "of the worker, of the init container pull and of training Jobs.",
         examples=[[{"secretRef": {"name": "proxy"}}]],
     )
     template: Anything = Field(
         default_factory=dict,
         description="Pod template that is merged over the operator's, for everything that has no field of its own. "
-        "Containers are merged by name: 'worker', and the init container 'pull'. null removes a field.",
+        "Containers are merged by name: 'worker', and the init container 'pull'. null removes a field. Of fields "
+        "that exclude each other, such as the sources of a volume, the one that is given stays. Variables of the "
+        "worker, and mounts of volumes that the template adds, reach pull and training Jobs too, as those of env.",
         examples=[{"metadata": {"annotations": {"team": "search"}}}],
     )
 

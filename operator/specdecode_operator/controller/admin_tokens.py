@@ -47,7 +47,7 @@ def derive_token(key: bytes, deployment: Key, scope: str) -> str:
     """Derive the token of one deployment and scope by HMAC-SHA256.
 
     The token depends on the name and not on the uid. If a deployment is deleted without its workers and created again,
-    the workers still have the tokens of the first one.
+    the workers still have the tokens of the first one. Who once read them keeps them, until the key is replaced.
     """
     digest = hmac.new(key, "/".join((scope, *deployment)).encode(), hashlib.sha256).digest()
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")

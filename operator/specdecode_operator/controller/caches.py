@@ -123,6 +123,13 @@ class Caches:
         for kind, informer in self.informers.items():
             await (informer.wait_answered() if kind == JOBS.kind else informer.synced.wait())
 
+    def problem(self) -> str:
+        """Return which lists ``wait_synced`` still waits for, and why; empty if for none."""
+        problems = {kind: informer.problem for kind, informer in self.informers.items()}
+        if self._jobs.is_answered:
+            problems[JOBS.kind] = ""
+        return "; ".join(f"list of {kind}: {problem}" for kind, problem in problems.items() if problem)
+
     def contact_age(self, kind: str) -> float:
         """Return the seconds since the API server last sent data on the watch of a kind."""
         return time.monotonic() - self.informers[kind].last_contact

@@ -44,6 +44,7 @@ class Loops:
             worker_image_pull_policy=settings.worker_image_pull_policy,
             router_image=settings.router_image,
             router_image_pull_policy=settings.router_image_pull_policy,
+            fixed_user=settings.fixed_user,
         )
         self._table, self._caches = table, caches
         self._unchecked: set[Key] = set()

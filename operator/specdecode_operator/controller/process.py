@@ -16,6 +16,7 @@ from specdecode_operator import metrics
 from specdecode_operator.controller.admin_tokens import TokenKeys, load_keys
 from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.loops import Loops
+from specdecode_operator.controller.readiness import Readiness, serve_probes
 from specdecode_operator.controller.resource import identity_of
 from specdecode_operator.errors import ClusterError, NotLeader
 from specdecode_operator.kube.client import KubeClient
@@ -55,6 +56,11 @@ class Process:
         self._client, self._workers = client, workers
         self._caches = Caches(client, settings.watch_namespaces, self._workers_changed, self._child_changed)
         self._spawn(self._caches.run())
+        # An account of all namespaces has its rights in each of them, so that one is asked for.
+        readiness = Readiness(client, self._caches, settings.watch_namespaces or (settings.namespace,))
+        probes = await serve_probes(settings.listen_address, settings.port_health, readiness)
+        self._stack.push_async_callback(probes.cleanup)
+        self._spawn(readiness.run(), ends=True)
         for kind in self._caches.informers:
             metrics.WATCH_CONTACT_AGE.labels(kind).set_function(partial(self._caches.contact_age, kind))
         if settings.leader_election:
@@ -165,9 +171,10 @@ class Process:
                 log.warning("the key of the admin tokens: %s", error)
                 await asyncio.sleep(KEY_RETRY_SECONDS)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], *, ends: bool = False) -> None:
+        """Run work in the background. Unless it ``ends`` by itself, the process stops when it does."""
         task = asyncio.create_task(work)
-        task.add_done_callback(_stop_process)
+        task.add_done_callback(_stop_after_failure if ends else _stop_process)
         self._stack.push_async_callback(_end, task)
 
 
@@ -184,6 +191,11 @@ def _stop_process(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         log.critical("a background task ended", exc_info=task.exception())
         signal.raise_signal(signal.SIGTERM)
+
+
+def _stop_after_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _stop_process(task)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

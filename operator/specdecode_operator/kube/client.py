@@ -5,8 +5,10 @@ Requests go by path. The kinds are fixed, so nothing is discovered, and the API 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -27,6 +29,7 @@ from specdecode_operator.kube.kinds import (
     FIELD_MANAGER,
     PERMISSIONS,
     PODS,
+    RULES_REVIEWS,
     SECRETS,
     WORKLOADS,
     Kind,
@@ -53,6 +56,10 @@ OBJECT_PAGE = 100
 """Items in one page of a list. A page of whole pods is about one megabyte, which takes some 10 ms to parse."""
 WATCH_GRACE_SECONDS = 3
 """Time that a watch may last beyond the end that the API server was asked for."""
+QUIET_SECONDS = 90.0
+"""Time without a line after which a watch with bookmarks is ended. The API server sends one about once a minute."""
+DOUBT_PAUSE_SECONDS = 20.0
+"""Least time between two closings of doubtful watches, so that a slow API server is not asked more often."""
 
 _METADATA_LIST = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"}
 _METADATA = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
@@ -69,6 +76,9 @@ class KubeClient:
         self.guard = guard
         self.timeout_seconds = timeout_seconds
         self._api = api
+        self._watches: dict[aiohttp.ClientResponse, float] = {}
+        """Open watches, with the time of their last line."""
+        self._doubted_at = float("-inf")
         self.status_fields = DeclaredFields()
         self._client = DynamicClient(api)
 
@@ -97,10 +107,23 @@ class KubeClient:
         except NotFound:
             return None
 
-    async def list(self, kind: Kind, namespace: str | None, *, labels: str = "", fields: str = "") -> dict[str, Any]:
+    async def list(
+        self, kind: Kind, namespace: str | None, *, labels: str = "", fields: str = "", limit: int | None = None
+    ) -> dict[str, Any]:
         """Return the List, with its resource version. Namespace None lists all namespaces."""
-        path = kind.path(namespace)
-        return await self._request("get", path, label_selector=labels or None, field_selector=fields or None)
+        return await self._request(
+            "get",
+            kind.path(namespace),
+            label_selector=labels or None,
+            field_selector=fields or None,
+            limit=limit,
+        )
+
+    async def own_rules(self, namespace: str) -> dict[str, Any]:
+        """Return the rules that hold for this client in a namespace: the status of a SelfSubjectRulesReview."""
+        review = {"apiVersion": RULES_REVIEWS.api_version, "kind": RULES_REVIEWS.kind, "spec": {"namespace": namespace}}
+        answer = await self._request("post", RULES_REVIEWS.path(None), guarded=False, body=review)
+        return dict(answer["status"])
 
     async def pages(
         self, kind: Kind, namespace: str | None, *, labels: str, metadata_only: bool = True
@@ -217,7 +240,7 @@ class KubeClient:
         seconds: int = 300,
         bookmarks: bool = False,
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Yield (type, object) of each event until the API server ends the stream.
+        """Yield (type, object) of each event until the API server ends the stream, or sends no bookmark any more.
 
         Args:
             kind: Kind to watch.
@@ -234,27 +257,52 @@ class KubeClient:
         """
         path = kind.path(namespace)
         request = f"watch {path}"
-        response = await self._raw(
-            "get",
-            path,
-            timeout=aiohttp.ClientTimeout(total=seconds + WATCH_GRACE_SECONDS, connect=self.timeout_seconds),
-            header_params=_METADATA if metadata_only else None,
-            query={"allowWatchBookmarks": "true"} if bookmarks else None,
-            label_selector=labels or None,
-            resource_version=version,
-            watch="true",
-            timeout_seconds=seconds,
+        limits = aiohttp.ClientTimeout(
+            total=seconds + WATCH_GRACE_SECONDS, sock_read=QUIET_SECONDS if bookmarks else None
         )
         try:
+            async with asyncio.timeout(self.timeout_seconds):
+                response = await self._raw(
+                    "get",
+                    path,
+                    timeout=limits,
+                    header_params=_METADATA if metadata_only else None,
+                    query={"allowWatchBookmarks": "true"} if bookmarks else None,
+                    label_selector=labels or None,
+                    resource_version=version,
+                    watch="true",
+                    timeout_seconds=seconds,
+                )
+        except TimeoutError as error:
+            raise Unavailable(f"{request}: no answer within {self.timeout_seconds:g} s") from error
+        self._watches[response] = time.monotonic()
+        try:
             async for line in read_lines(response):
+                self._watches[response] = time.monotonic()
                 event = json.loads(line)
                 if event["type"] == "ERROR":
                     raise watch_error(event["object"], request)
                 yield event["type"], event["object"]
+        except aiohttp.SocketTimeoutError:
+            return  # Quiet, or dead: the next watch shows which.
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             raise Unavailable(f"{request}: {error!r}") from error
         finally:
+            del self._watches[response]
             response.close()
+
+    def doubt_watches(self, seconds: float) -> None:
+        """Close the watches on which nothing arrived for some seconds, because another request got no answer so long.
+
+        Something between client and API server may have lost all open connections and still acknowledge what is sent.
+        """
+        now = time.monotonic()
+        if now - self._doubted_at < DOUBT_PAUSE_SECONDS:
+            return
+        self._doubted_at = now
+        for response, heard_at in list(self._watches.items()):
+            if heard_at <= now - seconds:
+                response.close()
 
     async def _apply(self, path: str, body: Mapping[str, Any], *, force: bool) -> dict[str, Any]:
         return await self._request(
@@ -270,10 +318,14 @@ class KubeClient:
         """Send a request and read the whole answer, all within one deadline. Writes pass the guard first."""
         limit = self.guard() if guarded and method != "get" else None
         seconds = self.timeout_seconds if limit is None else min(self.timeout_seconds, limit)
-        response = await self._raw(method, path, timeout=aiohttp.ClientTimeout(total=seconds), **params)
+        started = time.monotonic()
         try:
+            response = await self._raw(method, path, timeout=aiohttp.ClientTimeout(total=seconds), **params)
             return dict(await response.json())
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+        except TimeoutError as error:
+            self.doubt_watches(time.monotonic() - started)
+            raise Unavailable(f"{method} {path}: {error!r}") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Unavailable(f"{method} {path}: {error!r}") from error
 
     async def _raw(
@@ -299,5 +351,7 @@ class KubeClient:
             )
         except ApiException as error:
             raise translate(error, f"{method} {path}") from error
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise
             raise Unavailable(f"{method} {path}: {error!r}") from error

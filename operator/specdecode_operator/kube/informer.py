@@ -1,8 +1,8 @@
 """In-memory copy of the objects of one kind, which a list and a watch keep current.
 
 An informer holds only what its ``project`` function returns of each object, so ten thousand pods fit in a few
-megabytes. A watch lasts about 20 seconds and is resumed where it ended; a connection on which nothing arrives, not even
-that end, is noticed a few seconds later.
+megabytes. A watch lasts about five minutes. It is resumed where it ended, also after an error; objects are listed again
+only when the API server does not know that place any more, or has refused the watch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.kube.object_store import KeyFunction, ObjectStore, parent_key
 from specdecode_operator.types import Key
 
-MIN_WATCH_SECONDS, MAX_WATCH_SECONDS = 15, 22
-"""Length of one watch, drawn at random so that the watches of several kinds do not end together.
-
-A dead connection is replaced after at most this time, the client's grace and the first pause: 27 seconds.
-"""
+MIN_WATCH_SECONDS, MAX_WATCH_SECONDS = 240, 300
+"""Length of one watch, drawn at random so that the watches of several kinds do not end together. The client notices a
+dead connection earlier."""
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
-"""Pause before a new list after an error; it doubles from error to error."""
+"""Pause after an error; it doubles from error to error."""
 SHORT_WATCH_SECONDS = 1.0
 """A watch that ends earlier than this without any event counts as an error."""
+MAX_SHORT_WATCHES = 2
+"""Such watches in a row after which objects are listed again: the server may not know the resource version."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -77,6 +77,9 @@ class Informer(Generic[T]):
         self._metadata_only = metadata_only
         self._on_change = on_change
         self._store: ObjectStore[T] = ObjectStore(key_of)
+        self._version = ""
+        """Resource version from which the next watch goes on; empty if a list must come first."""
+        self._short_watches = 0
         self._pause = MIN_RETRY_SECONDS
         self._progressed = True
 
@@ -97,20 +100,21 @@ class Informer(Generic[T]):
 
     async def run(self) -> None:
         """Keep the copy current for ever."""
-        version = ""
         while True:
             try:
-                version = version or await self._relist()
-                version = await self._watch(version)
+                if not self._version:
+                    await self._relist()
+                await self._watch()
             except ClusterError as error:
-                version = ""
+                if isinstance(error, Gone | Refused):
+                    self._version = ""
                 if isinstance(error, Refused):
                     self.refusal = error.sentence
                     self.answered.set()
                 await self._back_off(error)
 
-    async def _relist(self) -> str:
-        """Make the store equal to a list. Return the resource version to watch from."""
+    async def _relist(self) -> None:
+        """Make the store equal to a list, and go on from its resource version."""
         listed: set[tuple[str, str]] = set()
         version = ""
         pages = self._client.pages(self._kind, self._namespace, labels=self._labels, metadata_only=self._metadata_only)
@@ -122,20 +126,21 @@ class Informer(Generic[T]):
                 self._put(item)
         for namespace, name in self._store.names() - listed:
             self._notify(self._store.remove(namespace, name))
+        self._version = version
+        self._short_watches = 0
         self.refusal = ""
         self.synced.set()
         self.answered.set()
-        return version
 
-    async def _watch(self, version: str) -> str:
-        """Follow one watch to its end. Return the resource version to resume from."""
+    async def _watch(self) -> None:
+        """Follow one watch to its end."""
         started = time.monotonic()
         events = 0
         stream = self._client.watch(
             self._kind,
             self._namespace,
             labels=self._labels,
-            version=version,
+            version=self._version,
             metadata_only=self._metadata_only,
             seconds=random.randint(MIN_WATCH_SECONDS, MAX_WATCH_SECONDS),
             bookmarks=True,
@@ -143,15 +148,17 @@ class Informer(Generic[T]):
         async for event, item in stream:
             events += 1
             self._saw_progress()
-            version = item["metadata"]["resourceVersion"]
+            self._version = item["metadata"]["resourceVersion"]
             if event == "DELETED":
                 self._notify(self._store.remove(item["metadata"]["namespace"], item["metadata"]["name"]))
             elif event != "BOOKMARK":
                 self._put(item)
         if not events and time.monotonic() - started < SHORT_WATCH_SECONDS:
+            self._short_watches += 1
+            if self._short_watches >= MAX_SHORT_WATCHES:
+                self._version = ""
             raise Unavailable(f"watch of {self._kind.plural}: ended at once")
         self._saw_progress()
-        return version
 
     def _put(self, item: dict[str, Any]) -> None:
         metadata = item["metadata"]
@@ -174,14 +181,15 @@ class Informer(Generic[T]):
         self.last_contact = time.monotonic()
         self._pause = MIN_RETRY_SECONDS
         self._progressed = True
+        self._short_watches = 0
 
     async def _back_off(self, error: ClusterError) -> None:
-        """Sleep before the next list. A resource version that expired after a working watch needs no pause."""
+        """Sleep before the next attempt. A resource version that expired after a working watch needs no pause."""
         if isinstance(error, Gone) and self._progressed:
             log.info("%s: listing again: %s", self._kind.plural, error)
             self._progressed = False
             return
-        log.warning("%s: listing again: %s", self._kind.plural, error)
+        log.warning("%s: %s: %s", self._kind.plural, "watching again" if self._version else "listing again", error)
         self._progressed = False
         await asyncio.sleep(self._pause * random.uniform(0.5, 1.5))
         self._pause = min(MAX_RETRY_SECONDS, self._pause * 2)

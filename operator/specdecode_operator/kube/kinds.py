@@ -40,6 +40,7 @@ SERVICE_ACCOUNTS = Kind("v1", "ServiceAccount", "serviceaccounts")
 ROLES = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDINGS = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 JOBS = Kind("batch/v1", "Job", "jobs")
+RULES_REVIEWS = Kind("authorization.k8s.io/v1", "SelfSubjectRulesReview", "selfsubjectrulesreviews")
 LEASES = Kind("coordination.k8s.io/v1", "Lease", "leases")
 
 EVICTION = "eviction"

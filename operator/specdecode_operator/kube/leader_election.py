@@ -117,6 +117,8 @@ class LeaderElector:
             async with asyncio.timeout(limit):
                 held = await self._acquire_or_renew()
         except (ClusterError, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                self._client.doubt_watches(self._clock() - started)
             level = logging.INFO if isinstance(error, Conflict) else logging.WARNING
             log.log(level, "Lease %s/%s: %s", self._namespace, self._name, error or "no answer in time")
             if self._leading.is_set() and not self.is_leader:

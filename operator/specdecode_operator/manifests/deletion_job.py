@@ -45,7 +45,7 @@ def deletion_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> 
         "volumeMounts": [{"name": claim_volume(run.claim), "mountPath": folder}],
     }
     volume = {"name": claim_volume(run.claim), "persistentVolumeClaim": {"claimName": run.claim}}
-    pod = {**job_pod(deployment), "containers": [container], "volumes": [volume]}
+    pod = {**job_pod(deployment, defaults), "containers": [container], "volumes": [volume]}
     users = dict(deployment.spec.distillation.job.template or {})
     if isinstance(users.get("spec"), dict):
         users["spec"] = {name: value for name, value in users["spec"].items() if name not in _NOT_TAKEN}

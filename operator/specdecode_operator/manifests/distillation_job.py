@@ -26,7 +26,8 @@ from specdecode_operator.manifests.identity import (
 )
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.run_storage import bucket_environment, run_mount, run_out, run_volume
-from specdecode_operator.manifests.template import pod_security_context
+from specdecode_operator.manifests.scheduling import container_security_context, pod_security_context
+from specdecode_operator.manifests.template import user_settings
 from specdecode_operator.manifests.volumes import (
     REVISIONS_PATH,
     pull_mounts,
@@ -141,16 +142,17 @@ def _failure_policy() -> dict[str, Any]:
 
 
 def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str]) -> dict[str, Any]:
+    settings = user_settings(deployment.spec, deployment.name)
     return {
-        **job_pod(deployment),
+        **job_pod(deployment, defaults),
         "terminationGracePeriodSeconds": GRACE_SECONDS,
-        "initContainers": [_pull(deployment, run, defaults)],
-        "containers": [_distill(deployment, run, defaults, keep)],
-        "volumes": _volumes(deployment, run),
+        "initContainers": [settings.given_to(_pull(deployment, run, defaults))],
+        "containers": [settings.given_to(_distill(deployment, run, defaults, keep))],
+        "volumes": [*_volumes(deployment, run), *settings.volumes],
     }
 
 
-def job_pod(deployment: Deployment) -> dict[str, Any]:
+def job_pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     """Return the fields of a Job's pod apart from containers and volumes."""
     spec, job = deployment.spec, deployment.spec.distillation.job
     scheduling = {
@@ -163,7 +165,7 @@ def job_pod(deployment: Deployment) -> dict[str, Any]:
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": pod_security_context(),
+        "securityContext": pod_security_context(defaults),
         **{name: value for name, value in scheduling.items() if value},
     }
 
@@ -175,11 +177,7 @@ def job_container(deployment: Deployment, defaults: Defaults, name: str) -> dict
         "name": name,
         "image": job.image or workers.image or defaults.worker_image,
         "imagePullPolicy": workers.image_pull_policy or defaults.worker_image_pull_policy,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": container_security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 

@@ -107,6 +107,11 @@ def service_url(namespace: str, name: str, *, tls: bool = False) -> str:
     return f"{'https' if tls else 'http'}://{name}.{namespace}.svc/v1"
 
 
+def public_port_name(deployment: Deployment) -> str:
+    """Return the name of port 8000 in pods and Services, by which monitors and routers choose the scheme."""
+    return "http" if deployment.spec.tls is None else "https"
+
+
 def service_labels(name: str) -> dict[str, str]:
     """Return the labels of the workers that the Services select: every variant that accepts requests."""
     return {NAME_LABEL: name, ROLE_LABEL: Role.worker.value}

@@ -11,25 +11,44 @@ from typing import Any
 from specdecode_operator.errors import SpecError
 
 MERGE_KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "ephemeralContainers": "name",
-    "env": "name",
-    "volumes": "name",
-    "volumeMounts": "mountPath",
-    "volumeDevices": "devicePath",
-    "ports": "containerPort",
-    "imagePullSecrets": "name",
-    "resourceClaims": "name",
-    "claims": "name",
-    "hostAliases": "ip",
-    "topologySpreadConstraints": "topologyKey",
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "ephemeralContainers": ("name",),
+    "env": ("name",),
+    "volumes": ("name",),
+    "volumeMounts": ("mountPath",),
+    "volumeDevices": ("devicePath",),
+    "ports": ("containerPort", "protocol"),
+    "imagePullSecrets": ("name",),
+    "resourceClaims": ("name",),
+    "claims": ("name",),
+    "hostAliases": ("ip",),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
 }
-"""Lists whose items are merged one by one, with the identifying field. Other lists of the overlay replace the base."""
+"""Lists whose items are merged one by one, with the identifying fields. Other lists of the overlay replace the base."""
+_DEFAULTS = {"protocol": "TCP"}
+"""Values of identifying fields that an item may leave out."""
+_HANDLERS = frozenset({"exec", "httpGet", "tcpSocket", "grpc", "sleep"})
+_VARIABLE_SOURCES = frozenset({"fieldRef", "resourceFieldRef", "configMapKeyRef", "secretKeyRef", "fileKeyRef"})
+_ONE_OF = {
+    "env": frozenset({"value", "valueFrom"}),
+    "valueFrom": _VARIABLE_SOURCES,
+    "startupProbe": _HANDLERS,
+    "readinessProbe": _HANDLERS,
+    "livenessProbe": _HANDLERS,
+    "postStart": _HANDLERS,
+    "preStop": _HANDLERS,
+    "resourceClaims": frozenset({"resourceClaimName", "resourceClaimTemplateName"}),
+}
+"""Fields of which an object may have one, by the field that holds the object or the list of objects. In a volume these
+are all fields but its name."""
 
 
 def merged(base: Mapping[str, Any], overlay: Mapping[str, Any], path: str = "workers.template") -> dict[str, Any]:
     """Return ``overlay`` merged over ``base``; null removes a field.
+
+    Where Kubernetes allows one of several fields, such as the handlers of a probe or the sources of a volume, the
+    overlay's field replaces the base's.
 
     Args:
         base: Part of the operator's template.
@@ -46,15 +65,23 @@ def merged(base: Mapping[str, Any], overlay: Mapping[str, Any], path: str = "wor
         if value is None:
             result.pop(key, None)
         elif isinstance(known, Mapping):
-            result[key] = merged(known, _expect(value, Mapping, place, "an object"), place)
+            users = _expect(value, Mapping, place, "an object")
+            result[key] = merged(_without_alternatives(known, users, key), users, place)
         elif isinstance(known, list):
             items = _expect(value, list, place, "a list")
-            result[key] = _merged_items(known, items, MERGE_KEYS[key], place) if key in MERGE_KEYS else items
+            result[key] = _merged_items(known, items, key, place) if key in MERGE_KEYS else items
         elif isinstance(value, list) and key in MERGE_KEYS:
-            result[key] = _merged_items([], value, MERGE_KEYS[key], place)
+            result[key] = _merged_items([], value, key, place)
         else:
             result[key] = value
     return result
+
+
+def _without_alternatives(base: Mapping[str, Any], overlay: Mapping[str, Any], holder: str) -> dict[str, Any]:
+    """Return ``base`` without the fields that exclude a field of ``overlay``."""
+    group = frozenset({*base, *overlay} - {"name"}) if holder == "volumes" else _ONE_OF.get(holder, frozenset())
+    given = {key for key in group if overlay.get(key) is not None}
+    return {key: value for key, value in base.items() if not given or key not in group or key in given}
 
 
 def _expect(value: Any, kind: type[Any], path: str, name: str) -> Any:
@@ -63,23 +90,27 @@ def _expect(value: Any, kind: type[Any], path: str, name: str) -> Any:
     return value
 
 
-def _merged_items(base: list[Any], overlay: list[Any], key: str, path: str) -> list[Any]:
-    """Merge lists of objects by ``key``. Items of the base stay in their order, new ones follow."""
-    items = {_identity(item, key, f"{path}[{index}]"): item for index, item in enumerate(base)}
+def _merged_items(base: list[Any], overlay: list[Any], holder: str, path: str) -> list[Any]:
+    """Merge lists of objects by their identifying fields. Items of the base keep their order, new ones follow."""
+    keys = MERGE_KEYS[holder]
+    items = {_identity(item, keys, f"{path}[{index}]"): item for index, item in enumerate(base)}
     for index, item in enumerate(overlay):
         place = f"{path}[{index}]"
-        identity = _identity(item, key, place)
+        identity = _identity(item, keys, place)
         known = items.get(identity)
-        items[identity] = merged(known, item, place) if known else dict(item)
+        items[identity] = merged(_without_alternatives(known, item, holder), item, place) if known else dict(item)
     return list(items.values())
 
 
-def _identity(item: Any, key: str, path: str) -> str | int:
+def _identity(item: Any, keys: tuple[str, ...], path: str) -> tuple[str | int, ...]:
     if not isinstance(item, Mapping):
-        raise SpecError(f"{path} must be an object with a {key}, not {item!r:.60}")
-    if key not in item:
+        raise SpecError(f"{path} must be an object with a {keys[0]}, not {item!r:.60}")
+    return tuple(_identifying(item.get(key, _DEFAULTS.get(key)), key, path) for key in keys)
+
+
+def _identifying(value: Any, key: str, path: str) -> str | int:
+    if value is None:
         raise SpecError(f"{path} needs a {key}: items are merged by it")
-    identity = item[key]
-    if not isinstance(identity, str | int):
-        raise SpecError(f"{path}.{key} must be a text or a number, not {identity!r:.60}")
-    return identity
+    if not isinstance(value, str | int):
+        raise SpecError(f"{path}.{key} must be a text or a number, not {value!r:.60}")
+    return value

@@ -12,6 +12,7 @@ from specdecode_operator.manifests.identity import (
     headless_name,
     metadata,
     plan_name,
+    public_port_name,
     router_labels,
     selector,
     service_labels,
@@ -30,9 +31,9 @@ def service(deployment: Deployment, *, to_routers: bool = False) -> Manifest:
         deployment: Owner of the Service.
         to_routers: Select the routers instead of the workers.
     """
-    tls = deployment.spec.tls is not None
-    port = {"name": "https", "port": 443} if tls else {"name": "http", "port": 80}
-    ports = [{**port, "targetPort": "http", "protocol": "TCP"}]
+    number = 80 if deployment.spec.tls is None else 443
+    # A number, not a name: pods from before a change of spec.tls have the port under another name.
+    ports = [{"name": public_port_name(deployment), "port": number, "targetPort": Port.http, "protocol": "TCP"}]
     selected = {"selector": router_labels(deployment.name)} if to_routers else {}
     return _service(deployment, deployment.name, {"type": "ClusterIP", "ports": ports, **selected})
 
@@ -42,9 +43,8 @@ def headless_service(deployment: Deployment) -> Manifest:
 
     Routers (by its EndpointSlices) and certificates (``*.<name>-workers.<namespace>.svc``) use it.
     """
-    name = "https" if deployment.spec.tls is not None else "http"
     ports = [
-        {"name": name, "port": Port.http, "targetPort": "http", "protocol": "TCP"},
+        {"name": public_port_name(deployment), "port": Port.http, "targetPort": Port.http, "protocol": "TCP"},
         {"name": "admin", "port": Port.admin, "targetPort": "admin", "protocol": "TCP"},
     ]
     return _service(

@@ -10,19 +10,19 @@ from specdecode_operator.manifests.identity import (
     TokenScope,
     demand_name,
     headless_name,
+    public_port_name,
     router_labels,
     router_metadata,
     router_name,
     tokens_name,
 )
+from specdecode_operator.manifests.scheduling import container_security_context, pod_security_context
 from specdecode_operator.manifests.volumes import secret_volume
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
 
 OTHER_TOKENS_DIR = "/etc/specdecode/other-tokens"
 """Folder with a folder of each other deployment that shares the traffic."""
-USER = 65532
-"""User and group of the container."""
 EXIT_SECONDS = 10
 """Time beyond the drain in which the process ends."""
 PROGRESS_SECONDS = 600
@@ -83,13 +83,7 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         # A router watches EndpointSlices and reports held requests.
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_security_context(defaults),
         "terminationGracePeriodSeconds": drain.endpoint_delay_seconds + drain.grace_period_seconds + EXIT_SECONDS,
         "containers": [_container(deployment, defaults)],
         "volumes": [*_secrets(deployment), {"name": "tmp", "emptyDir": {"sizeLimit": TMP_LIMIT}}],
@@ -116,16 +110,12 @@ def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
             {"name": Env.pod_name, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
             *_tracing(deployment),
         ],
-        "ports": [{"name": "http", "containerPort": Port.http, "protocol": "TCP"}],
+        "ports": [{"name": public_port_name(deployment), "containerPort": Port.http, "protocol": "TCP"}],
         "resources": spec.router.resources.model_dump(mode="json"),
         "startupProbe": _probe("/ready", tls=tls, period=1, failures=60),
         "readinessProbe": _probe("/ready", tls=tls, period=2, failures=2),
         "livenessProbe": _probe("/health", tls=tls, period=10, failures=3),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": container_security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             *(
@@ -237,7 +227,7 @@ def _scheduling(router: RouterSpec, labels: dict[str, str]) -> dict[str, Any]:
 
 def _probe(path: str, *, tls: bool, period: int, failures: int) -> dict[str, Any]:
     return {
-        "httpGet": {"path": path, "port": "http", **({"scheme": "HTTPS"} if tls else {})},
+        "httpGet": {"path": path, "port": Port.http, **({"scheme": "HTTPS"} if tls else {})},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

@@ -1,4 +1,4 @@
-"""Pod fields for scheduling and identity: node selection, priority, service account and runtime class."""
+"""Pod fields for scheduling and identity: users, node selection, priority, service account and runtime class."""
 
 from __future__ import annotations
 
@@ -7,6 +7,27 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import WorkersSpec
 from specdecode_operator.errors import SpecError
+from specdecode_operator.types import Defaults
+
+USER = 65532
+"""User and group of all containers, where the namespace assigns no others."""
+
+
+def pod_security_context(defaults: Defaults) -> dict[str, Any]:
+    """Return the security context of all pods, which Pod Security `restricted` and OpenShift's restricted-v2 admit."""
+    users = {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER} if defaults.fixed_user else {}
+    return {
+        "runAsNonRoot": True,
+        **users,
+        # Kubernetes does not walk through a model cache of many gigabytes at every start.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security_context() -> dict[str, Any]:
+    """Return the security context of all containers."""
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def scheduling(workers: WorkersSpec, labels: Mapping[str, str]) -> dict[str, Any]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec, WorkersSpec
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, unpinned_uris, worker_config
-from specdecode_operator.manifests.identity import selector
+from specdecode_operator.manifests.identity import public_port_name, selector
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.run_storage import bucket_environment
-from specdecode_operator.manifests.scheduling import scheduling
+from specdecode_operator.manifests.scheduling import container_security_context, pod_security_context, scheduling
 from specdecode_operator.manifests.volumes import (
     PLAN_PATH,
     REVISIONS_PATH,
@@ -26,8 +27,6 @@ from specdecode_operator.state.learned import MAX_TEMPLATE_BYTES
 from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.contract import Env, Port
 
-USER = 65532
-"""User and group of all containers."""
 STARTUP_SECONDS = 3600
 """Time in which a worker must load its model, in seconds. After that the kubelet restarts it."""
 LIVE_FIELDS = frozenset({"update_policy", "recycle", "rollout"})
@@ -100,17 +99,64 @@ def _labelled(template: dict[str, Any], labels: dict[str, str]) -> dict[str, Any
     return merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
 
 
-def pod_security_context() -> dict[str, Any]:
-    """Return the security context of pods that read models, which Pod Security `restricted` admits."""
-    return {
-        "runAsNonRoot": True,
-        "runAsUser": USER,
-        "runAsGroup": USER,
-        "fsGroup": USER,
-        # Kubernetes does not walk through a model cache of many gigabytes at every start.
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
+class UserSettings(NamedTuple):
+    """What users give the worker's container that every container which downloads needs: proxies, CAs and mirrors."""
+
+    env: list[dict[str, Any]]
+    env_from: list[dict[str, Any]]
+    mounts: list[dict[str, Any]]
+    volumes: list[dict[str, Any]]
+    """Volumes of the mounts."""
+
+    def given_to(self, container: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``container`` with the settings. Variables and mounts that it has stay as they are."""
+        names = {variable["name"] for variable in container["env"]}
+        paths = {mount["mountPath"] for mount in container["volumeMounts"]}
+        return {
+            **container,
+            "env": [*container["env"], *(variable for variable in self.env if variable["name"] not in names)],
+            **({"envFrom": [dict(source) for source in self.env_from]} if self.env_from else {}),
+            "volumeMounts": [
+                *container["volumeMounts"],
+                *(mount for mount in self.mounts if mount["mountPath"] not in paths),
+            ],
+        }
+
+
+def user_settings(spec: Spec, name: str) -> UserSettings:
+    """Return the variables of ``workers.env``, ``workers.envFrom`` and the worker's container in ``workers.template``.
+
+    Of its mounts, those of volumes are returned that the template adds: the operator's own volumes have other places in
+    other containers. Whatever in the template is no valid field of a pod is left out here; the merge names it.
+    """
+    pod = _object(_object(spec.workers.template).get("spec"))
+    worker = next((one for one in _objects(pod.get("containers"), "name") if one["name"] == "worker"), {})
+    ours = {volume["name"] for volume in volumes(spec, name)}
+    added = {volume["name"]: volume for volume in _objects(pod.get("volumes"), "name") if volume["name"] not in ours}
+    mounts = [mount for mount in _objects(worker.get("volumeMounts"), "mountPath") if mount.get("name") in added]
+    used = {mount["name"] for mount in mounts}
+    variables = {
+        variable["name"]: variable for variable in (*_variables(spec.workers), *_objects(worker.get("env"), "name"))
     }
+    return UserSettings(
+        # A resource of a container is that of the worker's, which the others are not.
+        env=[one for one in variables.values() if "resourceFieldRef" not in _object(one.get("valueFrom"))],
+        env_from=[*map(dict, spec.workers.env_from), *_objects(worker.get("envFrom"))],
+        mounts=mounts,
+        volumes=[volume for volume in added.values() if volume["name"] in used],
+    )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _objects(value: Any, *keys: str) -> list[dict[str, Any]]:
+    """Return the objects of a list that have a text in each of ``keys``."""
+    items = value if isinstance(value, list) else []
+    return [
+        dict(one) for one in items if isinstance(one, Mapping) and all(isinstance(one.get(key), str) for key in keys)
+    ]
 
 
 def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
@@ -120,9 +166,9 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         # A Service called specdecode would put SPECDECODE_* variables of its own into the environment.
         "enableServiceLinks": False,
-        "securityContext": pod_security_context(),
+        "securityContext": pod_security_context(defaults),
         "terminationGracePeriodSeconds": drain.endpoint_delay_seconds + drain.grace_period_seconds + 10,
-        "initContainers": [_pull(spec, defaults)],
+        "initContainers": [user_settings(spec, deployment.name).given_to(_pull(spec, defaults))],
         "containers": [_worker(deployment, defaults)],
         "volumes": volumes(spec, deployment.name),
         **scheduling(spec.workers, selector(deployment.name)),
@@ -137,11 +183,7 @@ def _container(spec: Spec, defaults: Defaults, name: str) -> dict[str, Any]:
         "name": name,
         "image": spec.workers.image or defaults.worker_image,
         "imagePullPolicy": spec.workers.image_pull_policy or defaults.worker_image_pull_policy,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": container_security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
@@ -177,7 +219,7 @@ def _worker(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "env": _environment(deployment),
         **({"envFrom": [dict(source) for source in spec.workers.env_from]} if spec.workers.env_from else {}),
         "ports": [
-            {"name": "http", "containerPort": Port.http, "protocol": "TCP"},
+            {"name": public_port_name(deployment), "containerPort": Port.http, "protocol": "TCP"},
             {"name": "admin", "containerPort": Port.admin, "protocol": "TCP"},
         ],
         "resources": _resources(spec),
@@ -202,10 +244,12 @@ def _environment(deployment: Deployment) -> list[dict[str, Any]]:
         *([{"name": "OMP_NUM_THREADS", "value": str(count)}] if count else []),
         *bucket_environment(deployment.spec),
     ]
-    users = [
-        variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in deployment.spec.workers.env
-    ]
+    users = _variables(deployment.spec.workers)
     return list({variable["name"]: variable for variable in (*ours, *users)}.values())
+
+
+def _variables(workers: WorkersSpec) -> list[dict[str, Any]]:
+    return [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in workers.env]
 
 
 def _resources(spec: Spec) -> dict[str, Any]:
@@ -223,7 +267,7 @@ def _resources(spec: Spec) -> dict[str, Any]:
 def _probe(path: str, *, tls: bool, period: int, failures: int) -> dict[str, Any]:
     """Return a probe with a timeout of five seconds: one second fails now and then on a busy node."""
     return {
-        "httpGet": {"path": path, "port": "http", **({"scheme": "HTTPS"} if tls else {})},
+        "httpGet": {"path": path, "port": Port.http, **({"scheme": "HTTPS"} if tls else {})},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

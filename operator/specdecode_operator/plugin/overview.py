@@ -42,13 +42,13 @@ def detail(resource: dict[str, Any], now: float) -> list[str]:
 
 
 def spec_of(resource: dict[str, Any]) -> Spec:
-    """Return the spec, without fields of a newer operator, as ``status_of``."""
-    return Spec.model_validate(_known(resource["spec"], Spec))
+    """Return the spec."""
+    return Spec.model_validate(resource["spec"])
 
 
 def status_of(resource: dict[str, Any]) -> Status:
-    """Return the status, without fields of a newer operator: the plugin may be older than the operator."""
-    return Status.model_validate(_known(resource.get("status") or {}, Status))
+    """Return the status; it is empty before the operator wrote one."""
+    return Status.model_validate(resource.get("status") or {})
 
 
 def mode_of(resource: dict[str, Any]) -> str:
@@ -101,28 +101,3 @@ def _row(resource: dict[str, Any], now: float) -> tuple[str, ...]:
 def _reason(resource: dict[str, Any]) -> list[str]:
     reason = (resource.get("status") or {}).get("reason")
     return [f"{resource['metadata']['name']}: {reason}"] if reason else []
-
-
-def _known(value: Any, model: Any) -> Any:
-    """Return ``value`` without the fields that the models of this version do not have, at all levels."""
-    if not isinstance(value, dict) or not hasattr(model, "model_fields"):
-        return value
-    fields = {field.alias or name: field for name, field in model.model_fields.items()}
-    return {key: _inside(item, fields[key].annotation) for key, item in value.items() if key in fields}
-
-
-def _inside(value: Any, annotation: Any) -> Any:
-    models = list(_models(annotation))
-    if not models:
-        return value
-    if isinstance(value, list):
-        return [_known(item, models[0]) for item in value]
-    return _known(value, models[0])
-
-
-def _models(annotation: Any) -> Iterable[Any]:
-    """Yield the models in a field's type, inside unions and tuples too."""
-    if hasattr(annotation, "model_fields"):
-        yield annotation
-    for inner in getattr(annotation, "__args__", ()):
-        yield from _models(inner)

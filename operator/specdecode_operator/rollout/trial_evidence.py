@@ -19,7 +19,7 @@ from specdecode_operator.drafts.crossover import (
     task_differences,
 )
 from specdecode_operator.drafts.evidence import TILTS, increments, log_mean
-from specdecode_operator.state.draft_record import CountedPair, TrialRecord
+from specdecode_operator.state.draft_record import CountedPair, PairEvidence, TrialRecord
 from specdecode_worker.contract import TrialCost, TrialPair
 
 GAIN_LIMIT = 3.0
@@ -59,19 +59,42 @@ def count_pairs(trial: TrialRecord, pairs: Iterable[TrialPair], tasks: Collectio
         if pair.index < trial.next_pair:
             continue
         counted = _counted(pair, tasks)
-        trial = trial.model_copy(
-            update={"next_pair": pair.index + 1, "pairs": (*trial.pairs, counted) if counted else trial.pairs}
-        )
+        trial = (_with_pair(trial, counted) if counted else trial).model_copy(update={"next_pair": pair.index + 1})
     return trial
 
 
 def verdict_of(trial: TrialRecord) -> Verdict:
     """Return what the counted pairs say. It may be read after every pair."""
-    tuning = CrossoverTuning(min_gain=trial.min_gain, max_pairs=trial.max_pairs)
-    crossover = Crossover()
-    for pair in trial.pairs:
-        crossover = crossover.add(pair.total, pair.tasks, tuning)
-    return crossover.verdict(tuning)
+    return _crossover(trial).verdict(_tuning(trial))
+
+
+def _tuning(trial: TrialRecord) -> CrossoverTuning:
+    return CrossoverTuning(min_gain=trial.min_gain, max_pairs=trial.max_pairs)
+
+
+def _with_pair(trial: TrialRecord, pair: CountedPair) -> TrialRecord:
+    after = _crossover(trial).add(pair.total, pair.tasks, _tuning(trial))
+    stored = {
+        task: PairEvidence(above=evidence.above, below=evidence.below)
+        for task, evidence in ((None, after.total), *after.tasks.items())
+    }
+    return trial.model_copy(
+        update={"pairs": (*trial.pairs, pair), "evidence": stored.pop(None), "task_evidence": stored}
+    )
+
+
+def _crossover(trial: TrialRecord) -> Crossover:
+    """Return the test as it is after the counted pairs, from the stored logs: a replay takes a tenth of a second."""
+    if trial.evidence is None:
+        return Crossover()
+    total = Evidence(trial.evidence.above, trial.evidence.below, tuple(abs(pair.total) for pair in trial.pairs))
+    by_task = {
+        task: Evidence(
+            logs.above, logs.below, tuple(abs(pair.tasks[task]) for pair in trial.pairs if task in pair.tasks)
+        )
+        for task, logs in trial.task_evidence.items()
+    }
+    return Crossover(len(trial.pairs), total, by_task)
 
 
 def gain_of(trial: TrialRecord) -> Gain | None:

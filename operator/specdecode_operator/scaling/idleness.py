@@ -64,7 +64,14 @@ def _wake(spec: ScalingSpec, state: ScalingState, demand: Demand, activity: Acti
     slots = max(1.0, TUNING.usable_slots * demand.max_num_seqs)
     wanted = math.ceil(activity.held / slots)
     replicas = min(spec.max_replicas, wanted)
-    update = {"replicas": replicas, "wanted": wanted, "above_polls": 0, "below_since": None, "idle_since": None}
+    update = {
+        "replicas": replicas,
+        "wanted": wanted,
+        "above_polls": 0,
+        "below_since": None,
+        "low_needs": (),
+        "idle_since": None,
+    }
     return ScaleResult(
         replicas=replicas,
         wanted=wanted,
@@ -81,7 +88,7 @@ def _rest(spec: ScalingSpec, result: ScaleResult, activity: Activity, now: float
     if not activity.is_quiet or since is None or now - since < spec.idle_seconds:
         state = result.state.model_copy(update={"idle_since": since})
         return ScaleResult(replicas=result.replicas, wanted=result.wanted, state=state, reason=result.reason)
-    update = {"replicas": 0, "wanted": 0, "above_polls": 0, "below_since": None, "idle_since": None}
+    update = {"replicas": 0, "wanted": 0, "above_polls": 0, "below_since": None, "low_needs": (), "idle_since": None}
     return ScaleResult(
         replicas=0,
         wanted=0,

@@ -6,8 +6,9 @@ demand is the running and waiting requests over 0.8 of the sequences that one wo
 
 Workers are added after two polls with more demand than workers, or at once if requests wait too long. The arrival rate
 counts with its lower confidence bound, so a burst adds no worker; if it lasts, requests run or wait soon, which does.
-Workers are removed one at a time, after demand with headroom was below the workers for the whole scale-down window. In
-that window polls without a report of every placed worker, and polls during rollouts, do not count. A forecast of the
+Workers are removed one at a time, after demand with headroom was below the workers for the whole scale-down window, and
+only down to its highest value within that window. In it polls without a report of every placed worker, and polls during
+rollouts, do not count. A forecast of the
 arrival rate may raise the lower bound.
 """
 
@@ -167,26 +168,34 @@ def _fall(
     seconds: float,
     is_measured: bool,
 ) -> ScaleResult:
-    """Remove a worker, if demand was below the workers for the whole window.
+    """Remove a worker, if demand was below the workers for the whole window, and is not higher within it.
 
     A poll of ``seconds`` that was not measured completely extends the window: while all ready workers are busy,
     requests may wait for workers that are still starting.
     """
     if need.lasting >= replicas:
         return _result(state, replicas, need.wanted, above_polls=0, below_since=None)
-    since = now if state.below_since is None else state.below_since
-    if not is_measured:
-        since = min(now, since + seconds)
-    elif now - since >= spec.scale_down_window_seconds:
-        replicas = max(spec.min_replicas, replicas - 1)
-    return _result(state, replicas, need.wanted, above_polls=0, below_since=since)
+    window = spec.scale_down_window_seconds
+    pause = 0 if is_measured else seconds
+    since = now if state.below_since is None else min(now, state.below_since + pause)
+    earlier = [(min(now, at + pause), lasting) for at, lasting in state.low_needs if lasting > need.lasting]
+    needs = tuple((at, lasting) for at, lasting in (*earlier, (now, need.lasting)) if now - at <= window)
+    if is_measured and now - since >= window:
+        replicas = max(spec.min_replicas, min(replicas, max(replicas - 1, needs[0][1])))
+    return _result(state, replicas, need.wanted, above_polls=0, below_since=since, low_needs=needs)
 
 
 def _result(
-    state: ScalingState, replicas: int, wanted: int, *, above_polls: int, below_since: float | None
+    state: ScalingState,
+    replicas: int,
+    wanted: int,
+    *,
+    above_polls: int,
+    below_since: float | None,
+    low_needs: tuple[tuple[float, int], ...] = (),
 ) -> ScaleResult:
-    update = {"replicas": replicas, "wanted": wanted, "above_polls": above_polls, "below_since": below_since}
-    state = state.model_copy(update=update)
+    update = {"replicas": replicas, "wanted": wanted, "above_polls": above_polls}
+    state = state.model_copy(update={**update, "below_since": below_since, "low_needs": low_needs})
     return ScaleResult(replicas=replicas, wanted=wanted, state=state, reason=f"demand asks for {wanted} workers")
 
 

@@ -196,6 +196,9 @@ class ScalingState(Stored):
     """Consecutive polls with more demand than workers."""
     below_since: float | None = None
     """Start of the period with less demand than workers; polls without complete readings move it forward."""
+    low_needs: tuple[tuple[float, int], ...] = ()
+    """Workers for the demand in that period, within the scale-down window: times with numbers, each higher than all
+    later ones. The first is the highest."""
     unplaced_since: float | None = None
     """Time since which some workers have no node."""
     placed_limit: int | None = None

@@ -40,6 +40,13 @@ class CountedPair(Stored):
     tasks: dict[str, float] = Field(default={})
 
 
+class PairEvidence(Stored):
+    """Logs of the two e-processes of a trial by tilt, after the counted pairs (`drafts.crossover.Evidence`)."""
+
+    above: tuple[float, ...]
+    below: tuple[float, ...]
+
+
 class TrialRecord(Stored):
     """Trial of a candidate. Its settings are those of its beginning, because changed ones would void its guarantee."""
 
@@ -61,6 +68,9 @@ class TrialRecord(Stored):
     """Index after the last pair that was counted. Lower indices are not counted again."""
     pairs: tuple[CountedPair, ...] = ()
     """Pairs that shared a cell, in the order in which they were counted."""
+    evidence: PairEvidence | None = None
+    """Evidence of all tasks together after ``pairs``; None before the first one."""
+    task_evidence: dict[str, PairEvidence] = Field(default={})
 
 
 class RunRecord(Stored):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -117,9 +118,14 @@ class RoundCalls:
         after = {poll.target.uid: poll for part in parts for poll in part}
         return [after.get(poll.target.uid, poll) for poll in ordered]
 
-    async def push(self, key: Key, plans: Mapping[str, Plan], access: WorkerAccess) -> None:
-        """Push plans by address. A failed push is not repeated here: the next report shows whether it is needed."""
-        ends = asyncio.get_running_loop().time() + self._budget
+    async def push(
+        self, key: Key, plans: Mapping[str, Plan], access: WorkerAccess, *, limit: float | None = None
+    ) -> None:
+        """Push plans by address, within ``limit`` seconds: then another process may lead.
+
+        A failed push is not repeated here: the next report shows whether it is needed.
+        """
+        ends = asyncio.get_running_loop().time() + min(self._budget, math.inf if limit is None else limit)
         pushes = (self._push_one(key, address, plan, access, ends) for address, plan in plans.items())
         await asyncio.gather(*pushes)
 

@@ -60,7 +60,8 @@ class Scraper:
         notify: Function that is called after ``readings`` were written.
         poll_seconds: Time between two rounds of one deployment.
         limits: Limits of open calls.
-        guard: Function that raises if this process must not write to workers, called before plans are pushed.
+        guard: Function called before plans are pushed. It raises if this process must not write to workers, or returns
+            the seconds within which the writes must end.
         on_unauthorized: Function that is called after a round in which a worker accepted none of the tokens.
         on_round: Function that is called with the times of every round, for metrics.
         clock: Monotonic clock, in seconds.
@@ -77,7 +78,7 @@ class Scraper:
         notify: Callable[[Key], None],
         poll_seconds: float,
         limits: ScrapeLimits | None = None,
-        guard: Callable[[], object] = lambda: None,
+        guard: Callable[[], float | None] = lambda: None,
         on_unauthorized: Callable[[Key], None] = lambda key: None,
         on_round: Callable[[Key, RoundTimes], None] = lambda key, times: None,
         clock: Callable[[], float] = time.monotonic,
@@ -241,8 +242,7 @@ class Scraper:
             return
         plans = plans_to_push(published, _running_plans(polls))
         if plans and not _is_paused(state):
-            self._guard()
-            await self._calls.push(key, plans, access)
+            await self._calls.push(key, plans, access, limit=self._guard())
 
 
 def _running_plans(polls: Sequence[WorkerPoll]) -> dict[str, RunningPlan]:

@@ -17,11 +17,14 @@ import pytest
 import yaml
 
 from specdecode_operator import manifests
+from specdecode_operator.api import crd as crd_module
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
+from specdecode_operator.kube.kinds import OWN_NAMESPACE_PERMISSIONS, PERMISSIONS
 from specdecode_worker.contract import CheckVerdict, MemoryState
 from support.kube import Cluster, KubectlError, wait_for
 from support.operators.fleet import SPEC, deep
-from support.operators.operator_process import OperatorProcess
+from support.operators.operator_account import grant, kubeconfig_of
+from support.operators.operator_process import OperatorProcess, install_crd
 
 pytestmark = pytest.mark.usefixtures("crd")
 MAX_MEMORY_MIB = 120
@@ -102,6 +105,61 @@ def test_deleting_a_deployment_deletes_its_children(
         lambda: not cluster.list(f"{CHILDREN},secret", f"{GROUP}/name=gone", namespace),
         timeout_s=40,
     )
+
+
+@pytest.fixture
+def newer_crd(crd: None, cluster: Cluster) -> Iterator[None]:
+    """Serve the CRD of a newer operator, which has one more field with a default, and then this tree's again."""
+    definition = yaml.safe_load(crd_module.text())
+    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    spec["speculation"]["properties"]["novelty"] = {"type": "object", "default": {"level": 3}} | {
+        "properties": {"level": {"type": "integer", "default": 3}}
+    }
+    cluster.apply(definition, server_side=True)
+    yield
+    install_crd(cluster)
+
+
+def test_an_operator_is_ready_once_it_has_its_rights(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
+    lacking = {**PERMISSIONS, ("", "services"): frozenset({"get", "list", "watch", "patch"})}
+    grant(cluster, namespace, "probed", {**lacking, ("", "pods"): frozenset({"patch"})}, OWN_NAMESPACE_PERMISSIONS)
+    kubeconfig = kubeconfig_of(cluster, namespace, "probed", tmp_path)
+    with OperatorProcess(cluster, namespace, tmp_path, kubeconfig=kubeconfig) as process:
+        wait_for(
+            "the refused list", lambda: "list of Pod: pods is forbidden" in process.probe("/ready")[1], timeout_s=60
+        )
+        assert process.probe("/healthz") == (200, "ok\n")
+        assert process.probe("/ready")[0] == 503
+        grant(cluster, namespace, "probed", lacking, OWN_NAMESPACE_PERMISSIONS)
+        missing = f"rights in {namespace}: create services missing; see the chart's rbac.yaml\n"
+        wait_for("the missing right", lambda: process.probe("/ready") == (503, missing), timeout_s=60)
+        grant(cluster, namespace, "probed", PERMISSIONS, OWN_NAMESPACE_PERMISSIONS)
+        wait_for("it is ready", lambda: process.probe("/ready") == (200, "ok\n"), timeout_s=30)
+
+
+def test_a_newer_crd_does_not_stop_an_older_operator(
+    operator: OperatorProcess, cluster: Cluster, namespace: str, request: pytest.FixtureRequest
+) -> None:
+    """Helm installs the new CRD before the new operator, which may come late or never."""
+    cluster.apply(resource("skewed"), namespace=namespace)
+    wait_for("the workload", lambda: cluster.get("deploy", "skewed-worker", namespace), timeout_s=30)
+    request.getfixturevalue("newer_crd")
+    wait_for(
+        "the new field has its default",
+        lambda: cluster.get("sdd", "skewed", namespace)["spec"]["speculation"].get("novelty") == {"level": 3},
+        timeout_s=30,
+    )
+    change = json.dumps({"spec": {"workers": {"maxNumSeqs": 9}}})
+    cluster.kubectl("patch", "sdd", "skewed", "--type=merge", "-p", change, namespace=namespace)
+
+    def status() -> Any:
+        now = cluster.get("sdd", "skewed", namespace)
+        return now["status"] if now["status"]["observedGeneration"] == now["metadata"]["generation"] == 2 else None
+
+    seen = wait_for("the change is carried out", status, timeout_s=15)
+    assert "Stalled" not in {one["type"] for one in seen["conditions"] if one["status"] == "True"}, seen["conditions"]
+    template = cluster.get("deploy", "skewed-worker", namespace)["spec"]["template"]
+    assert '"max_num_seqs":9' in json.dumps(template).replace("\\", "")
 
 
 def test_a_refused_child_is_named_and_the_others_are_applied(

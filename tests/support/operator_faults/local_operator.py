@@ -64,6 +64,8 @@ def local_operator_process(
         "PYTHONUNBUFFERED": "1",
         f"{prefix}NAMESPACE": namespace,
         f"{prefix}IDENTITY": "local-operator",
+        # As in the chart: renewals of the Lease show that connections are dead.
+        f"{prefix}LEADER_ELECTION": "true",
         f"{prefix}WATCH_NAMESPACES": namespace,
         f"{prefix}WORKER_IMAGE": revision.image,
         f"{prefix}POLL_SECONDS": "2",

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,7 @@ class OperatorProcess:
     ) -> None:
         self.log = folder / "operator.log"
         self.metrics_port = free_port()
+        self.health_port = free_port()
         prefix = "SPECDECODE_OPERATOR_"
         self._environment = {
             **cluster.environment,
@@ -52,7 +54,7 @@ class OperatorProcess:
             f"{prefix}WATCH_NAMESPACES": namespace,
             f"{prefix}NAMESPACE": namespace,
             f"{prefix}LISTEN_ADDRESS": "127.0.0.1",
-            f"{prefix}PORT_HEALTH": str(free_port()),
+            f"{prefix}PORT_HEALTH": str(self.health_port),
             f"{prefix}PORT_METRICS": str(self.metrics_port),
             f"{prefix}POLL_SECONDS": "1",
             **{prefix + name.upper(): value for name, value in settings.items()},
@@ -80,6 +82,16 @@ class OperatorProcess:
     def resident_mib(self) -> float:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+
+    def probe(self, path: str) -> tuple[int, str]:
+        """Return status and text of a probe; status 0 before the operator listens."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}{path}", timeout=5) as answer:
+                return int(answer.status), answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric's samples."""

@@ -35,7 +35,7 @@ class Bench:
     notified: list[Key] = field(default_factory=list)
     unauthorized: list[Key] = field(default_factory=list)
     times: dict[Key, list[RoundTimes]] = field(default_factory=dict)
-    guard: Callable[[], None] = lambda: None
+    guard: Callable[[], float | None] = lambda: None
     notify_error: Exception | None = None
     scraper: Scraper = field(init=False)
 

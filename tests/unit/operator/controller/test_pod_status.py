@@ -9,6 +9,7 @@ import pytest
 from specdecode_operator.controller.pod_status import worker_of, workload_of
 from specdecode_operator.controller.resource import deployment_of, identity_of, status_of_resource
 from specdecode_operator.errors import SpecError
+from specdecode_operator.manifests import rolling_hash
 from support.operators.fleet import SPEC
 
 
@@ -19,6 +20,15 @@ def pod(status: dict[str, Any], **metadata: Any) -> dict[str, Any]:
 def resource(**fields: Any) -> dict[str, Any]:
     metadata = {"namespace": "ns", "name": "n", "uid": "u", "generation": 3}
     return {"metadata": metadata, "spec": SPEC, **fields}
+
+
+def with_novelty(value: Any) -> Any:
+    """Return ``value`` with a field that no version has, in every object."""
+    if isinstance(value, list):
+        return [with_novelty(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {**{key: with_novelty(item) for key, item in value.items()}, "novelty": {"isDefaulted": True}}
 
 
 def test_a_ready_pod_is_a_ready_worker() -> None:
@@ -110,9 +120,19 @@ def test_a_workload_is_settled_without_a_rollout_under_way(status: dict[str, Any
     assert workload_of(workload).settled == settled
 
 
-def test_a_spec_of_another_version_is_refused_by_field() -> None:
-    with pytest.raises(SpecError, match=r"spec\.weather"):
-        deployment_of(resource(spec={**SPEC, "weather": "fine"}))
+def test_fields_of_a_newer_crd_are_ignored_at_every_level() -> None:
+    """The API server puts the defaults of a newer CRD into resources before its operator runs."""
+    ready = {"type": "Ready", "status": "True", "reason": "Ready", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    known = resource(spec=SPEC, status={"observedGeneration": 3, "conditions": [ready]})
+    newer = resource(spec=with_novelty(SPEC), status=with_novelty(known["status"]))
+    assert newer["spec"]["speculation"]["draft"]["novelty"]
+    assert deployment_of(newer) == deployment_of(known)
+    assert rolling_hash(deployment_of(newer).spec) == rolling_hash(deployment_of(known).spec)
+
+
+def test_a_spec_with_a_value_of_another_version_is_refused_by_field() -> None:
+    with pytest.raises(SpecError, match=r"spec\.replicas"):
+        deployment_of(resource(spec={**SPEC, "replicas": "many"}))
 
 
 def test_the_annotation_pauses_a_deployment() -> None:
@@ -123,7 +143,7 @@ def test_the_annotation_pauses_a_deployment() -> None:
 
 
 def test_a_status_of_another_version_counts_as_empty() -> None:
-    assert status_of_resource(resource(status={"mood": "good"})).observed_generation is None
+    assert status_of_resource(resource(status={"observedGeneration": 3, "ready": 1})).observed_generation is None
 
 
 def test_only_changes_by_users_change_the_identity_of_a_resource() -> None:

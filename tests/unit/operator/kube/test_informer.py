@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.errors import Gone, Unavailable
+from specdecode_operator.errors import Gone, Refused, Unavailable
 from specdecode_operator.kube import informer as informer_module
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.informer_set import InformerSet, deployment_informers, pack_resource, unpack_resource
@@ -118,20 +118,34 @@ async def test_a_relist_reports_differences_only(pauses: list[float]) -> None:
 
 async def test_errors_back_off_and_progress_ends_that(pauses: list[float]) -> None:
     failures: list[list[Any]] = [[Unavailable("away")] for _ in range(8)]
-    await play([*failures, [page(1)], [page(2)]], [[("ADDED", item("p", 2)), Unavailable("cut")]])
+    await play([*failures, [page(1)]], [[("ADDED", item("p", 2)), Unavailable("cut")]])
     for expected, pause in zip([1, 2, 4, 8, 16, 30, 30, 30, 1], pauses, strict=True):
         assert 0.5 * expected <= pause <= 1.5 * expected
 
 
-async def test_watches_that_end_at_once_back_off(pauses: list[float]) -> None:
-    _, _, client = await play([[page(1)], [page(2)]], [[]])
-    assert len(pauses) == 1
-    assert client.versions == ["1", "2"]
+async def test_watches_that_end_at_once_back_off_and_then_list_again(pauses: list[float]) -> None:
+    """The version may be one that the server does not know, as after a restored backup."""
+    _, _, client = await play([[page(5)], [page(2)]], [[], [], []])
+    assert len(pauses) == 3
+    assert client.versions == ["5", "5", "2", "2"]
+
+
+async def test_a_watch_goes_on_behind_its_last_event_after_an_error(pauses: list[float]) -> None:
+    cut = [("ADDED", item("p", 7)), Unavailable("cut")]
+    informer, changes, client = await play([[page(1)]], [cut, [Unavailable("503")], [("MODIFIED", item("p", 9))]])
+    assert client.versions == ["1", "7", "7", "9"]
+    assert (informer.get("ns", "p"), changes) == ("9", [A, A])
 
 
 async def test_versions_that_expire_again_and_again_back_off(pauses: list[float]) -> None:
     await play([[page(n)] for n in range(4)], [[Gone("old")] for _ in range(3)])
     assert len(pauses) == 2
+
+
+async def test_a_refusal_ends_with_the_next_list(pauses: list[float]) -> None:
+    refused = Refused("403", "pods is forbidden")
+    informer, _, client = await play([[page(1)], [refused], [page(3)]], [[refused]])
+    assert (informer.refusal, client.versions) == ("", ["1", "3"])
 
 
 async def test_an_object_that_moves_changes_both_deployments(pauses: list[float]) -> None:

@@ -21,6 +21,10 @@ class LeaseServer:
         self.away = False
         self.hangs = False
         self.requests: list[str] = []
+        self.doubts: list[float] = []
+
+    def doubt_watches(self, seconds: float) -> None:
+        self.doubts.append(seconds)
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -184,6 +188,7 @@ async def test_a_hanging_renewal_is_given_up_at_the_deadline(server: LeaseServer
     server.hangs = True
     await asyncio.wait_for(first.lost.wait(), 1.5)
     assert not first.is_leader
+    assert 0 < server.doubts[0] < 1, "open watches may be as dead as this request"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -209,7 +209,7 @@ def test_pull_gets_the_hub_token_and_the_worker_does_not() -> None:
 
 def test_the_admin_port_is_not_in_the_service() -> None:
     ports = manifests.service(deployment_with())["spec"]["ports"]
-    assert [port["targetPort"] for port in ports] == ["http"]
+    assert [port["targetPort"] for port in ports] == [8000]
 
 
 def test_every_child_is_owned_and_blocks_nothing() -> None:
@@ -253,6 +253,73 @@ def test_containers_merge_by_name() -> None:
 def test_null_removes_a_field_and_lists_without_names_are_replaced() -> None:
     base = {"a": 1, "command": ["x", "y"], "env": [{"name": "K", "value": "1"}]}
     assert merged(base, {"a": None, "command": ["z"]}) == {"command": ["z"], "env": [{"name": "K", "value": "1"}]}
+
+
+@pytest.mark.parametrize(
+    ("base", "overlay", "made"),
+    [
+        (
+            {"livenessProbe": {"httpGet": {"path": "/"}, "periodSeconds": 9}},
+            {"livenessProbe": {"exec": {"command": []}}},
+            {"livenessProbe": {"exec": {"command": []}, "periodSeconds": 9}},
+        ),
+        (
+            {"livenessProbe": {"httpGet": {"path": "/", "port": 1}}},
+            {"livenessProbe": {"httpGet": {"path": "/x"}}},
+            {"livenessProbe": {"httpGet": {"path": "/x", "port": 1}}},
+        ),
+        (
+            {"livenessProbe": {"httpGet": {"path": "/"}}},
+            {"livenessProbe": {"exec": None, "timeoutSeconds": 2}},
+            {"livenessProbe": {"httpGet": {"path": "/"}, "timeoutSeconds": 2}},
+        ),
+        (
+            {"preStop": {"exec": {"command": []}}},
+            {"preStop": {"sleep": {"seconds": 3}}},
+            {"preStop": {"sleep": {"seconds": 3}}},
+        ),
+        (
+            {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}]},
+            {"volumes": [{"name": "tmp", "persistentVolumeClaim": {"claimName": "c"}}]},
+            {"volumes": [{"name": "tmp", "persistentVolumeClaim": {"claimName": "c"}}]},
+        ),
+        (
+            {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}]},
+            {"volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory"}}]},
+            {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi", "medium": "Memory"}}]},
+        ),
+        (
+            {"env": [{"name": "A", "value": "1"}]},
+            {"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]},
+            {"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]},
+        ),
+        (
+            {"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]},
+            {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
+            {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
+        ),
+        (
+            {"resourceClaims": [{"name": "gpu", "resourceClaimName": "a"}]},
+            {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "b"}]},
+            {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "b"}]},
+        ),
+    ],
+    ids=lambda part: "-".join(part),
+)
+def test_of_fields_that_exclude_each_other_the_users_alone_stays(
+    base: dict[str, Any], overlay: dict[str, Any], made: dict[str, Any]
+) -> None:
+    assert merged(base, overlay) == made
+
+
+def test_every_item_that_kubernetes_tells_apart_stays() -> None:
+    spread = [{"topologyKey": "zone", "whenUnsatisfiable": when} for when in ("DoNotSchedule", "ScheduleAnyway")]
+    ports = [{"containerPort": 53, "protocol": "UDP"}, {"containerPort": 53, "name": "dns"}]
+    made = merged(
+        {"ports": [{"containerPort": 53, "protocol": "TCP"}]}, {"topologySpreadConstraints": spread, "ports": ports}
+    )
+    assert made["topologySpreadConstraints"] == spread
+    assert made["ports"] == [{"containerPort": 53, "protocol": "TCP", "name": "dns"}, ports[0]]
 
 
 def test_an_item_without_a_name_is_refused_by_path() -> None:

@@ -10,7 +10,9 @@ from specdecode_operator import manifests
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import cores
 from specdecode_operator.manifests.merge import merged
+from specdecode_operator.state.draft_record import RunRecord
 from specdecode_worker.contract import EngineConfig, Env, ServerConfig, WorkerConfig
+from specdecode_worker.contract.distillation import JOB_CONTAINER
 from support.operators.fleet import DEFAULTS, deployment_with
 
 Json = dict[str, Any]
@@ -151,6 +153,67 @@ def test_env_of_users_replaces_that_of_the_operator() -> None:
 # --- secrets -------------------------------------------------------------------------------------------------------
 
 
+PROXY: Json = {
+    "workers": {
+        "env": [
+            {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},
+            {"name": "HOME", "value": "/home"},
+            {"name": "CORES", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
+        ],
+        "envFrom": [{"configMapRef": {"name": "mirror"}}],
+        "template": {
+            "spec": {
+                "volumes": [
+                    {"name": "ca", "configMap": {"name": "ca"}},
+                    {"name": "other", "configMap": {"name": "other"}},
+                    {"name": "tmp", "emptyDir": {"sizeLimit": "9Gi"}},
+                ],
+                "containers": [
+                    {
+                        "name": "worker",
+                        "env": [{"name": "SSL_CERT_FILE", "value": "/ca/ca.crt"}],
+                        "volumeMounts": [
+                            {"name": "ca", "mountPath": "/ca", "readOnly": True},
+                            {"name": "tmp", "mountPath": "/more"},
+                        ],
+                    },
+                    {"name": "sidecar", "image": "s", "volumeMounts": [{"name": "other", "mountPath": "/other"}]},
+                ],
+            }
+        },
+    }
+}
+
+
+def pods_that_download() -> dict[str, Json]:
+    """Return the pod of a worker and that of a training Job."""
+    storage = {"distillation": {"storage": {"claim": "drafts"}}}
+    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
+    job = manifests.distillation_job(deployment_with(**storage, **PROXY), run, DEFAULTS)
+    return {"worker": pod_of(**storage, **PROXY), "job": job["spec"]["template"]["spec"]}
+
+
+@pytest.mark.parametrize(
+    ("pod", "name"), [("worker", "worker"), ("worker", "pull"), ("job", "pull"), ("job", JOB_CONTAINER)]
+)
+def test_proxies_authorities_and_mirrors_reach_every_container_that_downloads(pod: str, name: str) -> None:
+    made = pods_that_download()[pod]
+    container = next(one for one in (*made["initContainers"], *made["containers"]) if one["name"] == name)
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert len(variables) == len(container["env"])
+    assert (variables["HTTPS_PROXY"], variables["SSL_CERT_FILE"]) == ("http://proxy:3128", "/ca/ca.crt")
+    assert variables["HOME"] == ("/home" if name == "worker" else "/tmp"), "elsewhere the operator's own stay"
+    assert ("CORES" in variables) == (name == "worker"), "it is of the worker's container"
+    assert container["envFrom"] == [{"configMapRef": {"name": "mirror"}}]
+    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    assert mounts["/ca"] == "ca"
+    assert ("/more" in mounts) == (name == "worker"), "the operator's volumes are mounted where it says"
+    assert "/other" not in mounts
+    volumes = [one["name"] for one in made["volumes"]]
+    assert len(set(volumes)) == len(volumes)
+    assert set(mounts.values()) <= set(volumes)
+
+
 def test_admin_tokens_are_a_folder_and_not_in_the_environment() -> None:
     pod = pod_of()
     folder = config_of(pod).server.admin_tokens_path
@@ -189,7 +252,7 @@ def test_tls_is_mounted_probed_and_served() -> None:
     probes = [worker_of(pod)[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert {probe["scheme"] for probe in probes} == {"HTTPS"}
     (port,) = manifests.service(deployment)["spec"]["ports"]
-    assert (port["name"], port["port"], port["targetPort"]) == ("https", 443, "http")
+    assert (port["name"], port["port"], port["targetPort"]) == ("https", 443, 8000)
     assert manifests.service_url("ns", "demo", tls=True) == "https://demo.ns.svc/v1"
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from specdecode_operator.rollout.trial_evidence import count_pairs, gain_of
+from specdecode_operator.drafts.crossover import Crossover, CrossoverTuning, Evidence
+from specdecode_operator.rollout.trial_evidence import count_pairs, gain_of, verdict_of
 from specdecode_operator.state.cells import AcceptanceCell, RowState, StepTimeCell
 from specdecode_operator.state.draft_record import UNUSED, TrialRecord
 from specdecode_worker.contract import Artifact, TrialState
@@ -82,6 +83,25 @@ def test_pairs_are_counted_once_by_index() -> None:
     again = count_pairs(once, [pair(0, 0.2), pair(1, 0.1), pair(2, 0.3)], ["other"])
     assert [round(one.total, 4) for one in again.pairs] == [0.1823, 0.0953, 0.2624]
     assert again.next_pair == 3
+
+
+def test_a_pair_is_added_to_the_stored_evidence_without_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = []
+    add = Evidence.add
+    monkeypatch.setattr(Evidence, "add", lambda self, *arguments: added.append(1) or add(self, *arguments))
+    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    replayed = Crossover()
+    for index in range(40):
+        trial = count_pairs(trial, [pair(index, 0.02 * (index % 5))], ["other"])
+        newest = trial.pairs[-1]
+        replayed = replayed.add(newest.total, newest.tasks, CrossoverTuning(min_gain=0.02, max_pairs=120))
+        trial = TrialRecord.model_validate_json(trial.model_dump_json())
+        added.clear()
+        verdict_of(trial)
+        assert not added
+    assert trial.evidence is not None
+    assert (trial.evidence.above, trial.evidence.below) == (replayed.total.above, replayed.total.below)
+    assert trial.task_evidence["other"].above == replayed.tasks["other"].above
 
 
 def test_unusable_pairs_are_passed_over() -> None:

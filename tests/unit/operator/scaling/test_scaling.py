@@ -48,6 +48,28 @@ def test_a_peak_within_the_window_starts_it_again() -> None:
     assert set(replicas) == {3}
 
 
+def test_falls_no_further_than_the_highest_need_within_the_window() -> None:
+    """A dip at the end of the window is not what the workers must carry."""
+    replicas = polls([20.0] * 12 + [4.0] * 20, ScalingState(replicas=4))
+    assert replicas[:12] == [4] * 12
+    assert replicas[12:24] == [3] * 12, "20 requests need three workers"
+    assert replicas[24:] == [2] + [1] * 7
+
+
+def test_a_need_that_rises_within_the_window_is_the_highest() -> None:
+    replicas = polls([4.0] * 6 + [12.0] * 6 + [4.0] * 20, ScalingState(replicas=4))
+    assert replicas[11:] == [4] + [3] + [2] * 11 + [1] * 8
+
+
+def test_the_remembered_needs_are_few() -> None:
+    state = ScalingState(replicas=4)
+    for index in range(500):
+        demand = Demand(requests=index % 17, window_requests=index % 17, max_num_seqs=10, seconds=5, is_complete=True)
+        state = scale(SPEC, state, demand, now=1000.0 + 5 * index).state
+        assert len(state.low_needs) <= 3
+        assert list(state.low_needs) == sorted(state.low_needs, key=lambda need: -need[1])
+
+
 def test_never_falls_on_incomplete_readings() -> None:
     assert polls([0.0] * 30, ScalingState(replicas=3), trusted=False)[-1] == 3
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.kube.kinds import Kind
+from specdecode_operator.state.compact import decode, encode
 from specdecode_operator.state.draft_record import (
     UNUSED,
     CountedPair,
@@ -65,6 +66,14 @@ def test_a_record_is_read_as_it_was_written() -> None:
     assert record.trial is not None
     assert record.lineage
     assert parse_drafts(render_drafts(record)) == (record, ())
+
+
+def test_fields_of_a_newer_operator_are_ignored() -> None:
+    record = full()
+    data = render_drafts(record)
+    version, lineage = decode(data["lineage"])
+    newer = encode(version, {"entries": [{**entry, "novelty": {"isDefaulted": True}} for entry in lineage["entries"]]})
+    assert parse_drafts({**data, "lineage": newer}) == (record, ())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from specdecode_operator.telemetry.scraper import next_turn
 from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_worker.contract import Plan
 from support.operators.scraper_bench import KEY, PERIOD_SECONDS, Bench, bench_of, resource_of
-from support.operators.socket_workers import GoodWorker, dripping, garbage, hanging, socket_workers
+from support.operators.socket_workers import GoodWorker, Request, dripping, garbage, hanging, socket_workers
 
 pytestmark = pytest.mark.slow
 
@@ -246,7 +246,7 @@ async def test_no_plan_is_pushed_when_the_guard_raises() -> None:
         worker = GoodWorker()
         await bench.add(worker)
 
-        def refuse() -> None:
+        def refuse() -> float | None:
             raise OperatorError("not the leader")
 
         bench.guard = refuse
@@ -254,6 +254,21 @@ async def test_no_plan_is_pushed_when_the_guard_raises() -> None:
         await bench.rounds(3)
         assert versions(worker) == []
         assert bench.scraper.counters.rounds_failed >= 2
+
+
+async def test_a_push_ends_when_another_process_may_lead() -> None:
+    class Stuck(GoodWorker):
+        async def __call__(self, request: Request, writer: asyncio.StreamWriter) -> None:
+            if request.method == "PUT":
+                await hanging(request, writer)
+            await super().__call__(request, writer)
+
+    async with bench_of(deadline=20) as bench:
+        await bench.add(Stuck())
+        bench.guard = lambda: 0.2
+        publish(bench, 3)
+        async with asyncio.timeout(5):
+            await bench.until(lambda: bench.scraper.counters.pushes_failed["not_asked"] > 0)
 
 
 # --- schedule ---------------------------------------------------------------------------------------------------------
