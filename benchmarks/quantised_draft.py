@@ -20,7 +20,7 @@ from specdecode_worker.commands.common.flags import add_model_flags, add_shape_f
 from specdecode_worker.contract import DraftQuantization, TreeShape
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.models.transforms.quantization import quantise_draft
+from specdecode_worker.models.optimize import quantise_draft
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.data.question_sources import greedy, read_prompts
 from specdecode_worker.training.data.rollout import Rollout, RolloutSettings

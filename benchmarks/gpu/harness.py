@@ -40,7 +40,7 @@ from specdecode_worker.engine.memory.memory_budget import Budget, Device, Networ
 from specdecode_worker.engine.memory.model_inventory import bounds_of
 from specdecode_worker.engine.request import Request
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.optimize import fuse
 
 SECOND_TASK = "second"
 """Task, and name of its draft, where two drafts are loaded."""

@@ -31,10 +31,11 @@ from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
 from specdecode_worker.models.configs.target_states import NO_STATES
+from specdecode_worker.models.linear import Linear, Shard, Split
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.tensor_parallel import Shard, join, split_config
-from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.networks.tensor_parallel import share, split_config
+from specdecode_worker.models.optimize import fuse
 from specdecode_worker.speculation.trees import tree_of
 
 TABLE = Path(__file__).with_name("launches.json")
@@ -104,11 +105,11 @@ def networks(shapes: Shapes, layers: int, *, dtype: torch.dtype = torch.bfloat16
     target = Llama(config if rank is None else split_config(config, RANKS))
     head = Eagle3Head(eagle3_config(shapes.head, config), target.model.embed_tokens)
     if rank is not None:
-        target.lm_head = nn.Linear(config.hidden_size, config.vocab_size // RANKS, bias=False)
+        target.lm_head = Linear(config.hidden_size, config.vocab_size // RANKS, split=Split.VOCABULARY)
     for network in (target, head):
         _move(network, dtype)
         if network is target and rank is not None:
-            join(target, Shard(rank, RANKS))
+            share(target, Shard(rank, RANKS))
         fuse(network)
     return Networks(target, head)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from specdecode_worker.contract import MergedDraft, TaskMatch, TreeShape
-from specdecode_worker.models.transforms.fusion import fuse
-from specdecode_worker.models.transforms.quantization import QuantisedLinear, quantise_draft, quantise_target
+from specdecode_worker.models.linear import QuantizedWeight
+from specdecode_worker.models.optimize import fuse, quantise_draft, quantise_target
 
 SHAPES = ("chain:4", "tree:3,2,1,1")
 TOKENS = 40
@@ -43,7 +43,7 @@ def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
     for network in (quantised.target, quantised.copy.llama, quantised.eagle, quantised.peagle, quantised.dflash):
         fuse(network)
     for drafts in (quantised.copy, quantised.eagle, quantised.peagle, quantised.dflash):
-        assert any(isinstance(module, QuantisedLinear) for module in drafts.modules())
+        assert any(isinstance(module, QuantizedWeight) for module in drafts.modules())
     return quantised
 
 
@@ -74,6 +74,6 @@ def test_quantised_target_text_does_not_depend_on_batch_size(
 ) -> None:
     _, submit, texts = lossless
     requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(8)]
-    is_quantised = any(isinstance(module, QuantisedLinear) for module in pair.target.modules())
+    is_quantised = any(isinstance(module, QuantizedWeight) for module in pair.target.modules())
     assert is_quantised == ("plain target" not in request.node.name)
     assert texts(make_engine(None), requests) == texts(make_engine(None, max_num_seqs=1), requests)

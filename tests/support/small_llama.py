@@ -33,7 +33,7 @@ from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.optimize import fuse
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory

@@ -34,16 +34,11 @@ _SPLIT_HAS_WORKERS = (
     "!has(self.scaling) || self.scaling.owner == 'External' || self.scaling.minReplicas > 0"
     " || !has(self.router) || !has(self.router.trafficSplit) || self.router.trafficSplit.size() == 0"
 )
-_ONE_DEVICE = "model.quantization needs workers.tensorParallelSize 1"
 _OWN_IS_COUPLED = "speculation.draft.placement Own needs engine.sampler coupled"
 _OWN_DRAFT_RULE = (
     "!has(self.speculation) || !has(self.speculation.draft) || !has(self.speculation.draft.placement)"
     " || self.speculation.draft.placement == 'Shared'"
     " || !has(self.engine) || !has(self.engine.sampler) || self.engine.sampler == 'coupled'"
-)
-_RANKS = (
-    "(has(self.workers.tensorParallelSize) ? self.workers.tensorParallelSize"
-    " : has(self.workers.accelerator.count) ? self.workers.accelerator.count : 1)"
 )
 
 
@@ -71,8 +66,7 @@ class ModelSpec(Api):
     )
     quantization: TargetQuantization | None = Field(
         default=None,
-        description="Quantization of the weights of the model's blocks. It needs workers.tensorParallelSize 1. Absent: "
-        "weights are of dtype.",
+        description="Quantization of the weights of the model's blocks. Absent: weights are of dtype.",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -206,7 +200,6 @@ class Spec(Api):
                 ),
                 "fieldPath": ".replicas",
             },
-            rule(f"!has(self.model.quantization) || {_RANKS} <= 1", _ONE_DEVICE),
             rule(_OWN_DRAFT_RULE, _OWN_IS_COUPLED),
             rule(_HAS_ROUTERS, _NEEDS_ROUTERS),
             rule(_SPLIT_HAS_WORKERS, _SPLIT_NEEDS_WORKERS),
@@ -268,12 +261,6 @@ class Spec(Api):
     )
     drain: DrainSpec = Field(default=DrainSpec(), description="Shutdown of a worker.")
     storage: StorageSpec = Field(default=StorageSpec(), description="Volumes of the workers.")
-
-    @model_validator(mode="after")
-    def _splits_whole_weights_only(self) -> Self:
-        if self.model.quantization and self.workers.ranks > 1:
-            raise ValueError(_ONE_DEVICE)
-        return self
 
     @property
     def has_own_draft(self) -> bool:

@@ -196,11 +196,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"workers": {"maxNumSeqs": 0}}, "[mM]ax_?[nN]um_?[sS]eqs"),
     ({"replicas": -1}, "replicas"),
     ({"model": {"quantization": "int4"}}, "quantization"),
-    (
-        {"model": {"quantization": "fp8"}, "workers": {"accelerator": {"count": 2}}},
-        "needs workers.tensorParallelSize 1",
-    ),
-    ({"model": {"quantization": "fp8"}, "workers": {"tensorParallelSize": 2}}, "needs workers.tensorParallelSize 1"),
     ({"workers": {"accelerator": {"count": 4}, "tensorParallelSize": 2}}, "must equal workers.accelerator.count"),
     ({"workers": {"accelerator": {"resource": "gpu"}}}, "resource"),
     ({"workers": {"accelerator": {"resource": "node.kubernetes.io/gpu"}}}, "must be an extended resource"),

@@ -193,7 +193,6 @@ RULE_BREAKS: tuple[Json, ...] = (
     {"speculation": {**EAGLE, **NO_DRAFTS, "tasks": [{"name": "a", "depth": {"min": 3, "max": 2}}]}},
     {"scaling": {"owner": "External", "minReplicas": 3, "maxReplicas": 2}},
     {"engine": {"extraArgs": ["--port=1"]}},
-    {"model": {"quantization": None}, "workers": {"accelerator": {"count": 4}, "tensorParallelSize": 2}},
     {"workers": {"env": [{"name": "POD_NAME", "value": "x"}]}},
     {"workers": {"accelerator": {"resource": "node.kubernetes.io/gpu"}}},
     {"workers": {"rollout": {"maxSurge": 0, "maxUnavailable": "0%"}}},

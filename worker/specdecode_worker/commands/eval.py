@@ -27,7 +27,7 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.transforms.quantization import quantise_draft, quantise_target
+from specdecode_worker.models.optimize import quantise_draft, quantise_target
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.data.question_sources import greedy, read_prompts
 from specdecode_worker.training.data.rollout import Rollout, RolloutSettings

@@ -225,12 +225,6 @@ class WorkerConfig(Written):
         return self
 
     @model_validator(mode="after")
-    def _splits_what_it_can(self) -> Self:
-        if self.model.quantization and self.engine.tensor_parallel_size > 1:
-            raise ValueError("model.quantization needs tensor_parallel_size 1; leave one of them out")
-        return self
-
-    @model_validator(mode="after")
     def _draws_where_it_drafts(self) -> Self:
         if self.engine.sampler == "mss" and any(one.placement == "own" for one in (self.draft, *self.drafts)):
             raise ValueError("draft.placement own needs the sampler coupled; with mss leave placement at shared")

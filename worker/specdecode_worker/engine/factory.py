@@ -41,8 +41,7 @@ from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.transforms.fusion import fuse
-from specdecode_worker.models.transforms.quantization import quantise_target
+from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.sampling.sampler import SAMPLERS
 
@@ -88,6 +87,7 @@ def _assignment(config: WorkerConfig, folder: Path, device: torch.device, budget
         meeting="",
         folder=str(folder),
         dtype=config.model.dtype,
+        quantization=config.model.quantization,
         device=device.type,
         max_model_len=config.model.max_model_len,
         blocks=kv_tokens(budget) // BLOCK_SIZE + 1,

@@ -31,6 +31,7 @@ from specdecode_worker.engine.parallel.rank_messages import Assignment
 from specdecode_worker.engine.parallel.rank_process import load_rank_shard
 from specdecode_worker.models.checkpoints.weights import load_llama, prepare_llama
 from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.tensor_parallel import split_config
@@ -79,6 +80,7 @@ def placed_target(placement: TargetPlacement) -> Iterator[Llama]:
             meeting=f"file://{meeting}/store",
             folder=str(placement.folder),
             dtype=placement.dtype,
+            quantization=None,
             device=placement.device.type,
             max_model_len=None,
             blocks=0,
@@ -94,16 +96,14 @@ def placed_target(placement: TargetPlacement) -> Iterator[Llama]:
             dist.destroy_process_group()
 
 
-def _whole_output(folder: Path, target: Llama, device: torch.device) -> nn.Linear:
+def _whole_output(folder: Path, target: Llama, device: torch.device) -> Linear:
     """Return the whole output matrix, in place of the part that a shard has."""
     weight = target.model.embed_tokens.weight
     if not target.config.tie_word_embeddings:
         whole = prepare_llama(folder)
         (named,) = whole.checkpoint.read_all(["lm_head.weight"])
-        weight = nn.Parameter(named[1].to(device=device, dtype=weight.dtype), requires_grad=False)
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = weight
-    return linear
+        weight = named[1].to(device=device, dtype=weight.dtype)
+    return Linear.of(weight)
 
 
 class _OtherRanks:

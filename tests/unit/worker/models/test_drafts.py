@@ -33,7 +33,7 @@ from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.models.networks.peagle import PEagleHead
-from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.optimize import fuse
 from support.worker.checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from support.worker.tokens import saved, tokenizer
 

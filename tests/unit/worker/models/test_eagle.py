@@ -15,7 +15,7 @@ from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.optimize import fuse
 from support.worker.checkpoints import CPU, SLOTS, TOKENS, eagle_tensors, noise, reference, write
 
 

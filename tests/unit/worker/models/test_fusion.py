@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.cpu.native import library
+from specdecode_worker.models import linear
 from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
 from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.linear import CompiledWeight, Linear, OneDnnWeight
 from specdecode_worker.models.networks import compiled_cpu
-from specdecode_worker.models.networks.compiled_cpu import NativeBlock, NativeLinear, NativeMidlayer
+from specdecode_worker.models.networks.compiled_cpu import NativeBlock, NativeMidlayer
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.transforms import fused_layers, fusion
-from specdecode_worker.models.transforms.fused_layers import FusedAttention, FusedMLP
-from specdecode_worker.models.transforms.fusion import PackedLinear, fuse
+from specdecode_worker.models.optimize import fuse, should_pack
 from support.tiers import skip_reason
 
 TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))
-PACKS = fusion._should_pack(nn.Linear(16, 16).bfloat16())
+PACKS = should_pack(torch.bfloat16, torch.device("cpu"))
 needs_bf16 = pytest.mark.skipif(not PACKS, reason=skip_reason("bf16", "this CPU does not multiply it"))
 
 
@@ -45,6 +45,11 @@ def drafted(head: Eagle3Head, dense: Any) -> Tensor:
     return head.logits(head(head.fuse(aux), TOKENS, torch.arange(len(TOKENS)), dense))
 
 
+def joined(model: nn.Module) -> list[str]:
+    names = (name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, Linear))
+    return [name for name in names if name in ("qkv_proj", "gate_up_proj")]
+
+
 @pytest.fixture
 def head(target: Llama, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
     config = eagle3_config(shape | {"num_hidden_layers": 1, "draft_vocab_size": 40}, target.config)
@@ -58,8 +63,7 @@ def test_fused_target_gives_the_same_logits(target: Llama, dense: Any, dtype: to
     target = target.to(dtype)
     wanted = logits(target, dense)
     fuse(target)
-    kinds = [type(module) for module in target.modules()]
-    assert kinds.count(FusedAttention) == kinds.count(FusedMLP) == 5
+    assert joined(target) == ["qkv_proj", "gate_up_proj"] * 5
     torch.testing.assert_close(logits(target, dense), wanted, atol=tolerance, rtol=tolerance)
 
 
@@ -70,7 +74,7 @@ def test_fused_head_gives_the_same_logits(
     head.to(dtype), target.to(dtype)
     wanted = drafted(head, dense)
     fuse(head)
-    assert any(isinstance(module, FusedAttention) for module in head.modules())
+    assert joined(head) == ["qkv_proj", "gate_up_proj"]
     torch.testing.assert_close(drafted(head, dense), wanted, atol=tolerance, rtol=tolerance)
 
 
@@ -80,16 +84,18 @@ def test_a_packed_matrix_multiplies_as_the_plain_one(rows: int) -> None:
     """The error of a packed matrix is within bf16 rounding, for every number of rows."""
     generator = torch.Generator().manual_seed(rows)
     plain = nn.Linear(96, 80, bias=False).bfloat16().requires_grad_(False)
+    packed = OneDnnWeight(plain.weight, None)
     x = torch.randn(rows, 96, generator=generator).bfloat16()
     exact = x.double() @ plain.weight.double().T
-    torch.testing.assert_close(PackedLinear(plain)(x).double(), exact, atol=2**-9, rtol=2**-8)
+    torch.testing.assert_close(packed.product(x).double(), exact, atol=2**-9, rtol=2**-8)
 
 
 @pytest.fixture(params=["compiled", "torch"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return whether the compiled kernels are used; if not, as on a machine without a compiler."""
     if request.param == "torch":
-        monkeypatch.setattr(compiled_cpu, "library", lambda: None)
+        for module in (compiled_cpu, linear):
+            monkeypatch.setattr(module, "library", lambda: None)
     elif library() is None:
         pytest.skip(skip_reason("native", "nothing is compiled here"))
     return bool(request.param == "compiled")
@@ -112,7 +118,7 @@ def test_packing_bf16_costs_no_accuracy(
     for model, run, exact in pairs:
         plain_error = (run(model, dense).double() - exact).abs().mean()  # type: ignore[operator]
         fuse(model)
-        assert not any(isinstance(module, nn.Linear) for module in model.modules())
+        assert not any(part.is_plain for part in model.modules() if isinstance(part, Linear))
         natively = any(isinstance(module, NativeBlock | NativeMidlayer) for module in model.modules())
         assert natively == (compiled and head_dim == 32)
         packed_error = (run(model, dense).double() - exact).abs().mean()  # type: ignore[operator]
@@ -125,13 +131,13 @@ def test_embeddings_stay_readable_when_a_tied_matrix_is_packed(target: Llama) ->
     target = target.bfloat16()
     before = target.model.embed_tokens(TOKENS)
     fuse(target)
-    assert isinstance(target.lm_head, NativeLinear if library() else PackedLinear)
+    assert isinstance(target.lm_head.stored, CompiledWeight if library() else OneDnnWeight)
     assert torch.equal(target.model.embed_tokens(TOKENS), before)
 
 
 def test_only_bf16_is_packed(target: Llama) -> None:
-    assert not fusion._should_pack(target)
-    assert not fusion._should_pack(target.double())
+    fuse(target)
+    assert target.lm_head.is_plain
 
 
 @pytest.mark.parametrize("order", [("k_proj", "q_proj", "v_proj"), ("q_proj", "v_proj", "k_proj")])
@@ -139,13 +145,13 @@ def test_wrong_order_of_joined_parts_is_detected(
     order: tuple[str, ...], target: Llama, dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Self-check of the comparison: it detects queries, keys and values joined in a wrong order."""
-    right = fused_layers._joined
+    right = Linear.joined
     names = ("q_proj", "k_proj", "v_proj")
 
-    def joined(*parts: nn.Linear) -> nn.Linear:
-        return right(*(parts[names.index(name)] for name in order)) if len(parts) == 3 else right(*parts)
+    def wrong(parts: tuple[Linear, ...]) -> Linear:
+        return right(parts[names.index(name)] for name in order) if len(parts) == 3 else right(parts)
 
     wanted = logits(target, dense)
-    monkeypatch.setattr(fused_layers, "_joined", joined)
+    monkeypatch.setattr(Linear, "joined", wrong)
     fuse(target)
     assert (logits(target, dense) - wanted).abs().max() > 1e-2

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from specdecode_kernels.quantised_linear.reference import KINDS, Kind, dequantise, quantise
 from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
 from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.transforms.fusion import fuse
-from specdecode_worker.models.transforms.quantization import (
-    QuantisedLinear,
+from specdecode_worker.models.optimize import (
     added_bytes,
+    fuse,
     quantise_draft,
     quantise_target,
 )
@@ -53,7 +53,7 @@ def drafted(head: Eagle3Head, dense: Any) -> Tensor:
 
 
 def quantised(model: nn.Module) -> set[str]:
-    return {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    return {name.split(".")[-2] for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
 
 
 def state_bytes(model: nn.Module) -> int:
@@ -103,7 +103,7 @@ def test_tied_embeddings_are_not_quantised(target: Llama) -> None:
 
 def test_int4_draft_has_an_int8_head(head: Eagle3Head) -> None:
     quantise_draft(head, "int4", stored=True)
-    kinds = {name: part.kind for name, part in head.named_modules() if isinstance(part, QuantisedLinear)}
+    kinds = {name.split(".")[-2]: part.kind for name, part in head.named_modules() if isinstance(part, QuantizedWeight)}
     assert kinds.pop("lm_head") == "int8"
     assert set(kinds.values()) == {"int4"}
 

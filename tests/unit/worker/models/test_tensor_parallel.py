@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdecode_kernels.quantised_linear.reference import Kind
+from specdecode_worker.models import linear
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard, Split
 from specdecode_worker.models.networks import collectives
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.tensor_parallel import Shard, load_shard, slices
-from specdecode_worker.models.transforms import gpu_blocks
-from specdecode_worker.models.transforms.fusion import fuse
-from specdecode_worker.models.transforms.gpu_blocks import GpuBlock
+from specdecode_worker.models.networks.tensor_parallel import load_shard, slices, split_network, splits_of
+from specdecode_worker.models.optimize import fuse, quantise_target
 
 CPU = torch.device("cpu")
 
@@ -115,14 +117,13 @@ def test_fused_layers_of_parts_compute_the_whole(
     whole = load_llama(folder, dtype=torch.float64, device=CPU)
     ranks = Ranks(2)
     monkeypatch.setattr(collectives, "dist", ranks)
-    monkeypatch.setattr(gpu_blocks, "fits", lambda x, weight: few)
+    monkeypatch.setattr(linear, "fits", lambda x, weight: few)
+    monkeypatch.setattr(Linear, "_overwrites", lambda self, x, inner: self.bias is None)  # as on a GPU
     tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
 
     def work(rank: int) -> Tensor:
         part = load_shard(folder, Shard(rank, 2), dtype=torch.float64, device=CPU)
         fuse(part)
-        for index, block in enumerate(part.model.layers):
-            part.model.layers[index] = GpuBlock(block)  # type: ignore[arg-type]
         hidden: Tensor = part(tokens_T, positions_T, dense).hidden_TE
         return hidden
 
@@ -131,22 +132,50 @@ def test_fused_layers_of_parts_compute_the_whole(
         torch.testing.assert_close(hidden, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantised_parts_compute_what_their_rounded_weights_do(
+    tmp_path: Path, shape: dict[str, Any], dense: Any, randomise: Any, monkeypatch: Any, kind: Kind
+) -> None:
+    """Stored in few bits or rounded to them, parts compute the same; it is near what the whole target computes."""
+    folder = written(tmp_path, shape | BIASES, randomise)
+    whole = load_llama(folder, dtype=torch.float64, device=CPU)
+    ranks = Ranks(2)
+    monkeypatch.setattr(collectives, "dist", ranks)
+    tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
+
+    def logits(rank: int, *, stored: bool) -> Tensor:
+        part = load_shard(folder, Shard(rank, 2), dtype=torch.float64, device=CPU)
+        quantise_target(part, kind, CPU, stored=stored)
+        fuse(part)
+        assert any(isinstance(module, QuantizedWeight) for module in part.modules()) == stored
+        return part.logits(part(tokens_T, positions_T, dense).hidden_TE)
+
+    stored, rounded = (ranks.run(partial(logits, stored=stored))[0] for stored in (True, False))
+    torch.testing.assert_close(stored, rounded, rtol=1e-9, atol=1e-9)
+    plain = whole.logits(whole(tokens_T, positions_T, dense).hidden_TE)
+    assert 1e-4 < (stored - plain).abs().mean() / plain.abs().mean() < 0.1
+
+
 @given(st.integers(1, 500), st.integers(1, 16))
 def test_every_row_is_on_one_device(count: int, size: int) -> None:
     rows = [row for rank in range(size) for row in range(count)[Shard(rank, size).part(count)]]
     assert rows == list(range(count))
 
 
-def test_projections_are_split_and_embeddings_are_whole() -> None:
+def test_projections_are_split_and_embeddings_are_whole(shape: dict[str, Any]) -> None:
     shard = Shard(1, 2)
+    splits = splits_of(split_network(llama_config(shape | BIASES), shard))
     whole, second = slice(0, 6), slice(3, 6)
     prefix = "model.layers.0."
-    assert slices(prefix + "self_attn.q_proj.weight", (6, 6), shard) == (second, whole)
-    assert slices(prefix + "self_attn.q_proj.bias", (6,), shard) == (second,)
-    assert slices(prefix + "mlp.down_proj.weight", (6, 6), shard) == (whole, second)
-    assert slices(prefix + "mlp.down_proj.bias", (6,), shard) == (whole,)
-    assert slices("model.embed_tokens.weight", (6, 6), shard) == (whole, whole)
-    assert slices("lm_head.weight", (6, 6), shard) == (second, whole)
+    for name in ("self_attn.q_proj", "mlp.up_proj"):
+        assert slices(splits[f"{prefix}{name}.weight"], (6, 6), shard) == (second, whole)
+        assert slices(splits[f"{prefix}{name}.bias"], (6,), shard) == (second,)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert slices(splits[f"{prefix}{name}.weight"], (6, 6), shard) == (whole, second)
+        assert slices(splits[f"{prefix}{name}.bias"], (6,), shard) == (whole,)
+    assert "model.embed_tokens.weight" not in splits
+    assert slices(splits["lm_head.weight"], (6, 6), shard) == (second, whole)
+    assert slices(Split.WHOLE, (6, 6), shard) == (whole, whole)
 
 
 def test_a_shard_refuses_unsplittable_heads_and_missing_weights(

@@ -107,7 +107,6 @@ def test_the_placement_of_the_draft_is_read() -> None:
         (("--speculative-config", '{"method": "eagle3", "parallel_drafting": 1}'), "parallel_drafting must be true"),
         (("--model", "file:///m", "--draft-quantization", "int4"), "none has no MLP"),
         (("--speculative-config", '{"quantization": "int3"}'), "quantization"),
-        (("--quantization", "int8", "--tensor-parallel-size", "2"), "tensor_parallel_size 1"),
     ],
 )
 def test_unsupported_draft_options_are_reported(words: tuple[str, ...], named: str) -> None:

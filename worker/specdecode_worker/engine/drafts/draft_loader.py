@@ -33,8 +33,7 @@ from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.models.networks.peagle import PEagleHead
-from specdecode_worker.models.transforms.fusion import fuse
-from specdecode_worker.models.transforms.quantization import quantise_draft
+from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.speculation.suffix_store import SuffixStore
 
 log = logging.getLogger(__name__)

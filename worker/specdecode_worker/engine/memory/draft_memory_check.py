@@ -13,7 +13,7 @@ from specdecode_worker.engine.memory.memory_budget import DRAFT_PROCESS_BYTES
 from specdecode_worker.engine.memory.model_inventory import expect_own_logits, network_of
 from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, build_meta_draft
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.transforms.fusion import should_pack
+from specdecode_worker.models.optimize import should_pack
 
 _GIB = 2**30
 

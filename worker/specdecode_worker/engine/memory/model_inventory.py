@@ -24,12 +24,12 @@ from specdecode_worker.models.checkpoints.draft_weights import Draft, build_meta
 from specdecode_worker.models.checkpoints.weights import prepare_llama
 from specdecode_worker.models.configs.draft_config import MedusaConfig
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.linear import Shard
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.tensor_parallel import Shard, split_network
-from specdecode_worker.models.transforms.fusion import should_pack
-from specdecode_worker.models.transforms.quantization import added_bytes
+from specdecode_worker.models.networks.tensor_parallel import split_network
+from specdecode_worker.models.optimize import added_bytes, should_pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specdecode_worker.contract import TargetQuantization
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.parallel.step_exchange import StepShape
 from specdecode_worker.engine.step.packed_batch import PackedBatch
@@ -21,6 +22,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """URL of the torch.distributed store."""
     folder: str
     dtype: str
+    quantization: TargetQuantization | None
     device: str
     max_model_len: int | None
     blocks: int

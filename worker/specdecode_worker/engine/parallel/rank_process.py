@@ -38,9 +38,10 @@ from specdecode_worker.engine.parallel.rank_messages import (
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.models.configs.target_states import NO_STATES
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.linear import Shard
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.tensor_parallel import Shard, load_shard
-from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.networks.tensor_parallel import load_shard
+from specdecode_worker.models.optimize import fuse, quantise_target
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 """Timeout of collectives. It must cover the load time of the slowest rank; later, ranks wait only within a pass."""
@@ -88,9 +89,11 @@ def load_rank_shard(assignment: Assignment) -> tuple[Llama, torch.device]:
         Path(assignment.folder),
         Shard(assignment.rank, assignment.size),
         dtype=getattr(torch, assignment.dtype),
-        device=device,
+        # A part that fits only after quantization must not be moved to the device before it.
+        device=torch.device("cpu") if assignment.quantization else device,
         max_model_len=assignment.max_model_len,
     )
+    quantise_target(model, assignment.quantization, device)
     fuse(model)
     return model, device
 

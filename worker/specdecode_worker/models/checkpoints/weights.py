@@ -32,6 +32,7 @@ from specdecode_worker.models.configs.model_config import (
 )
 from specdecode_worker.models.configs.text_config import end_tokens
 from specdecode_worker.models.errors import WeightMismatch
+from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
@@ -111,9 +112,12 @@ def fill_head(prepared: UnloadedNetwork[Head], target: Llama, *, dtype: torch.dt
     if "d2t" in prepared.given:
         head.d2t = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
     if head.shares_output:
-        if type(target.lm_head) is not nn.Linear:
+        if target.lm_head.shard is not None:
             raise WeightMismatch(f"{prepared.checkpoint.folder}: {_OUTPUT} is missing, and the target's is split")
-        head.lm_head.weight = nn.Parameter(target.lm_head.weight.detach().to(device, dtype), requires_grad=False)
+        if target.lm_head.stored is None:
+            head.lm_head = Linear.of(target.lm_head.weight.to(device, dtype))
+        else:
+            head.lm_head = target.lm_head
     _check_map(head, prepared.checkpoint)
     return head
 

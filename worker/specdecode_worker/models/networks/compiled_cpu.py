@@ -12,21 +12,11 @@ from torch import Tensor, nn
 
 from specdecode_kernels.cpu import matrix
 from specdecode_kernels.cpu.native import library
-from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Norm, Tail
+from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Norm, Tail
+from specdecode_worker.models.linear import Linear, runs_compiled
 from specdecode_worker.models.networks.eagle3 import Midlayer, normed_pair
 from specdecode_worker.models.networks.layers import MLP, Attend, Attention, Block, RMSNorm
 from specdecode_worker.models.networks.rope import PassRotations
-
-
-class NativeLinear(nn.Module):
-    """Matrix packed into panels. The plain matrix is released."""
-
-    def __init__(self, origin: nn.Linear) -> None:
-        super().__init__()
-        self._run = Linear(matrix.pack(origin.weight, origin.bias))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._run(x)
 
 
 class NativeNorm(nn.Module):
@@ -79,10 +69,14 @@ class NativeMidlayer(nn.Module):
         return self._tail(attend(0, *self._entry(pair, rope.tables)), residual_TE)
 
 
-def runs_natively(part: nn.Linear | RMSNorm) -> bool:
-    """Return whether the compiled kernels support this part: bf16 on a CPU with the compiled library."""
-    fits = part.weight.dtype == torch.bfloat16 if isinstance(part, RMSNorm) else matrix.packable(part.weight)
-    return fits and part.weight.device.type == "cpu" and library() is not None
+def run_norms_natively(model: nn.Module) -> None:
+    """Replace every norm in bf16 on a CPU by its compiled version, in place."""
+    if library() is None:
+        return
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, RMSNorm) and (child.weight.dtype, child.weight.device.type) == (torch.bfloat16, "cpu"):
+                setattr(module, name, NativeNorm(child))
 
 
 def run_blocks_natively(model: nn.Module) -> None:
@@ -102,21 +96,17 @@ def run_blocks_natively(model: nn.Module) -> None:
 def _suits(attention: Attention, mlp: MLP) -> bool:
     parts = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     parts += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    plain = all(type(part) is nn.Linear and runs_natively(part) for part in parts)
-    return plain and attention.head_dim in HEAD_SIZES
+    return attention.head_dim in HEAD_SIZES and all(part.is_plain and runs_compiled(part.weight) for part in parts)
 
 
 def _entry(attention: Attention, norm: RMSNorm | None) -> Entry:
-    size = attention.head_dim
-    heads = Heads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size)
-    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+    joined = Linear.joined((attention.q_proj, attention.k_proj, attention.v_proj))
     return Entry(
-        matrix.pack(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None),
-        heads,
+        matrix.pack(joined.weight, joined.bias),
+        Heads(attention.queries, attention.keys, attention.head_dim),
         norm_weight=None if norm is None else norm.weight.detach(),
         norm_eps=0.0 if norm is None else norm.eps,
-        head_norm_HD=joined_norm(attention, heads.queries, heads.keys),
+        head_norm_HD=attention.joined_norm(),
         head_eps=0.0 if attention.q_norm is None else attention.q_norm.eps,
     )
 
@@ -129,11 +119,3 @@ def _tail(attention: Attention, norm: RMSNorm, mlp: MLP) -> Tail:
         norm_weight=norm.weight.detach(),
         norm_eps=norm.eps,
     )
-
-
-def joined_norm(origin: Attention, queries: int, keys: int) -> Tensor | None:
-    """Return the per-head norm weights [queries + keys, D], or None if the attention has no head norms."""
-    if origin.q_norm is None or origin.k_norm is None:
-        return None
-    q_D, k_D = origin.q_norm.weight.detach(), origin.k_norm.weight.detach()
-    return torch.cat((q_D.expand(queries, -1), k_D.expand(keys, -1)))

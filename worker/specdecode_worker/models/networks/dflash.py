@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from specdecode_worker.models.configs.dflash_config import DFlashConfig
 from specdecode_worker.models.configs.target_states import TargetStates
-from specdecode_worker.models.networks.layers import MLP, Attend, RMSNorm, normed_linear
+from specdecode_worker.models.linear import Linear
+from specdecode_worker.models.networks.layers import MLP, Attend, RMSNorm
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.rope import PassRotations, Rope
 
@@ -26,23 +27,22 @@ class InjectedAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.o_bias)
+        self.q_proj = Linear(config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.o_proj = Linear(queries, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         """Return the attention output [T, E] of ``layer`` for its normed input."""
         q_THD = rope.rotate(self._normed(self.q_norm, self.q_proj(x_TE)))
-        result: Tensor = self.o_proj(attend(layer, q_THD, *self.keys_and_values(x_TE, rope)).flatten(-2))
-        return result
+        return self.o_proj(attend(layer, q_THD, *self.keys_and_values(x_TE, rope)).flatten(-2))
 
     def keys_and_values(self, x_TE: Tensor, rope: PassRotations) -> tuple[Tensor, Tensor]:
         """Return rotated keys and the values, each [T, K, D], of slots of the block or of fused states."""
         keys_TKD = rope.rotate(self._normed(self.k_norm, self.k_proj(x_TE)))
-        return keys_TKD, self.v_proj(x_TE).unflatten(-1, (-1, self.head_dim))
+        return keys_TKD, self.v_proj(x_TE).reshape(len(x_TE), -1, self.head_dim)
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         heads: Tensor = norm(x.reshape(-1, self.head_dim))
@@ -81,13 +81,13 @@ class DFlashHead(nn.Module):
         assert own_lm_head or not mapped, "the target's output matrix has all tokens"
         self.config = config
         width, size = len(config.aux_layers) * config.hidden_size, config.hidden_size
-        self.fc = nn.Linear(width, size, bias=False)
+        self.fc = Linear(width, size)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if own_embedding else None
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if own_lm_head else None
+        self.lm_head = Linear(size, config.draft_vocab_size) if own_lm_head else None
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if mapped else None)
         # A tuple keeps the target from being registered as a submodule. Its parts are read at call time, since the
         # target may be fused later.
@@ -125,4 +125,4 @@ class DFlashHead(nn.Module):
         """Return the logits [T, draft vocabulary] of mask slots; ``target_ids`` maps their columns."""
         if self.lm_head is None:
             return self._target[0].logits(self.norm(hidden_TE))
-        return normed_linear(self.norm, self.lm_head, hidden_TE)
+        return self.lm_head(self.norm(hidden_TE))

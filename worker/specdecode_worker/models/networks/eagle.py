@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from specdecode_kernels.draft_input.op import draft_input
 from specdecode_worker.models.configs.draft_config import EagleConfig
 from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.networks.layers import Attend, Block
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.rope import Rope
@@ -33,12 +34,12 @@ class EagleHead(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bool(config.fc_bias))
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=bool(config.fc_bias))
         self.layers = nn.ModuleList(Block(config, input_norm=i > 0) for i in range(config.num_hidden_layers))
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
         vocab, size = config.vocab_size, config.hidden_size
         self.embed_tokens = nn.Embedding(vocab, size) if own_embedding else None
-        self.lm_head = nn.Linear(size, vocab, bias=False) if own_lm_head else None
+        self.lm_head = Linear(size, vocab) if own_lm_head else None
         # A tuple keeps the target from being registered as a submodule. Its parts are read at call time, since the
         # target may be fused later.
         self._target = (target,)
@@ -61,5 +62,4 @@ class EagleHead(nn.Module):
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Return the logits [T, V] of features, from the target's lm_head or the head's own copy."""
-        result: Tensor = self._target[0].logits(hidden_TE) if self.lm_head is None else self.lm_head(hidden_TE)
-        return result
+        return self._target[0].logits(hidden_TE) if self.lm_head is None else self.lm_head(hidden_TE)

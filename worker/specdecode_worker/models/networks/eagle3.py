@@ -17,7 +17,8 @@ from specdecode_kernels import dispatch
 from specdecode_kernels.draft_input.op import draft_input
 from specdecode_worker.models.configs.draft_config import Eagle3Config
 from specdecode_worker.models.configs.target_states import TargetStates
-from specdecode_worker.models.networks.layers import MLP, Attend, Attention, Block, RMSNorm, normed_linear
+from specdecode_worker.models.linear import Linear
+from specdecode_worker.models.networks.layers import MLP, Attend, Attention, Block, RMSNorm, after_attention
 from specdecode_worker.models.networks.rope import PassRotations, Rope
 
 
@@ -41,9 +42,7 @@ class Midlayer(nn.Module):
     ) -> Tensor:
         """Return the layer's output [T, E] for tokens [T] and hidden states [T, E]."""
         pair, residual_TE = self.pair(embed_tokens, tokens_T, hidden_TE)
-        attended_TE = self.self_attn(0, pair, rope, attend)
-        normed_TE, x_TE = self.post_attention_layernorm.of_sum(attended_TE, residual_TE)
-        return x_TE + self.mlp(normed_TE)  # type: ignore[no-any-return]
+        return after_attention(self, self.self_attn.attended(0, pair, rope, attend), residual_TE)
 
     def pair(self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention input [T, 2 E] and the residual [T, E].
@@ -101,11 +100,11 @@ class Eagle3Head(nn.Module):
         self.input_norm = RMSNorm(states * size, eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(states)) if config.fc_norm else None
         if states:
-            self.fc = nn.Linear(states * size, config.hidden_size, bias=False)
+            self.fc = Linear(states * size, config.hidden_size)
         self.midlayer = Midlayer(config)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(1, config.num_hidden_layers)})
         self.norm = RMSNorm(config.hidden_size, eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.embed_tokens = embed_tokens if own_embedding else None
@@ -124,7 +123,7 @@ class Eagle3Head(nn.Module):
         if self.fc_norm is not None:
             parts = aux_TA.chunk(len(self.fc_norm), dim=-1)
             aux_TA = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return normed_linear(None, self.fc, aux_TA) if self.config.aux_layers else aux_TA
+        return self.fc(aux_TA) if self.config.aux_layers else aux_TA
 
     def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Return the hidden states [T, E] for the next slot, before the final norm (after it with ``norm_output``).
@@ -140,7 +139,7 @@ class Eagle3Head(nn.Module):
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Return the logits [T, draft vocabulary]; ``target_ids`` maps its columns to the target's vocabulary."""
-        return normed_linear(None if self.config.norm_output else self.norm, self.lm_head, hidden_TE)
+        return self.lm_head(hidden_TE if self.config.norm_output else self.norm(hidden_TE))
 
     @property
     def target_ids(self) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdecode_kernels.rms_norm.op import rms_norm
-from specdecode_kernels.small_linear.op import fits, small_linear
 from specdecode_worker.models.configs.target_config import BlockConfig
+from specdecode_worker.models.linear import Linear, Split
 from specdecode_worker.models.networks.rope import PassRotations
 
 
@@ -52,59 +52,101 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, residual)
 
 
-def normed_linear(norm: nn.Module | None, linear: nn.Module, x_TK: Tensor) -> Tensor:
-    """Return ``linear(norm(x))``, on a GPU by the product of few rows if it serves the matrix."""
-    normed_TK: Tensor = x_TK if norm is None else norm(x_TK)
-    if type(linear) is nn.Linear and fits(normed_TK, linear.weight):
-        return small_linear(normed_TK, linear.weight, linear.bias)
-    result: Tensor = linear(normed_TK)
-    return result
-
-
 class Attention(nn.Module):
     """Query, key, value and output projections around an `Attend`.
 
     ``inputs`` is the width of the input: E, or 2E for an EAGLE-3 layer, which reads two states at once.
     """
 
+    qkv_proj: Linear | None
+    """The three projections that read the input, once they are joined."""
+    head_norm_HD: Tensor | None
+
     def __init__(self, config: BlockConfig, inputs: int) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        queries = config.num_attention_heads * config.head_dim
-        keys = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(inputs, queries, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(inputs, keys, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(inputs, keys, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.o_bias)
+        self.qkv_proj, self.head_norm_HD = None, None
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.queries, self.keys = config.num_attention_heads, config.num_key_value_heads
+        queries, keys = self.queries * config.head_dim, self.keys * config.head_dim
+        self.q_proj = Linear(inputs, queries, bias=config.qkv_bias, split=Split.OUTPUTS)
+        self.k_proj = Linear(inputs, keys, bias=config.qkv_bias, split=Split.OUTPUTS)
+        self.v_proj = Linear(inputs, keys, bias=config.qkv_bias, split=Split.OUTPUTS)
+        self.o_proj = Linear(queries, config.hidden_size, bias=config.o_bias, split=Split.INPUTS)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
+    def join(self) -> None:
+        """Make one matrix of the three projections; their names in the checkpoint no longer apply."""
+        self.qkv_proj = Linear.joined((self.q_proj, self.k_proj, self.v_proj))
+        del self.head_norm_HD
+        self.register_buffer("head_norm_HD", self.joined_norm())
+        del self.q_proj, self.k_proj, self.v_proj
+
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         """Return the attention output [T, E] of ``layer`` for its normed input [T, inputs]."""
+        return self.o_proj(self.attended(layer, x_TE, rope, attend))
 
-        def heads(y: Tensor) -> Tensor:
-            return y.reshape(*y.shape[:-1], -1, self.head_dim)
+    def attended(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
+        """Return the attended values [T, H * D], which the output projection reads."""
+        if self.qkv_proj is None:
+            q_THD, k_TKD, v_TKD = self._separately(x_TE)
+            return attend(layer, rope.rotate(q_THD), rope.rotate(k_TKD), v_TKD).flatten(-2)
+        heads_THD = self._heads(self.qkv_proj(x_TE))
+        v_TKD = heads_THD[:, self.queries + self.keys :]
+        turning_THD = heads_THD[:, : self.queries + self.keys]
+        if self.head_norm_HD is not None:
+            turning_THD = F.rms_norm(turning_THD, (self.head_dim,), None, self.eps) * self.head_norm_HD
+        if isinstance(attend, RotatingAttend):
+            q_THD, k_TKD = turning_THD[:, : self.queries], turning_THD[:, self.queries :]
+            out_THD = attend.rotate_and_attend(layer, q_THD, k_TKD, v_TKD, rope)
+        else:
+            turned_THD = rope.rotate(turning_THD)
+            out_THD = attend(layer, turned_THD[:, : self.queries], turned_THD[:, self.queries :], v_TKD)
+        return out_THD.flatten(-2)
 
-        q, k, v = heads(self.q_proj(x_TE)), heads(self.k_proj(x_TE)), heads(self.v_proj(x_TE))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out_THD = attend(layer, rope.rotate(q), rope.rotate(k), v)
-        result: Tensor = self.o_proj(out_THD.flatten(-2))
-        return result
+    def joined_norm(self) -> Tensor | None:
+        """Return the norm weights [queries + keys, D] of all heads, or None if they have no norms."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        q_D, k_D = self.q_norm.weight.detach(), self.k_norm.weight.detach()
+        return torch.cat((q_D.expand(self.queries, -1), k_D.expand(self.keys, -1)))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+    def _separately(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (self._heads(part(x_TE)) for part in parts)
+        return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
 
 
 class MLP(nn.Module):
     """Gated MLP: ``down(SiLU(gate) * up)``."""
 
+    gate_up_proj: Linear | None
+    """Gate and up, once they are joined."""
+
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = None
+        size, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(size, width, bias=bias, split=Split.OUTPUTS)
+        self.up_proj = Linear(size, width, bias=bias, split=Split.OUTPUTS)
+        self.down_proj = Linear(width, size, bias=bias, split=Split.INPUTS)
+
+    def join(self) -> None:
+        """Make one matrix of gate and up; their names in the checkpoint no longer apply."""
+        self.gate_up_proj = Linear.joined((self.gate_proj, self.up_proj))
+        del self.gate_proj, self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return result
+        return self.down_proj(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """Return the gated channels, which ``down_proj`` reads."""
+        if self.gate_up_proj is not None:
+            return self.gate_up_proj.gated(x)
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
 class Block(nn.Module):
@@ -123,6 +165,28 @@ class Block(nn.Module):
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         """Return the layer's output [T, E]."""
-        attended_TE = self.self_attn(layer, self.input_layernorm(x_TE), rope, attend)
-        normed_TE, x_TE = self.post_attention_layernorm.of_sum(attended_TE, x_TE)
-        return x_TE + self.mlp(normed_TE)  # type: ignore[no-any-return]
+        attended = self.self_attn.attended(layer, self.input_layernorm(x_TE), rope, attend)
+        return after_attention(self, attended, x_TE)
+
+
+class DecoderLayer(Protocol):
+    """Layer that ends with the output projection of its attention and an MLP."""
+
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    mlp: MLP
+
+
+def after_attention(layer: DecoderLayer, attended: Tensor, residual_TE: Tensor) -> Tensor:
+    """Return the layer's output [T, E] for the attended values [T, H * D].
+
+    On a GPU, the residual sums run inside of the matrix products where these have few rows. Else the one after
+    attention is part of the norm. ``residual_TE`` may be overwritten.
+    """
+    output, norm, mlp = layer.self_attn.o_proj, layer.post_attention_layernorm, layer.mlp
+    if output.few(attended):
+        x_TE = output.plus(residual_TE, attended)
+        normed_TE: Tensor = norm(x_TE)
+    else:
+        normed_TE, x_TE = norm.of_sum(output(attended), residual_TE)
+    return mlp.down_proj.plus(x_TE, mlp.inner(normed_TE))

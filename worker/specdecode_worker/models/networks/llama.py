@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from specdecode_worker.models.configs.model_config import LlamaConfig
 from specdecode_worker.models.configs.target_states import NO_STATES, TargetStates
-from specdecode_worker.models.networks.layers import Attend, Block, RMSNorm, normed_linear
+from specdecode_worker.models.linear import Linear, Split
+from specdecode_worker.models.networks.layers import Attend, Block, RMSNorm
 from specdecode_worker.models.networks.rope import Rope
 from specdecode_worker.models.networks.vocabulary_map import VocabularyMap
 
@@ -48,7 +49,7 @@ class Llama(nn.Module):
         self.config = config
         self.vocabulary: VocabularyMap | None = None  # set for a draft model with another vocabulary than its target's
         self.model = LlamaModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, split=Split.VOCABULARY)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
@@ -74,4 +75,4 @@ class Llama(nn.Module):
 
         Callers select the rows first, so that no unused row is multiplied.
         """
-        return normed_linear(None, self.lm_head, hidden_RE)
+        return self.lm_head(hidden_RE)

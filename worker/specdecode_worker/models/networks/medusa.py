@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from specdecode_worker.models.configs.draft_config import MedusaConfig
 from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.linear import Linear
 
 
 class ResidualBlocks(nn.Module):
@@ -22,7 +23,7 @@ class ResidualBlocks(nn.Module):
     def __init__(self, config: MedusaConfig, *, bias: bool) -> None:
         super().__init__()
         size = config.hidden_size
-        self.layers = nn.ModuleList(nn.Linear(size, size, bias=bias) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Linear(size, size, bias=bias) for _ in range(config.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -44,7 +45,7 @@ class MedusaHeads(nn.Module):
         self.config = config
         self.blocks = nn.ModuleList(ResidualBlocks(config, bias=bias) for _ in range(config.num_heads))
         self.lm_heads = nn.ModuleList(
-            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) for _ in range(config.num_heads)
+            Linear(config.hidden_size, config.draft_vocab_size) for _ in range(config.num_heads)
         )
         truncated = config.draft_vocab_size < config.vocab_size
         self.register_buffer(

@@ -64,7 +64,7 @@ def test_weights_and_tables_match_the_loaded_model(tmp_path: Path, tied: bool, d
 
     bf16 weights are not packed here, because packed matrices are opaque; they have the same size.
     """
-    monkeypatch.setattr("specdecode_worker.models.transforms.fusion._should_pack", lambda model: False)
+    monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
     monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.should_pack", lambda dtype, device: False)
     folder = write_target(tmp_path / "t", tie_word_embeddings=tied)
     config = config_of(folder, write_head(tmp_path / "h"), model={"dtype": dtype})
@@ -85,7 +85,7 @@ def test_quantised_weights_are_counted_at_their_stored_size(
 
     On a CPU they are stored as plain weights. For a GPU only the calculation is checked.
     """
-    monkeypatch.setattr("specdecode_worker.models.transforms.fusion._should_pack", lambda model: False)
+    monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
     monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.should_pack", lambda dtype, device: False)
     folder, head = write_target(tmp_path / "t", tie_word_embeddings=tied), write_head(tmp_path / "h")
     plain = config_of(folder, head, model={"dtype": dtype})

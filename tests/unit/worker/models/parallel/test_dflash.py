@@ -16,7 +16,7 @@ from specdecode_worker.models.configs.model_config import dflash_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.optimize import fuse
 from support.worker.checkpoints import CPU, DFLASH, Tensors, dflash_tensors, noise, norm, write
 
 MASK, BLOCK, COMMITTED = 95, 6, 7

@@ -14,10 +14,10 @@ from specdecode_worker.models.checkpoints.dflash_weights import load_dflash
 from specdecode_worker.models.checkpoints.draft_weights import check_draft
 from specdecode_worker.models.configs.model_config import dflash_config, llama_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.networks.dflash import DFlashHead
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.transforms.fusion import fuse
-from specdecode_worker.models.transforms.quantization import QuantisedLinear, quantise_draft
+from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads.continued_head import prepare_draft
 from support.worker.checkpoints import CPU, Tensors, dflash_tensors, noise, speculators_dflash, write
@@ -109,7 +109,7 @@ def test_own_output_matrix_is_quantised(target: Llama, shape: dict[str, Any], tm
     head = load(write(tmp_path, speculators_dflash(shape), dflash_tensors() | copies(target)), target)
     wanted = block_logits(head)
     quantise_draft(head, "int8", stored=True)
-    assert isinstance(head.lm_head, QuantisedLinear)
+    assert isinstance(head.lm_head.stored, QuantizedWeight)
     torch.testing.assert_close(block_logits(head), wanted, atol=0.1, rtol=0.1)
 
 

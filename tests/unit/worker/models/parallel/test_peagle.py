@@ -14,7 +14,7 @@ from specdecode_worker.models.configs.model_config import peagle_config
 from specdecode_worker.models.errors import ConfigMismatch, ModelError, WeightMismatch
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.peagle import PEagleHead
-from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.optimize import fuse
 from support.worker.checkpoints import (
     CPU,
     SLOTS,

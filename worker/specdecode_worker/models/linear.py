@@ -1,0 +1,293 @@
+"""The matrix of all networks: how it is stored, which part of it this device holds, and the product that serves it.
+
+A matrix is built plain, with the names and shapes of its checkpoint. Before a network serves, its matrices may be
+quantized, joined with others that read the same input, and packed for the processor; after each of these, and on any
+number of devices, a network calls them in the same way.
+
+Several devices split a matrix after Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): by output features where
+each device goes on with its own heads or channels, by input features where their results are summed, and by vocabulary
+where the first device gathers the logits, because it chooses the tokens.
+
+Shape suffixes: T rows, K input features, N output features, E hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.cpu import matrix
+from specdecode_kernels.cpu import ops as compiled
+from specdecode_kernels.cpu.native import library
+from specdecode_kernels.quantised_linear.op import linear as quantised_linear
+from specdecode_kernels.quantised_linear.reference import Kind, Quantised, dequantise, quantise
+from specdecode_kernels.silu_mul.op import silu_mul
+from specdecode_kernels.small_linear.op import fits, small_linear
+from specdecode_worker.models.networks import collectives
+
+
+class Split(Enum):
+    """How the devices of a replica share a matrix."""
+
+    WHOLE = "whole"
+    """Each device has all of it."""
+    OUTPUTS = "outputs"
+    """Each device computes its own output features, with their biases."""
+    INPUTS = "inputs"
+    """Each device multiplies its own input features; the results are summed, and the first device adds the bias."""
+    VOCABULARY = "vocabulary"
+    """Each device computes its own tokens' logits; the first device gets all [T, V], the others [T, 0]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Position of one device among ``size`` devices."""
+
+    rank: int
+    size: int
+
+    def part(self, count: int) -> slice:
+        """Return this device's slice of ``count`` entries.
+
+        Slices have equal width; the last ones are shorter if ``count`` is not divisible.
+        """
+        width = -(-count // self.size)
+        return slice(min(self.rank * width, count), min((self.rank + 1) * width, count))
+
+
+class StoredWeight(nn.Module):
+    """Weight and bias of a matrix in another format than plain tensors."""
+
+    @abstractmethod
+    def product(self, x_TK: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias`` [..., N] for inputs [..., K]."""
+
+
+class Linear(nn.Linear):
+    """Matrix of a network. ``weight`` [N, K] and ``bias`` are there until they are stored in another format."""
+
+    stored: StoredWeight | None
+    """Weight and bias in another format; the plain ones are then released."""
+    shard: Shard | None
+    """This device among those that share the matrix, once they do."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, split: Split = Split.WHOLE) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.stored, self.shard, self.split = None, None, split
+        self._outputs = out_features  # of all devices together
+
+    @classmethod
+    def of(cls, weight_NK: Tensor, bias_N: Tensor | None = None, *, split: Split = Split.WHOLE) -> Self:
+        """Return a matrix with these values; they are not copied."""
+        made = cls._empty(weight_NK.shape[1], weight_NK.shape[0], split)
+        made.weight = nn.Parameter(weight_NK.detach(), requires_grad=False)
+        if bias_N is not None:
+            made.bias = nn.Parameter(bias_N.detach(), requires_grad=False)
+        return made
+
+    @classmethod
+    def joined(cls, parts: Iterable[Linear]) -> Self:
+        """Return one matrix for several that read the same input and are stored alike; this is exact."""
+        first, *others = parts = tuple(parts)
+        assert all((part.split, part.shard) == (first.split, first.shard) for part in others)
+        if first.stored is None:
+            made = cls.of(*_stacked([(part.weight, part.bias) for part in parts]), split=first.split)
+        else:
+            weight = QuantizedWeight.joined([cast(QuantizedWeight, part.stored) for part in parts])
+            made = cls._empty(first.in_features, len(weight.packed), first.split)
+            made._store(weight)
+        made.shard = first.shard
+        return made
+
+    @classmethod
+    def _empty(cls, in_features: int, out_features: int, split: Split) -> Self:
+        with torch.device("meta"):
+            return cls(in_features, out_features, split=split)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x_TK: Tensor) -> Tensor: ...
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is a plain matrix, all of which this device has."""
+        return self.stored is None and self.shard is None
+
+    def share(self, shard: Shard, outputs: int | None = None) -> None:
+        """Take part in the collectives of all devices that share this matrix; it holds this device's part.
+
+        Args:
+            shard: This device among them.
+            outputs: Output features of the whole matrix, if they are split.
+        """
+        if self.split is not Split.WHOLE:
+            self.shard, self._outputs = shard, outputs or self._outputs
+
+    def quantize(self, kind: Kind, device: torch.device, *, stored: bool) -> Linear:
+        """Return this matrix on ``device`` with quantized weights, in that format or, unless ``stored``, rounded to it.
+
+        The plain weight stays as it is, because embeddings may be tied to it.
+        """
+        weight = quantise(self.weight.to(device), kind)
+        if stored:
+            made = self._empty(weight.columns, weight.rows, self.split)
+            made._store(QuantizedWeight(weight, self._own_bias))
+        else:
+            made = self.of(dequantise(weight, self.weight.dtype), self.bias, split=self.split)
+        made.shard, made._outputs = self.shard, self._outputs
+        return made
+
+    def pack(self) -> None:
+        """Store a plain matrix in bf16 on a CPU as its compiled kernels read it, or else as oneDNN does."""
+        if self.stored is None:
+            form = CompiledWeight if runs_compiled(self.weight) else OneDnnWeight
+            self._store(form(self.weight, self._own_bias))
+
+    def few(self, x_TK: Tensor) -> bool:
+        """Return whether the kernel for few rows serves this product."""
+        return self.stored is None and fits(x_TK, self.weight)
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """Return the product [..., N] with the bias, combined over the devices that share the matrix."""
+        own_TN = self._product(x_TK)
+        if self.shard is None or self.split is Split.OUTPUTS:
+            return own_TN
+        if self.split is Split.INPUTS:
+            collectives.all_reduce(own_TN)
+            return own_TN
+        return self._gathered(own_TN, self.shard)
+
+    def gated(self, x_TK: Tensor) -> Tensor:
+        """Return ``SiLU(gate) * up`` [..., N / 2] of the joined matrix of gate and up."""
+        if self.few(x_TK):
+            return small_linear(x_TK, self.weight, self.bias, gated=True)
+        return silu_mul(self(x_TK))
+
+    def plus(self, x_TE: Tensor, inner_TK: Tensor) -> Tensor:
+        """Return ``x + linear(inner)``; the first of several devices adds x to its part, before the parts are summed.
+
+        ``x_TE``, which no caller may read again, is overwritten on GPUs.
+        """
+        added_TE = x_TE if self._adds else None
+        if self.few(inner_TK):
+            out_TE = small_linear(inner_TK, self.weight, self._own_bias, residual_TN=added_TE)
+        elif not self._overwrites(x_TE, inner_TK):
+            return x_TE + self(inner_TK)
+        elif added_TE is None:
+            out_TE = self._product(inner_TK)
+        else:
+            out_TE = added_TE.addmm_(inner_TK, self.weight.t())
+        if self.shard is not None and self.split is Split.INPUTS:
+            collectives.all_reduce(out_TE)
+        return out_TE
+
+    @property
+    def _adds(self) -> bool:
+        """Whether this device adds what is added once, however many devices there are."""
+        return self.shard is None or self.shard.rank == 0
+
+    @property
+    def _own_bias(self) -> Tensor | None:
+        return self.bias if self._adds or self.split is not Split.INPUTS else None
+
+    def _overwrites(self, x_TE: Tensor, inner_TK: Tensor) -> bool:
+        if self.stored is not None or getattr(self, "bias", None) is not None or x_TE.dim() != 2:
+            return False
+        return dispatch.on_gpu(x_TE) and not dispatch.learns(x_TE, inner_TK, self.weight)
+
+    def _product(self, x_TK: Tensor) -> Tensor:
+        if self.stored is not None:
+            return self.stored.product(x_TK)
+        if fits(x_TK, self.weight):
+            return small_linear(x_TK, self.weight, self._own_bias)
+        return F.linear(x_TK, self.weight, self._own_bias)
+
+    def _gathered(self, own_TN: Tensor, shard: Shard) -> Tensor:
+        width = -(-self._outputs // shard.size)
+        if own_TN.shape[-1] < width:  # the last device may have a shorter part
+            own_TN = F.pad(own_TN, (0, width - own_TN.shape[-1]))
+        own_TN = own_TN.contiguous()
+        if shard.rank:
+            collectives.send_to_first(own_TN)
+            return own_TN[:, :0]
+        gathered_DTN = collectives.gather(own_TN, shard.size)
+        return gathered_DTN.transpose(0, 1).reshape(len(own_TN), -1)[:, : self._outputs]
+
+    def _store(self, weight: StoredWeight) -> None:
+        self.stored = weight
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+
+
+class QuantizedWeight(StoredWeight):
+    """Weight of int4, int8 or fp8 numbers with their scales."""
+
+    packed: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Quantised, bias_N: Tensor | None) -> None:
+        super().__init__()
+        self.kind, self.group, self.columns = weight.kind, weight.group, weight.columns
+        self.register_buffer("packed", weight.packed_NB)
+        self.register_buffer("scale", weight.scale_NG)
+        self.register_buffer("bias", None if bias_N is None else bias_N.detach())
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        weight = Quantised(self.kind, self.packed, self.scale, self.columns, self.group)
+        out_TN = quantised_linear(x_TK.reshape(-1, self.columns), weight, self.bias)
+        return out_TN.reshape(*x_TK.shape[:-1], -1)
+
+    @classmethod
+    def joined(cls, parts: list[QuantizedWeight]) -> QuantizedWeight:
+        """Return the rows of several weights; each row is quantized independently."""
+        packed, bias = _stacked([(part.packed, part.bias) for part in parts])
+        scale = torch.cat([part.scale for part in parts])
+        return cls(Quantised(parts[0].kind, packed, scale, parts[0].columns, parts[0].group), bias)
+
+
+class CompiledWeight(StoredWeight):
+    """Weight in the panels of the compiled bf16 kernels for CPUs, which round once and compute each row by itself."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        super().__init__()
+        self._run = compiled.Linear(matrix.pack(weight_NK, bias_N))
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        return self._run(x_TK)
+
+
+class OneDnnWeight(StoredWeight):
+    """Weight in oneDNN's own layout, without which it would reorder a matrix in every call with several rows."""
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach(), None))
+        self.register_buffer("bias", None if bias_N is None else bias_N.detach())
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, self.packed, self.bias, "none", [], "")
+        return result
+
+
+def runs_compiled(weight: Tensor) -> bool:
+    """Return whether the compiled kernels serve this weight: bf16 on a CPU for which they could be compiled."""
+    return matrix.packable(weight) and library() is not None
+
+
+def _stacked(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Return weights and biases one above the other."""
+    biases = [bias for _, bias in parts if bias is not None]
+    assert len(biases) in (0, len(parts)), "matrices that are joined all have a bias, or none has"
+    return torch.cat([weight.detach() for weight, _ in parts]), torch.cat(biases) if biases else None

@@ -1,0 +1,134 @@
+"""What is done with a loaded network before it serves. It changes the cost of a network, not its function.
+
+`quantise_target` and `quantise_draft` round weights to fewer bits, which is a function of its own: for a target, all
+matrices of its blocks, as in vLLM, but neither embeddings nor lm_head; for a draft, the MLPs and its own lm_head, which
+are most of its weights. With int4 the lm_head of a draft is int8: four bits for it cost more acceptance than four bits
+for all MLPs (docs/performance.md). On a GPU, weights are stored and multiplied in quantized form. On a CPU, they are
+dequantized at once, because its matrices have their own layouts: the values are the same, but no memory or time is
+saved.
+
+`fuse` joins projections that read the same input. In bf16 on a CPU with bf16 support, whole blocks are replaced by
+compiled ones (networks/compiled_cpu.py), and the remaining matrices are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_kernels.quantised_linear.reference import Kind, stored_bytes
+from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.linear import Linear
+from specdecode_worker.models.networks.compiled_cpu import run_blocks_natively, run_norms_natively
+from specdecode_worker.models.networks.layers import MLP, Attention
+from specdecode_worker.models.networks.llama import Llama
+
+_FP8 = (8, 9)
+"""Lowest compute capability of a GPU that converts e4m3."""
+
+
+def quantise_target(model: Llama, kind: Kind | None, device: torch.device, *, stored: bool | None = None) -> None:
+    """Quantize the target and move it to ``device``.
+
+    The model moves matrix by matrix, so the device never holds all of it in its original dtype. ``stored`` keeps the
+    weights in quantized form; None does so on a GPU only.
+
+    Raises:
+        ConfigMismatch: the GPU does not support the format.
+    """
+    _quantise(_of_target(model), kind, device, stored)
+    model.to(device)
+
+
+def quantise_draft(model: nn.Module, kind: Kind | None, *, stored: bool | None = None) -> None:
+    """Quantize the draft on the device that holds it; otherwise as `quantise_target`."""
+    device = next(model.parameters()).device
+    _quantise(_of_draft(model), kind, device, stored)
+
+
+def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device: torch.device, *, draft: bool) -> int:
+    """Return the bytes that quantization adds to the weights of a network in ``dtype``; mostly negative.
+
+    The network may be on the meta device.
+    """
+    if kind is None:
+        return 0
+    named = {id(parameter): 0 for parameter in model.parameters()}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            named[id(parameter)] += 1
+    added = 0
+    for owner, name in _of_draft(model) if draft else _of_target(model):
+        weight: Tensor = getattr(owner, name).weight
+        plain = weight.numel() * dtype.itemsize
+        stored = plain if device.type == "cpu" else stored_bytes(weight.shape[0], weight.shape[1], _kind(name, kind))
+        # a tied matrix also stays in memory under its other name
+        added += stored - (plain if named[id(weight)] == 1 else 0)
+    return added
+
+
+def fuse(model: nn.Module) -> None:
+    """Join the projections of ``model`` and pack its matrices, in place.
+
+    The parameter names of the checkpoint no longer apply afterwards.
+    """
+    run_blocks_natively(model)
+    for module in list(model.modules()):
+        if isinstance(module, (Attention, MLP)):
+            module.join()
+    matrices = [module for module in model.modules() if isinstance(module, Linear)]
+    if matrices and all(one.stored is None and should_pack(one.weight.dtype, one.weight.device) for one in matrices):
+        for one in matrices:
+            one.pack()
+        run_norms_natively(model)
+
+
+def should_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether matrices of this dtype on this device should be packed.
+
+    True for bf16 on a CPU with oneDNN and native bf16 support. Elsewhere plain matrices are as fast.
+    """
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    ops = torch.ops.mkldnn
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and hasattr(ops, "_linear_pointwise") and bool(ops._is_mkldnn_bf16_supported())
+
+
+def _of_target(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            yield from ((module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        elif isinstance(module, MLP):
+            yield from _of_mlp(module)
+
+
+def _of_draft(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.modules():
+        if isinstance(module, MLP):
+            yield from _of_mlp(module)
+    if isinstance(getattr(model, "lm_head", None), Linear):
+        yield model, "lm_head"
+
+
+def _of_mlp(mlp: MLP) -> Iterator[tuple[nn.Module, str]]:
+    return ((mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+
+
+def _kind(name: str, kind: Kind) -> Kind:
+    return "int8" if (name, kind) == ("lm_head", "int4") else kind
+
+
+def _quantise(
+    places: Iterator[tuple[nn.Module, str]], kind: Kind | None, device: torch.device, stored: bool | None
+) -> None:
+    if kind is None:
+        return
+    if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8:
+        raise ConfigMismatch(f"quantization fp8 needs compute capability 8.9, which {device} has not; take int8")
+    stores = device.type == "cuda" if stored is None else stored
+    for owner, name in list(places):
+        plain: Linear = getattr(owner, name)
+        setattr(owner, name, plain.quantize(_kind(name, kind), device, stored=stores))

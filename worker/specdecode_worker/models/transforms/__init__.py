@@ -1,1 +1,0 @@
-"""Transforms of loaded networks that make inference cheaper: fusion and quantization."""
