@@ -174,22 +174,6 @@ class TestLoss:
         reason, _ = asyncio.run(lose())
         assert reason == "rank 1: ended with exit code -9"
 
-    def test_ranks_end_with_their_engine(self, folders: tuple[Path, Path]) -> None:
-        async def kill() -> int:
-            client = EngineClient(served(*folders), None)
-            await asyncio.wait_for(client.loaded, 120)
-            (second,) = children(client.pid)
-            os.kill(client.pid, signal.SIGKILL)
-            await asyncio.wait_for(client.ended, 30)
-            await client.close()
-            return second
-
-        second = asyncio.run(kill())
-        deadline = time.monotonic() + 15
-        while Path(f"/proc/{second}").exists():
-            assert time.monotonic() < deadline, "the second rank outlives its engine"
-            time.sleep(0.1)
-
     def test_shutdown_ends_all_in_order(self, folders: tuple[Path, Path]) -> None:
         async def shut_down() -> tuple[int, int | None]:
             client = EngineClient(served(*folders), None)

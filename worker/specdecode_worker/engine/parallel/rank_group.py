@@ -6,7 +6,6 @@ Rank 0 starts the other ranks, sends them their work, and ends when one of them 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -15,8 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.util import Finalize
 from types import FrameType
 
@@ -25,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.parallel import rank_process
 from specdecode_worker.engine.parallel.rank_messages import (
@@ -57,7 +56,7 @@ class RankGroup:
         self._pipes: list[Connection] = []
         self._processes = [self._start(number) for number in range(1, whole.size)]
         self._loaded, self._closing, self._lost = threading.Event(), threading.Event(), ""
-        # Ranks end when their pipe closes. Without this, multiprocessing would wait for them before it closes any pipe.
+        # At the exit of the interpreter, before the ranks would be killed.
         self._finalizer = Finalize(self, self.close, exitpriority=10)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._interrupt)
@@ -131,13 +130,10 @@ class RankGroup:
             dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, number: int) -> SpawnProcess:
-        spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used after a fork
-        own_end, rank_end = spawn.Pipe()
+    def _start(self, number: int) -> BoundProcess:
+        own_end, rank_end = Pipe()
         assignment = self._encoder.encode(msgspec.structs.replace(self._own, rank=number))
-        process = spawn.Process(
-            target=rank_process.main, args=(assignment, rank_end), name=f"specdecode-rank-{number}", daemon=True
-        )
+        process = BoundProcess(rank_process.main, (assignment, rank_end), f"specdecode-rank-{number}")
         process.start()
         rank_end.close()
         self._pipes.append(own_end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import queue
@@ -37,12 +38,13 @@ class _Renderer:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._channel, theirs = socket.socketpair()
+        reading, writing = os.pipe()
+        pipe = open(writing, "wb", buffering=0)  # noqa: SIM115 - open as long as the process shall live
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", template_process.__name__], stdin=theirs.fileno(), env=environment
-            )
-        self._close = weakref.finalize(self, _end, self._process, self._channel)
+        with theirs, open(reading, "rb"):
+            command = [sys.executable, "-m", template_process.__name__, str(reading)]
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment, pass_fds=(reading,))
+        self._close = weakref.finalize(self, _end, self._process, self._channel, pipe)
         self._limit_seconds = _START_SECONDS
         with contextlib.suppress(OSError):  # a process that ended at its start is noticed at the first rendering
             self._channel.settimeout(_START_SECONDS)
@@ -162,11 +164,11 @@ class TemplatePool:
                     renderer.close()
 
 
-def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+def _end(process: subprocess.Popen[bytes], channel: socket.socket, pipe: io.FileIO) -> None:
     """End a process and wait for it. A process that the kernel has ended already keeps its exit status."""
     channel.close()
     deadline = time.monotonic() + 0.05
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    process.kill()
+    pipe.close()
     process.wait()
