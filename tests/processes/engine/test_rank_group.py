@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import graph_ranks
 import msgspec
 import pytest
 from small_engine import drain, plan_of, submit, texts
@@ -21,7 +22,10 @@ from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.engine.parallel import rank_process
 from specdecode_worker.engine.parallel.leader_target import LeaderTarget
+from specdecode_worker.engine.parallel.rank_group import RankGroup
+from specdecode_worker.engine.parallel.rank_messages import Assignment
 from specdecode_worker.models.errors import ConfigMismatch
 
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
@@ -159,6 +163,30 @@ class TestLoss:
             while busy:
                 run(engine, "chain:3", 8)
             time.sleep(20)
+
+    @pytest.mark.parametrize(
+        ("main", "reason"),
+        [
+            (graph_ranks.answer_and_end, "ended with exit code 9"),
+            (graph_ranks.write_nonsense, "sent a message that cannot be read"),
+        ],
+    )
+    def test_a_rank_that_leaves_an_unread_message_is_noticed(
+        self, split: Engine, monkeypatch: pytest.MonkeyPatch, main: Any, reason: str
+    ) -> None:
+        split.close()
+        monkeypatch.setattr(rank_process, "main", main)
+        group = RankGroup(
+            Assignment(
+                rank=0, size=2, meeting="", folder="", dtype="float32", device="cpu", max_model_len=None, blocks=0,
+                threads=1,
+            )
+        )  # fmt: skip
+        try:
+            with pytest.raises(RankLost, match=f"rank 1: {reason}"):
+                time.sleep(30)
+        finally:
+            group.close()
 
     def test_the_engine_process_ends_with_the_reason(self, folders: tuple[Path, Path]) -> None:
         async def lose() -> tuple[str, int]:
