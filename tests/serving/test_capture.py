@@ -36,6 +36,7 @@ async def client(model_folder: Path, recorder: Recorder) -> AsyncIterator[httpx.
     transport = httpx.ASGITransport(public_app(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://worker") as made:
         yield made
+    service.close()
     await engine.close()
 
 
