@@ -2,8 +2,9 @@
 
 multiprocessing gives every spawned process the reading end of a pipe, whose other end only its parent holds. The child
 asks the kernel to kill it once that end is closed. This needs no thread and no lock of the child, so it also ends one
-that hangs in a driver, is stopped, or still loads. PR_SET_PDEATHSIG would end it with the thread that started it, and
-drafts are started by threads that end before them.
+that hangs in a driver, is stopped, or loads a model; only the import of its modules comes before.
+
+PR_SET_PDEATHSIG would end a child with the thread that started it, and drafts are started by threads that end before.
 """
 
 from __future__ import annotations
