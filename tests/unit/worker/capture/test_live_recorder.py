@@ -11,13 +11,12 @@ import pytest
 from captured import record
 from live_captures import RULES, live, now_record, numbers, stored, wait
 
-from specdecode_worker.capture import Dropped
-from specdecode_worker.capture.live import LiveRecorder
+from specdecode_worker.capture import Dropped, Recorder
 from specdecode_worker.capture.subject_keys import KEY_SUFFIX
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 
 
-def put(recorder: LiveRecorder, *seeds: int, **more: object) -> None:
+def put(recorder: Recorder, *seeds: int, **more: object) -> None:
     for number in seeds:
         recorder.enqueue(now_record(number, **more), recorder.epoch)  # type: ignore[arg-type]
 
