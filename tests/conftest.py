@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,28 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).pare
 if TYPE_CHECKING:  # tests/gpu runs on machines that have no client of a cluster
     from support.kube import Cluster
     from support.prometheus import Promtool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """Fail at the end of a session that leaves a process of ours, for which a fixture is to blame."""
+    yield
+    deadline = time.monotonic() + 5  # a killed process takes a moment
+    while left := _own_children():
+        assert time.monotonic() < deadline, f"tests have left processes: {left}"
+        time.sleep(0.05)
+
+
+def _own_children() -> dict[int, str]:
+    """Return the command lines of running children with code of the project, by their ids."""
+    found = {}
+    for threads in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, threads.read_text().split()):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")  # empty for one that has ended
+                if "specdecode_" in words or "spawn_main" in words:
+                    found[pid] = words
+    return found
 
 
 @pytest.fixture(scope="session")

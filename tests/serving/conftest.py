@@ -42,9 +42,12 @@ async def over_fake_engine(model_folder: Path) -> AsyncIterator[Service]:
     plan = Plan(uid="uid-1", draft="d", version=3, tasks=(TaskMatch(name="code", match="def "), TaskMatch(name="chat")))
     engine = EngineClient(config, plan, build=fake_engine.build)
     made = Service(config, engine, Lifecycle(), plan)
-    made.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
-    yield made
-    await engine.close()
+    try:
+        made.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
+        yield made
+    finally:
+        made.close()
+        await engine.close()
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ import httpx
 import pytest
 
 from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records
-from specdecode_worker.contract import CaptureConfig, Plan, TaskMatch
+from specdecode_worker.contract import CaptureConfig, CaptureRules, Plan, TaskMatch
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.server.lifecycle import Lifecycle
+from specdecode_worker.server.liveness.recorder_thread import open_recorder
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.service import Service
@@ -23,7 +24,7 @@ from support.worker_process import worker_config
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Recorder:
-    return Recorder(CaptureConfig(dir=str(tmp_path / "captured"), task_shares={"never": 0.0}))
+    return Recorder(tmp_path / "captured", CaptureRules(share=1.0, task_shares={"never": 0.0}))
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ async def client(model_folder: Path, recorder: Recorder) -> AsyncIterator[httpx.
     transport = httpx.ASGITransport(public_app(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://worker") as made:
         yield made
+    service.close()
     await engine.close()
 
 
@@ -137,3 +139,24 @@ async def test_metrics_count_captured_requests(client: httpx.AsyncClient, record
     page = (await client.get("/metrics")).text
     assert 'specdecode_capture_records_total{model_name="fake",task="other"} 1.0' in page
     assert 'specdecode_capture_dropped_total{model_name="fake",reason="opted_out"} 1.0' in page
+
+
+async def test_a_plan_changes_no_rules_of_the_configuration(model_folder: Path, tmp_path: Path) -> None:
+    config = worker_config(model_folder).model_copy(update={"capture": CaptureConfig(dir=str(tmp_path / "fixed"))})
+    plan = Plan(uid="uid-1", version=1)
+    recorder = open_recorder(config, plan)
+    assert recorder is not None
+    engine = EngineClient(config, plan, build=fake_engine.build)
+    service = Service(config, engine, Lifecycle(), plan, recorder)
+    try:
+        service.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
+        for version, rules in ((2, None), (3, CaptureRules(share=0.0)), (4, None)):
+            await service.set_plan(Plan(uid="uid-1", version=version, capture=rules))
+            assert recorder.share_of("other") == 1.0
+        report = (await service.report()).capture
+        assert report is not None
+        assert report.problem is None
+    finally:
+        service.close()
+        recorder.close()
+        await engine.close()

@@ -33,9 +33,14 @@ class StreamWorker:
     service: Service
     client: httpx.AsyncClient
 
+    async def close(self) -> None:
+        """End its processes."""
+        self.service.close()
+        await self.service.engine.close()
+
 
 async def start_worker(config: WorkerConfig, folder: Path, shape: str) -> StreamWorker:
-    """Start a worker whose drafts have a fixed shape. Its engine must be closed."""
+    """Start a worker whose drafts have a fixed shape. It must be closed."""
     plan = Plan(uid="uid-1", version=1, initial=TreeShape.parse(shape), max_depth=4, explore=0, guard=False)
     knobs = SyntheticKnobs(acceptance=(0.8, 0.7)) if shape != "none" else None
     engine = EngineClient(config, plan, knobs)

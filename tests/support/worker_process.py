@@ -78,7 +78,12 @@ class ServerProcess:
         return self.process.wait(seconds)
 
     def _url(self, name: str) -> str:
-        self.wait_until(lambda: f"{name} port: " in self.log, 120)
+        try:
+            self.wait_until(lambda: f"{name} port: " in self.log, 120)
+        except BaseException:  # nobody has this object yet, and could end the process
+            self.process.kill()
+            self.process.wait()
+            raise
         match = re.search(rf"{name} port: (\S+)", self.log)
         assert match
         return match[1]

@@ -17,7 +17,6 @@ COMMANDS = {
     "pull": "fetch a model into the cache and check it",
     "check": "whether target and draft fit each other and the memory",
     "bench": "speculation against plain decoding, in one run",
-    "load": "open-loop load on a running server",
     "eval": "acceptance of a draft by domain and depth",
     "train": "an EAGLE-3 head for a target, from what the target itself says",
     "capture": "retention of captured requests, and their deletion by user",

@@ -1,4 +1,4 @@
-"""A draft process that is killed while clients are served, and its end with the worker."""
+"""A draft process that is killed while clients are served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import Plan, TreeShape
-from support.faults.bounds import has_ended
 from support.worker_process import StartWorker, WorkerProcess
 
 PROMPTS = [f"request {i}: " + "abc " * i for i in range(6)]
@@ -69,19 +68,3 @@ def test_a_killed_draft_process_fails_no_request(worker: WorkerProcess) -> None:
     before = accepted(worker)
     assert texts(worker) == wanted
     assert accepted(worker) - before > 50
-
-
-@pytest.mark.parametrize("kills_engine", [False, True], ids=["sigterm", "engine-killed"])
-def test_the_draft_process_ends_with_the_worker(worker: WorkerProcess, kills_engine: bool) -> None:
-    texts(worker)
-    pid = draft_pid(worker)
-    if kills_engine:
-        os.kill(worker.engine_pid, signal.SIGKILL)
-    else:
-        worker.terminate()
-    assert worker.exit_code(60) == int(kills_engine), worker.log
-    for _ in range(100):
-        if has_ended(pid):
-            break
-        signal.sigtimedwait((), 0.1)
-    assert has_ended(pid)

@@ -34,13 +34,6 @@ def test_dead_reader_task_ends_the_worker(start_fake: StartWorker) -> None:
     assert_ends(worker, began, "reader of the engine's messages")
 
 
-def test_dead_capture_thread_ends_the_worker(start_fake: StartWorker, tmp_path: Path) -> None:
-    capture = {"dir": str(tmp_path / "capture"), "redact": "support.worker.fake_engine:end_capture_thread"}
-    worker, began = start_fake(capture=capture), time.monotonic()
-    complete(worker, "hello")
-    assert_ends(worker, began, "capture thread")
-
-
 def test_dead_listener_ends_the_worker(start_fake: StartWorker, tmp_path: Path) -> None:
     trigger = tmp_path / "trigger"
     worker, began = start_fake(environment={"PLANTED_LISTENER_FAILURE": str(trigger)}), time.monotonic()

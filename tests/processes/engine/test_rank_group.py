@@ -19,8 +19,12 @@ from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.engine.parallel import rank_process
 from specdecode_worker.engine.parallel.leader_target import LeaderTarget
+from specdecode_worker.engine.parallel.rank_group import RankGroup
+from specdecode_worker.engine.parallel.rank_messages import Assignment
 from specdecode_worker.models.errors import ConfigMismatch
+from support.worker import graph_ranks
 from support.worker.small_engine import drain, plan_of, submit, texts
 from support.worker.small_folders import SHAPE, config_of, exact_config_of, write_head, write_target
 
@@ -160,6 +164,30 @@ class TestLoss:
                 run(engine, "chain:3", 8)
             time.sleep(20)
 
+    @pytest.mark.parametrize(
+        ("main", "reason"),
+        [
+            (graph_ranks.answer_and_end, "ended with exit code 9"),
+            (graph_ranks.write_nonsense, "sent a message that cannot be read"),
+        ],
+    )
+    def test_a_rank_that_leaves_an_unread_message_is_noticed(
+        self, split: Engine, monkeypatch: pytest.MonkeyPatch, main: Any, reason: str
+    ) -> None:
+        split.close()
+        monkeypatch.setattr(rank_process, "main", main)
+        group = RankGroup(
+            Assignment(
+                rank=0, size=2, meeting="", folder="", dtype="float32", device="cpu", max_model_len=None, blocks=0,
+                threads=1,
+            )
+        )  # fmt: skip
+        try:
+            with pytest.raises(RankLost, match=f"rank 1: {reason}"):
+                time.sleep(30)
+        finally:
+            group.close()
+
     def test_the_engine_process_ends_with_the_reason(self, folders: tuple[Path, Path]) -> None:
         async def lose() -> tuple[str, int]:
             client = EngineClient(served(*folders), None)
@@ -173,22 +201,6 @@ class TestLoss:
 
         reason, _ = asyncio.run(lose())
         assert reason == "rank 1: ended with exit code -9"
-
-    def test_ranks_end_with_their_engine(self, folders: tuple[Path, Path]) -> None:
-        async def kill() -> int:
-            client = EngineClient(served(*folders), None)
-            await asyncio.wait_for(client.loaded, 120)
-            (second,) = children(client.pid)
-            os.kill(client.pid, signal.SIGKILL)
-            await asyncio.wait_for(client.ended, 30)
-            await client.close()
-            return second
-
-        second = asyncio.run(kill())
-        deadline = time.monotonic() + 15
-        while Path(f"/proc/{second}").exists():
-            assert time.monotonic() < deadline, "the second rank outlives its engine"
-            time.sleep(0.1)
 
     def test_shutdown_ends_all_in_order(self, folders: tuple[Path, Path]) -> None:
         async def shut_down() -> tuple[int, int | None]:

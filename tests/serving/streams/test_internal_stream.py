@@ -121,7 +121,7 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
         start_worker(config.model_copy(update={"draft": draft}), folder, "tree:2,1,1"),
     )
     yield started[0], started[1]
-    await asyncio.gather(*(worker.service.engine.close() for worker in started))
+    await asyncio.gather(*(worker.close() for worker in started))
 
 
 def request_of(name: str, *, stream: bool) -> OpenStream:

@@ -50,7 +50,7 @@ async def workers() -> AsyncIterator[tuple[StreamWorker, StreamWorker]]:
         start_worker(config.model_copy(update={"draft": draft}), folder, "tree:2,1,1"),
     )
     yield started[0], started[1]
-    await asyncio.gather(*(worker.service.engine.close() for worker in started))
+    await asyncio.gather(*(worker.close() for worker in started))
 
 
 @pytest.mark.parametrize("name", REQUESTS)

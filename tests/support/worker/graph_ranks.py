@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
+
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend, Work
 from specdecode_worker.engine.parallel import rank_process
+from specdecode_worker.engine.parallel.rank_messages import CaptureState, Ready
 from support.worker.small_engine import drain, plan_of, submit, texts
 
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
@@ -71,3 +75,16 @@ def fail_to_rehearse(assignment: bytes, pipe: Connection) -> None:
     """Run the process of a rank that has no memory for captured steps."""
     rank_process.capture_backend = lambda device: ShortBackend()  # type: ignore[attr-defined]
     rank_process.main(assignment, pipe)
+
+
+def answer_and_end(assignment: bytes, pipe: Connection) -> None:
+    """Run the process of a rank that ends right after its answer to a stage of a capture."""
+    pipe.send_bytes(msgspec.msgpack.encode(Ready()))
+    pipe.send_bytes(msgspec.msgpack.encode(CaptureState(1)))
+    os._exit(9)
+
+
+def write_nonsense(assignment: bytes, pipe: Connection) -> None:
+    """Run the process of a rank whose message nobody can read."""
+    pipe.send_bytes(b"?")
+    pipe.poll(None)

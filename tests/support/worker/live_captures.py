@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from specdecode_worker.capture import ReadStats, Record, read_records
-from specdecode_worker.capture.live import LiveRecorder
+from specdecode_worker.capture import ReadStats, Record, Recorder, read_records
 from specdecode_worker.capture.live.control_thread import Limits
 from specdecode_worker.capture.record import decode
 from specdecode_worker.capture.segment_format import list_segments, read_bodies
@@ -23,10 +22,8 @@ RULES = CaptureRules(share=1.0)
 
 
 @contextlib.contextmanager
-def live(
-    folder: Path, rules: CaptureRules | None = RULES, limits: Limits = LIMITS, **more: Any
-) -> Iterator[LiveRecorder]:
-    made = LiveRecorder(folder, rules, limits=limits, seed=0, **more)
+def live(folder: Path, rules: CaptureRules | None = RULES, limits: Limits = LIMITS, **more: Any) -> Iterator[Recorder]:
+    made = Recorder(folder, rules, limits=limits, seed=0, **more)
     try:
         yield made
     finally:
@@ -54,7 +51,7 @@ def wait(condition: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.005)
 
 
-def stored(recorder: LiveRecorder, count: int) -> None:
+def stored(recorder: Recorder, count: int) -> None:
     """Wait until the report counts this many stored records."""
     wait(lambda: recorder.report().conversations == count)
 
@@ -68,7 +65,7 @@ def read(folder: Path) -> list[Record]:
     return records
 
 
-def settle(recorder: LiveRecorder) -> None:
+def settle(recorder: Recorder) -> None:
     """Wait until the rules are applied and every queued record is written or dropped."""
     control, queue = recorder._control, recorder._queue
 

@@ -1,9 +1,9 @@
 """Capture of served requests: records in segment files, written by a background thread and read by ``distill``.
 
-server ──enqueue──> Recorder: bounded queue ──thread──> redaction ──> SegmentWriter ──> DIR/*.segment ──> read_records
+server ──enqueue──> Recorder: bounded queue ──thread──> redaction ──> LiveStore ──> DIR/*.segment ──> read_records
                                                                       `retention` and `user_deletion` delete from there
 
-`Recorder` serves a folder of the worker's configuration; `live.LiveRecorder` one that the plan switches on and off.
+The rules of the `Recorder` come from the worker's configuration, or from the plan, which switches it on and off.
 """
 
 from specdecode_worker.capture.counters import CaptureCounts, Dropped

@@ -29,7 +29,7 @@ class Dropped(StrEnum):
 class CaptureCounts:
     """Counters of one worker, monotonic except ``stored_bytes``.
 
-    ``stored_bytes`` is the size of the folder at the last sweep, or write where the plan switches capture on.
+    ``stored_bytes`` is the size of the folder at the last sweep or write.
     """
 
     records: Counter[str] = field(default_factory=Counter)

@@ -1,90 +1,124 @@
-"""Recorder of a worker whose configuration has a capture folder, and the thread that writes its records.
-
-The server hands records over without waiting; records that exceed the queue are dropped.
-"""
+"""Recorder of a worker: it captures by rules that may change while the worker serves."""
 
 from __future__ import annotations
 
-import logging
 import random
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from specdecode_worker.capture.counters import CaptureCounts, Dropped
+from specdecode_worker.capture.errors import FolderUnusable
+from specdecode_worker.capture.live.control_thread import ControlThread, Limits
+from specdecode_worker.capture.live.live_store import LiveStore
+from specdecode_worker.capture.live.rules_state import CurrentRules
 from specdecode_worker.capture.record import Record
 from specdecode_worker.capture.record_queue import QueuedRecord, RecordQueue
-from specdecode_worker.capture.redaction import Hook, load_hook, redact_and_encode
 from specdecode_worker.capture.retention import Retention
-from specdecode_worker.capture.segments import SegmentWriter
 from specdecode_worker.capture.subject_keys import SubjectKeys, UserHashes
-from specdecode_worker.capture.user_deletion import DeletionCounts, delete_hashed_records
-from specdecode_worker.contract import CaptureConfig
-from specdecode_worker.contract.capture import Consent
+from specdecode_worker.capture.user_deletion import DeletionCounts
+from specdecode_worker.contract.capture import CaptureReport, CaptureRules, Consent
 
-log = logging.getLogger(__name__)
+_MAX_PROBLEM = 1000
+_CLOCK_SECONDS = 60.0
+"""Time by which ``delete_before`` may be in the future before the report says so."""
 
 
 class Recorder:
     """Recorder of one worker.
 
-    ``share_of``, ``should_capture`` and ``enqueue`` must be called from the event loop. The recorder's own thread
-    redacts and writes. ``delete_user`` blocks.
+    ``user_hashes``, ``delete_user`` and ``close`` block. All else may be called from the event loop. No failure of
+    capture leaves this class.
     """
-
-    consent: Consent = "OptOut"
-    is_on = True
-    epoch = 0
 
     def __init__(
         self,
-        config: CaptureConfig,
+        folder: Path,
+        rules: CaptureRules | None,
         *,
         read_token: Callable[[], str | None] = lambda: None,
         clock: Callable[[], float] = time.time,
         seed: int | None = None,
+        limits: Limits = Limits(),  # noqa: B008  # frozen
     ) -> None:
-        """Start the thread.
-
-        Raises:
-            CaptureError: the redaction hook or the folder cannot be used.
-        """
+        """Start the control thread, which deletes what the folder holds if ``rules`` is None."""
+        self.folder = folder
         self.counts = CaptureCounts()
-        self.failure = ""
-        """Reason why the thread ended before ``close``; empty while it works."""
-        self.folder = Path(config.dir)
-        self.retention = Retention(config.max_age_seconds, config.max_bytes)
-        self._config = config
+        self._clock, self._limits = clock, limits
         self._random = random.Random(seed)
-        self._hook: Hook | None = load_hook(config.redact) if config.redact else None
-        self._segments = SegmentWriter(
-            self.folder, max_bytes=config.max_bytes, max_age_seconds=config.max_age_seconds, clock=clock
-        )
-        self._subjects = SubjectKeys(self.folder, read_token)
+        self._current = CurrentRules(rules)
+        self._subjects = SubjectKeys(folder, read_token)
         self._queue = RecordQueue()
-        self._writing = threading.Lock()
-        self._closing = False
-        self._failing = False
-        self._thread = threading.Thread(target=self._run_or_fail, name="capture", daemon=True)
-        self._thread.start()
+        self._store = LiveStore(folder, clock)
+        self._control = ControlThread(
+            self._current, self._store, self._queue, self._subjects, self.counts, self._limits
+        )
+        self._control.start()
+
+    @property
+    def is_on(self) -> bool:
+        """True if the plan switches capture on."""
+        return self._current.state.rules is not None
+
+    @property
+    def consent(self) -> Consent:
+        """Consent that requests need."""
+        rules = self._current.state.rules
+        return rules.consent if rules else "OptOut"
+
+    @property
+    def epoch(self) -> int:
+        """Number of times that capture was switched off."""
+        return self._current.state.epoch
+
+    @property
+    def retention(self) -> Retention | None:
+        """Bounds of the folder; None while capture is off."""
+        rules = self._current.state.rules
+        return Retention(rules.max_age_seconds, rules.max_bytes) if rules else None
+
+    def apply(self, rules: CaptureRules | None) -> None:
+        """Follow ``rules`` from the next request on; None switches capture off and deletes what is stored."""
+        if self._current.replace(rules):
+            self._control.wake()
 
     def share_of(self, task: str) -> float:
         """Return the share of requests of ``task`` to capture."""
-        return self._config.task_shares.get(task, self._config.share)
+        rules = self._current.state.rules
+        return rules.task_shares.get(task, rules.share) if rules else 0.0
 
     def should_capture(self, task: str) -> bool:
         """Return whether to capture this request of ``task``, by a random draw with its share."""
-        return self._random.random() < self.share_of(task)
+        if self._random.random() >= self.share_of(task):
+            return False
+        if self._control.is_stopped:
+            self.counts.drop(Dropped.stopped)
+            return False
+        return True
 
     def subject_of(self, user: str | None) -> str:
         """Return the hash of a request's user; empty without one."""
         return self._subjects.hash_of(user)
 
-    def enqueue(self, record: Record, epoch: int = 0) -> None:
-        """Queue a record without waiting; drop it if the queue is full."""
-        if not self._queue.put(QueuedRecord(record, epoch)):
+    def enqueue(self, record: Record, epoch: int) -> None:
+        """Queue the record of a request that began in ``epoch``; drop it if the queue is full or rules forbid it."""
+        if self._control.is_stopped:
+            self.counts.drop(Dropped.stopped)
+        elif self._current.state.forbids(record, epoch):
+            self.counts.drop(Dropped.deleted)
+        elif not self._queue.put(QueuedRecord(record, epoch)):
             self.counts.drop(Dropped.queue_full)
+
+    def report(self) -> CaptureReport:
+        """Return the state for the worker's report."""
+        totals = self._store.totals
+        return CaptureReport(
+            conversations=totals.records,
+            stored_bytes=totals.size,
+            oldest=totals.oldest,
+            dropped={reason.value: count for reason in Dropped if (count := self.counts.dropped[reason])},
+            problem=(self._control.problem or self._clock_problem())[:_MAX_PROBLEM] or None,
+        )
 
     def user_hashes(self, user: str) -> UserHashes:
         """Return the hashes that records of a user may have. Reads the folder."""
@@ -94,79 +128,45 @@ class Recorder:
         """Delete the records of a user from the folder and from the queue.
 
         Raises:
-            FolderUnusable: The folder cannot be read, or a segment cannot be replaced.
+            FolderUnusable: The disk does not answer, or a segment cannot be read or deleted.
         """
         hashes = self.user_hashes(user)
-        # A record that is being written is either on disk before the folder is read, or marked and not written.
-        with self._writing:
+        if not self._store.lock.acquire(timeout=self._limits.lock):
+            raise FolderUnusable(f"{self.folder} does not answer; records of the user may still be there")
+        try:
             queued = self._queue.discard(lambda item: hashes.matches(item.record.user))
-        self.counts.drop(Dropped.deleted, queued)
-        counts = delete_hashed_records(self.folder, hashes)
+            self.counts.drop(Dropped.deleted, queued)
+            counts = self._store.delete_user(hashes)
+        except OSError as error:
+            raise FolderUnusable(f"{self.folder}: {error.strerror or error}") from None
+        finally:
+            self._store.lock.release()
         counts.queued = queued
+        self.counts.stored_bytes = self._store.totals.size
         return counts
 
+    def close_segment(self) -> None:
+        """Close the open segment, unless the disk does not answer, so that all records can be listed. Blocks."""
+        if self._store.lock.acquire(timeout=self._limits.lock):
+            self._store.close_segment()
+            self._store.lock.release()
+
+    def is_closed(self, name: str) -> bool:
+        """Return whether the segment ``name`` of the folder is not open."""
+        return self._store.is_closed(name)
+
     def close(self, seconds: float = 5.0) -> None:
-        """Write the queued records and stop the thread, waiting at most ``seconds``."""
-        self._closing = True
-        self._queue.wake()
-        self._thread.join(seconds)
+        """Write the queued records and stop the threads, waiting at most ``seconds``."""
+        end = time.monotonic() + seconds
+        self._control.close(seconds)
+        if self._store.lock.acquire(timeout=max(end - time.monotonic(), 0)):
+            self._store.close()
+            self._store.lock.release()
 
-    def _run_or_fail(self) -> None:
-        try:
-            self._run()
-        except BaseException as error:  # a redaction hook may even raise SystemExit
-            self.failure = f"{type(error).__name__}: {error}"
-            raise
-
-    def _run(self) -> None:
-        swept = 0.0
-        every = self._segments.sweep_seconds
-        while True:
-            if time.monotonic() >= swept + every:
-                self._sweep()
-                swept = time.monotonic()
-            item = self._queue.take(every, lambda: not self._closing or len(self._queue) > 0)
-            if item is not None:
-                self._try_to_write(item)
-                self._queue.done(item)
-            elif self._closing:
-                break
-        self._segments.close()
-
-    def _try_to_write(self, item: QueuedRecord) -> None:
-        """Write a record or count it as dropped. No error may end the thread, which writes again when it can."""
-        try:
-            self._write(item)
-        except Exception as error:
-            self.counts.drop(Dropped.write_error)
-            if not self._failing:  # log once only: a full disk would also fill the log
-                log.warning("captured records cannot be written: %s", error, exc_info=not isinstance(error, OSError))
-            self._failing = True
-
-    def _write(self, item: QueuedRecord) -> None:
-        encoded = redact_and_encode(item.record, self._hook)
-        if isinstance(encoded, Dropped):
-            self.counts.drop(encoded)
-            return
-        record, body = encoded
-        if len(body) > self._segments.largest:
-            self.counts.drop(Dropped.too_large)
-            return
-        with self._writing:
-            if item.unwanted:
-                return
-            self._subjects.store_for(record.user)
-            self._segments.append(body)
-        self.counts.records[record.task] += 1
-        if self._failing:
-            dropped = self.counts.dropped[Dropped.write_error]
-            log.warning("captured records are written again; %d were dropped since the start", dropped)
-        self._failing = False
-
-    def _sweep(self) -> None:
-        try:
-            self._subjects.refresh()
-            self.counts.stored_bytes = self._segments.sweep()
-            self._subjects.expire(self._config.max_age_seconds)
-        except Exception as error:
-            log.warning("captured records cannot be swept: %s", error)
+    def _clock_problem(self) -> str:
+        """Return the problem of a ``delete_before`` that lies in this worker's future."""
+        rules = self._current.state.rules
+        ahead = rules.delete_before - self._clock() if rules else 0.0
+        if ahead <= _CLOCK_SECONDS:
+            return ""
+        return f"delete_before is {ahead:.0f} s ahead of this worker's clock; nothing is captured until then"

@@ -33,25 +33,20 @@ class DeletionCounts:
 
 
 def delete_user_records(folder: Path, user: str, keys: Iterable[bytes] = ()) -> DeletionCounts:
-    """Delete the records of requests whose field ``user`` was ``user``, as `delete_hashed_records`.
+    """Delete the records of requests whose field ``user`` was ``user``.
+
+    A segment is replaced by one without these records, or deleted if nothing remains. Its name, and with it its age,
+    stays. Truncated ends of segments are dropped, because they may hold a record of the user.
 
     Args:
         folder: Folder of segments.
         user: Value of the requests' field.
         keys: Keys of hashes in addition to those that the folder holds.
-    """
-    return delete_hashed_records(folder, UserHashes(user, (*stored_keys(folder).values(), *keys)))
-
-
-def delete_hashed_records(folder: Path, hashes: UserHashes) -> DeletionCounts:
-    """Delete the records of a user.
-
-    A segment is replaced by one without these records, or deleted if nothing remains. Its name, and with it its age,
-    stays. Truncated ends of segments are dropped, because they may hold a record of the user.
 
     Raises:
         FolderUnusable: ``folder`` is not a folder, or a segment cannot be read or replaced.
     """
+    hashes = UserHashes(user, (*stored_keys(folder).values(), *keys))
     if not folder.is_dir():
         raise FolderUnusable(f"{folder} is no folder; name the one that `serve --capture` was given")
     counts = DeletionCounts()

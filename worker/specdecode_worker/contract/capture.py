@@ -38,7 +38,7 @@ class CaptureConfig(Written):
     """Folder of the segments. Several workers may share it."""
     max_bytes: int = Field(default=2**30, ge=2**16)
     """Bound of all segments in the folder, including those of other workers. The oldest are deleted first."""
-    max_age_seconds: float = Field(default=14 * 86400, gt=0)
+    max_age_seconds: float = Field(default=14 * 86400, gt=0, allow_inf_nan=False)
     """Maximum age of a record."""
     share: Share = 1.0
     """Share of requests to capture for tasks that ``task_shares`` does not list."""

@@ -242,7 +242,7 @@ class Report(Received):
     trial: TrialState | None = None
     """Trial of a candidate that this worker runs, or that failed here. None: the plan assigns it none."""
     capture: CaptureReport | None = None
-    """Captured requests; None where the worker has no folder for captures that the plan switches on."""
+    """Captured requests; None where the worker has no folder for captures."""
     plan: PlanState = PlanState()
     synthetic: SyntheticKnobs | None = None
     draining: bool = False

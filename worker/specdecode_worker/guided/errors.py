@@ -16,6 +16,8 @@ class GrammarRefused(Exception):
 
 
 def library_message(message: str) -> str:
-    """Return the first line of a message of the library. Its context can be long."""
-    lines = message.replace("<non-verbose/>", "").strip().splitlines()
-    return lines[0][:500] if lines else "the grammar cannot be used"
+    """Return the first line of a message of the library, or a short text that it announces. Its context can be long."""
+    lines = [line.strip() for line in message.replace("<non-verbose/>", "").strip().splitlines()]
+    if not lines:
+        return "the grammar cannot be used"
+    return " ".join(lines[:4] if lines[0].endswith(":") else lines[:1])[:500]

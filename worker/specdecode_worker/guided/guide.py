@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from llguidance import LLMatcher
@@ -60,13 +61,8 @@ class Guide:
                 return
             self._forced = None
             self._emitted += 1
-            if token in self._end_tokens and self._matcher.is_accepting():
-                self.ended = True
-            elif self._matcher.try_consume_tokens([token]) != 1:
-                problem = self._matcher.get_error()
-                self.error = (
-                    library_message(problem) if problem else f"the grammar does not allow the token {token} here"
-                )
+            with self._failing_alone():
+                self._take(token)
 
     def mask(self, path: Sequence[int] = ()) -> Mask | None:
         """Return the tokens allowed behind ``path``, the tokens of a tree path from the present position.
@@ -75,15 +71,12 @@ class Guide:
         """
         if self.ended or self.error:
             return None
-        try:
+        mask = None
+        with self._failing_alone():
             # A copy, because masks after a rollback of llguidance 1.9.1 can allow tokens that it then refuses.
             matcher = self._matcher.deep_copy() if path else self._matcher
-            return self._compute(matcher, len(path)) if self._enters(matcher, path) else None
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic of the library is not an Exception; it ends this request alone
-            self.error = library_message(str(error))
-            return None
+            mask = self._compute(matcher, len(path)) if self._enters(matcher, path) else None
+        return mask
 
     def forced(self) -> tuple[int, ...]:
         """Return the tokens that follow for certain, at most MOST_FORCED: those of the only possible next bytes.
@@ -91,9 +84,29 @@ class Guide:
         The model may still write the same bytes with other tokens; verification decides.
         """
         if self._forced is None:
-            stopped = self.ended or self.error or self._matcher.is_stopped()
-            self._forced = () if stopped else tuple(self._matcher.compute_ff_tokens()[:MOST_FORCED])
+            self._forced = ()
+            with self._failing_alone():
+                if not (self.ended or self.error or self._matcher.is_stopped()):
+                    self._forced = tuple(self._matcher.compute_ff_tokens()[:MOST_FORCED])
         return self._forced
+
+    @contextlib.contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Turn a failure of the library into ``error``, so that it ends this request alone."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is not an Exception
+            self.error = library_message(str(error))
+
+    def _take(self, token: int) -> None:
+        """Move behind an emitted token, or set ``ended`` or ``error``."""
+        if token in self._end_tokens and self._matcher.is_accepting():
+            self.ended = True
+        elif self._matcher.try_consume_tokens([token]) != 1:
+            problem = self._matcher.get_error()
+            self.error = library_message(problem) if problem else f"the grammar does not allow the token {token} here"
 
     def _enters(self, matcher: LLMatcher, path: Sequence[int]) -> bool:
         """Move a matcher behind a path. Return False if the path is not allowed; end tokens never are."""

@@ -131,7 +131,7 @@ class EngineLost(EngineFailed):
 
 
 class Unavailable(ApiError):
-    """Response 503: the model is loading, the worker is draining, or the engine is gone."""
+    """Response 503: this worker cannot serve the request now; the code says why. It may be repeated."""
 
     status, type, code = 503, "server_error", "unavailable"
     retryable = True

@@ -13,7 +13,6 @@ from functools import partial
 import msgspec
 
 from specdecode_worker.capture import Dropped, Record, Recorder, opening_hash
-from specdecode_worker.capture.live import LiveRecorder
 from specdecode_worker.capture.user_deletion import DeletionCounts
 from specdecode_worker.contract import Sampler
 from specdecode_worker.engine.ipc.messages import Sampling, Tokens
@@ -41,7 +40,7 @@ def capture_permitted(header: str | None, request: GenerationRequest) -> bool | 
 class RequestCapture:
     """Request capture of one worker. ``target`` is the hash of the target's weights."""
 
-    def __init__(self, recorder: Recorder | LiveRecorder, target: str, sampler: Sampler) -> None:
+    def __init__(self, recorder: Recorder, target: str, sampler: Sampler) -> None:
         self.recorder, self._target, self._sampler = recorder, target, sampler
         self._deleted: dict[str, float] = {}
         """Time of the last deletion by hash of a user, on the monotonic clock."""

@@ -20,7 +20,6 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import Env, Plan, ServerConfig, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.engine_interface import Build
@@ -34,7 +33,7 @@ from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
 from specdecode_worker.server.listening import listening
 from specdecode_worker.server.liveness.engine_watch import watch_engine
 from specdecode_worker.server.liveness.exit_deadline import ExitDeadline
-from specdecode_worker.server.liveness.recorder_thread import close_recorder, open_recorder, watch_recorder
+from specdecode_worker.server.liveness.recorder_thread import close_recorder, open_recorder
 from specdecode_worker.server.liveness.vital_parts import VitalParts
 from specdecode_worker.server.plan_store import read_plan
 from specdecode_worker.server.requests import CompletionRequest
@@ -113,8 +112,6 @@ async def serve(
     try:
         lifecycle = Lifecycle()
         parts.start("engine watch", watch_engine(engine, lifecycle, config.server.step_timeout_seconds))
-        if isinstance(recorder, Recorder):
-            parts.start("capture thread", watch_recorder(recorder))
         service = Service(config, engine, lifecycle, plan, recorder)
         shutdown = Shutdown(lifecycle, config.server, lambda: engine.unfinished_answers, signals.exit_now)
         apps = (public_app(service, credentials.api_keys), admin_app(service, shutdown, credentials.admin_tokens))

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from specdecode_worker.capture import Recorder
-from specdecode_worker.capture.live import LiveRecorder
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.ipc.engine_client import EngineClient
@@ -52,7 +51,7 @@ class Service:
         engine: EngineClient,
         lifecycle: Lifecycle,
         plan: Plan,
-        recorder: Recorder | LiveRecorder | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -104,7 +103,7 @@ class Service:
         return self._model
 
     @property
-    def recorder(self) -> Recorder | LiveRecorder | None:
+    def recorder(self) -> Recorder | None:
         """Recorder of captured requests; None without a folder for them."""
         return self._recorder
 
@@ -235,7 +234,7 @@ class Service:
             with _engine_errors():
                 await self.engine.set_plan(plan)
             self.plans.current = plan
-            if isinstance(self._recorder, LiveRecorder):
+            if self._recorder is not None and self.config.capture is None:
                 self._recorder.apply(plan.capture)
 
     async def begin_draft_swap(self, draft: DraftConfig, name: str, expected_hash: str | None = None) -> str:
@@ -279,7 +278,7 @@ class Service:
         own = {
             "draining": self.lifecycle.shutting_down,
             "compatibility_key": self._compatibility_key,
-            "capture": self._recorder.report() if isinstance(self._recorder, LiveRecorder) else None,
+            "capture": None if self._recorder is None else self._recorder.report(),
         }
         return report.model_copy(update=own)
 

@@ -9,16 +9,13 @@ matrix anyway.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.engine.parallel.rank_messages import Assignment
 from specdecode_worker.engine.parallel.rank_process import load_rank_shard
 from specdecode_worker.models.checkpoints.weights import load_llama, prepare_llama
@@ -111,7 +109,7 @@ class _OtherRanks:
 
     def __init__(self) -> None:
         self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
+        self._processes: list[BoundProcess] = []
         self._closing = threading.Event()
 
     def __enter__(self) -> _OtherRanks:
@@ -128,11 +126,10 @@ class _OtherRanks:
 
     def start(self, own: Assignment) -> None:
         """Start the processes, which begin to load their shards."""
-        spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used after a fork
         for rank in range(1, own.size):
-            own_end, rank_end = spawn.Pipe()
+            own_end, rank_end = Pipe()
             encoded = msgspec.msgpack.encode(msgspec.structs.replace(own, rank=rank))
-            process = spawn.Process(target=follow, args=(encoded, rank_end), name=f"target-rank-{rank}", daemon=True)
+            process = BoundProcess(follow, (encoded, rank_end), f"target-rank-{rank}")
             process.start()
             rank_end.close()
             self._pipes.append(own_end)
@@ -169,8 +166,6 @@ def _message(tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> TargetPas
 
 def follow(assignment: bytes, pipe: Connection) -> None:
     """Run the process of another rank until rank 0 closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         _follow(msgspec.msgpack.decode(assignment, type=Assignment), pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.capture import CaptureError, Dropped
-from specdecode_worker.capture.live import LiveRecorder
+from specdecode_worker.capture import CaptureError, Dropped, Recorder
 from specdecode_worker.capture.live.control_thread import MAX_HUNG_WRITERS
 from specdecode_worker.capture.record_queue import QUEUE_RECORDS
 from specdecode_worker.contract.capture import CaptureRules
@@ -21,11 +20,11 @@ from support.worker.live_captures import LIMITS, RULES, live, now_record, number
 HANGING = RULES.model_copy(update={"redact": "support.worker.redaction_hooks:hanging"})
 
 
-def problem_of(recorder: LiveRecorder) -> str:
+def problem_of(recorder: Recorder) -> str:
     return recorder.report().problem or ""
 
 
-def put(recorder: LiveRecorder, *seeds: int) -> None:
+def put(recorder: Recorder, *seeds: int) -> None:
     for number in seeds:
         recorder.enqueue(now_record(number), recorder.epoch)
 

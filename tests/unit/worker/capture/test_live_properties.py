@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from specdecode_worker.capture import Record
-from specdecode_worker.capture.live import LiveRecorder
+from specdecode_worker.capture import Record, Recorder
 from specdecode_worker.contract.capture import CaptureRules
 from support.worker.captured import record
 from support.worker.live_captures import live, read, settle
@@ -43,7 +42,7 @@ def some_request(draw: random.Random) -> tuple[str, bool, int, str]:
 class Requests:
     """Requests as the server would run them, and what was true when each of them began and ended."""
 
-    recorder: LiveRecorder
+    recorder: Recorder
     current: CaptureRules | None
     running: list[tuple[Record, int, CaptureRules]] = field(default_factory=list)
     ended: dict[int, tuple[Record, CaptureRules | None, bool]] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from specdecode_worker.engine.guided_trees import given_tokens, with_forced_toke
 from specdecode_worker.engine.queueing.grammar_queue import GrammarQueue
 from specdecode_worker.engine.shape_selector import Choice, Selection
 from specdecode_worker.guided.errors import GrammarRefused
+from specdecode_worker.guided.guide import Guide
 from specdecode_worker.speculation.trees import PLAIN, given_chain, tree_of
-from support.worker.small_engine import drain, small_engine, submit
+from support.worker.small_engine import VOCABULARY, drain, small_engine, submit
 
 
 class SlowCompiler:
@@ -84,6 +86,59 @@ def test_an_engine_without_tokenizer_refuses_grammars() -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         engine.add(guided())
     assert engine.idle
+
+
+class Panic(BaseException):
+    """Error like a panic of a Rust library, which is no Exception."""
+
+
+class PanickingLibrary:
+    """Compiler whose guides allow every token, until a method of their matcher panics."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def guide(self, grammar: str, *, min_tokens: int, blocked: tuple[int, ...]) -> Guide:
+        self.reach("compile")
+        return Guide(self, (), VOCABULARY)  # type: ignore[arg-type]
+
+    def reach(self, method: str) -> None:
+        if method == self._method:
+            raise Panic("index out of bounds")
+
+    def is_stopped(self) -> bool:
+        return False
+
+    is_error = is_stopped
+
+    def deep_copy(self) -> PanickingLibrary:
+        return self
+
+    def compute_ff_tokens(self) -> list[int]:
+        self.reach("compute_ff_tokens")
+        return []
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        self.reach("try_consume_tokens")
+        return len(tokens)
+
+    def unsafe_compute_mask_ptr(self, place: int, size: int) -> None:
+        self.reach("unsafe_compute_mask_ptr")
+        ctypes.memset(place, 255, size)
+
+
+@pytest.mark.parametrize(
+    "method", ["compile", "compute_ff_tokens", "try_consume_tokens", "unsafe_compute_mask_ptr", "none"]
+)
+def test_a_panic_of_the_library_ends_one_request_alone(method: str) -> None:
+    engine = engine_with(PanickingLibrary(method))
+    engine.add(guided())
+    engine.add(submit("plain", max_tokens=5))
+    last = {new.request_id: new for new in drain(engine) if new.finish}
+    assert last["plain"].finish == "length"
+    assert last["guided"].finish == ("length" if method == "none" else "error")
+    assert ("index out of bounds" in last["guided"].error) == (method != "none")
+    engine.check()
 
 
 def request(forced: tuple[int, ...] | None, *, left: int = 20) -> Any:

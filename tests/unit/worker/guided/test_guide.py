@@ -227,3 +227,20 @@ def test_a_panic_of_the_library_ends_one_request_alone(
     monkeypatch.setattr(GrammarCompiler, "_build", panic)
     with pytest.raises(GrammarRefused, match="failed: index out of bounds"):
         compiler.check(regex_grammar("panics"))
+
+
+@pytest.mark.parametrize(("used", "call"), [("try_consume_tokens", "advance"), ("compute_ff_tokens", "forced")])
+def test_a_panic_while_tokens_are_followed_ends_one_request_alone(used: str, call: str) -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            if name == used:
+                raise Panic("index out of bounds")
+            return lambda: False
+
+    guide = Guide(Failing(), (END,), SIZE)  # type: ignore[arg-type]
+    if call == "advance":
+        guide.advance([1])
+    else:
+        assert guide.forced() == ()
+    assert guide.error == "index out of bounds"
+    assert guide.mask() is None

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from specdecode_worker.capture import Dropped, ReadStats, Recorder, read_records
-from specdecode_worker.capture.live import LiveRecorder
-from specdecode_worker.contract import CaptureConfig, Sampler
+from specdecode_worker.contract import Sampler
 from specdecode_worker.contract.capture import CaptureRules
 from specdecode_worker.engine.ipc.messages import Sampling, Tokens
 from specdecode_worker.server.request_capture import RecordBuilder, RequestCapture
@@ -19,7 +18,7 @@ from specdecode_worker.server.text.prompts import Prompt
 def test_mss_requests_are_captured_only_if_greedy(
     sampler: Sampler, temperature: float, taken: int, tmp_path: Path
 ) -> None:
-    recorder = Recorder(CaptureConfig(dir=str(tmp_path)))
+    recorder = Recorder(tmp_path, CaptureRules(share=1.0))
     capture = RequestCapture(recorder, "t", sampler)
     builder = capture.start_record(Prompt((1, 2)), Sampling(max_tokens=3, seed=1, temperature=temperature), "other")
     if builder is not None:
@@ -38,7 +37,7 @@ def end(builder: RecordBuilder | None) -> None:
 
 
 def test_request_that_runs_while_its_user_is_deleted_is_not_captured(tmp_path: Path) -> None:
-    recorder = LiveRecorder(tmp_path, CaptureRules(share=1.0), read_token=lambda: "token")
+    recorder = Recorder(tmp_path, CaptureRules(share=1.0), read_token=lambda: "token")
     capture = RequestCapture(recorder, "t", "coupled")
 
     def start(user: str) -> RecordBuilder | None:
@@ -54,7 +53,7 @@ def test_request_that_runs_while_its_user_is_deleted_is_not_captured(tmp_path: P
 
 
 def test_record_has_the_share_that_it_was_drawn_with(tmp_path: Path) -> None:
-    recorder = LiveRecorder(tmp_path, CaptureRules(share=1.0))
+    recorder = Recorder(tmp_path, CaptureRules(share=1.0))
     capture = RequestCapture(recorder, "t", "coupled")
     builder = capture.start_record(Prompt((1, 2)), Sampling(max_tokens=3, seed=1), "other", None, True)
     recorder.apply(CaptureRules(share=0.25))

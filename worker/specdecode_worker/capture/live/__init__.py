@@ -1,9 +1,5 @@
-"""Capture that the plan switches on and off: into a folder of one worker, without a restart and without stalls.
+"""Threads and store of the recorder, whose rules may change while the worker serves.
 
-event loop ──rules, records──> LiveRecorder ──> RecordWriter (thread: hook, encoding) ──> LiveStore ──> DIR/*.segment
+event loop ──rules, records──> Recorder ──> RecordWriter (thread: hook, encoding) ──> LiveStore ──> DIR/*.segment
                                     └── control thread: applies rules, deletes, sweeps, replaces stuck writers
 """
-
-from specdecode_worker.capture.live.live_recorder import LiveRecorder
-
-__all__ = ["LiveRecorder"]

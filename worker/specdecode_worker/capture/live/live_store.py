@@ -53,7 +53,7 @@ class _Summary:
 
 
 class LiveStore:
-    """Store of one folder, which no other process writes.
+    """Store of one folder. Other workers may write segments of their own to it; their records count once they are read.
 
     Its methods block, and hold ``lock``. A caller that needs several steps as one holds it too. ``totals`` may be read
     without it.

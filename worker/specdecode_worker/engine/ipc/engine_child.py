@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
-import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.contract import Plan, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.ipc import engine_process
 from specdecode_worker.engine.ipc.engine_interface import Build
@@ -39,8 +37,7 @@ class EngineChild:
         self._block = HeartbeatBlock()
         self.address = f"ipc://{self._folder}/engine"
         written = [one and one.model_dump_json() for one in (plan, knobs)]
-        # spawn, not fork: the server has threads, and CUDA cannot be used after a fork.
-        self._process = multiprocessing.get_context("spawn").Process(
+        self._process = BoundProcess(
             target=engine_process.main,
             args=(self.address, config.model_dump_json(), *written, build, self._block, str(self._stacks)),
             name="specdecode-engine",
@@ -76,12 +73,8 @@ class EngineChild:
         return await request_stacks(self.pid, self._stacks)
 
     def kill(self) -> None:
-        """Kill the process and its children, the ranks of a replica on several devices, without waiting."""
-        if self._gone.is_set():
-            return  # the pid may belong to another process by now
-        for pid in (self.pid, *_descendants(self.pid)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kill the process, with which its children end, without waiting."""
+        self._process.kill()
 
     async def wait(self, seconds: float) -> bool:
         """Wait until the process has ended, and return whether it has."""
@@ -106,13 +99,3 @@ class EngineChild:
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         self._gone.set()
         self._on_end()
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the pids of the children of a process and of theirs."""
-    pids: list[int] = []
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            children = [int(child) for child in thread.read_text().split()]
-            pids += children + [grandchild for child in children for grandchild in _descendants(child)]
-    return pids

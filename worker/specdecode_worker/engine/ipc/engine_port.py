@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 from collections.abc import Sequence
 
 import msgspec
 import zmq
 
-from specdecode_worker.engine.ipc.messages import FromEngine, Shutdown, ToEngine
+from specdecode_worker.engine.ipc.messages import FromEngine, ToEngine
 
 
 class EnginePort:
@@ -27,12 +26,6 @@ class EnginePort:
         self._socket.connect(address)
         self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
         self._encoder = msgspec.msgpack.Encoder()
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        parent = multiprocessing.parent_process()
-        self._parent = None if parent is None else parent.sentinel
-        if self._parent is not None:
-            self._poller.register(self._parent, zmq.POLLIN)
 
     def receive(self, timeout_seconds: float) -> list[ToEngine]:
         """Return all pending messages.
@@ -41,11 +34,9 @@ class EnginePort:
             timeout_seconds: Maximum time to wait for the first message, in seconds.
 
         Returns:
-            The messages, which may be none; a Shutdown if the parent process has ended.
+            The messages, which may be none.
         """
-        events = dict(self._poller.poll(int(1000 * timeout_seconds)))
-        if self._parent in events:
-            return [Shutdown()]
+        self._socket.poll(int(1000 * timeout_seconds))
         messages: list[ToEngine] = []
         with contextlib.suppress(zmq.Again):
             while True:

@@ -2,14 +2,12 @@
 
 EngineClient starts the process and is its only peer. The engine has a process of its own so that the Python code of
 the HTTP server never delays a step; the two share only a pair of sockets and the heartbeat. The loop sleeps on its
-socket while there is nothing to compute, and ends when its parent process does.
+socket while there is nothing to compute.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -201,9 +199,6 @@ def main(
         block: Shared memory for the heartbeat.
         stacks_path: File to which a STACK_SIGNAL writes the stacks of all threads.
     """
-    # Ctrl-C reaches the whole process group. The parent drains its requests first and then sends Shutdown.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     install_stack_dump(Path(stacks_path))
     port, heartbeat = EnginePort(address), HeartbeatWriter(block)
     try:
@@ -244,8 +239,7 @@ def _exit_after_crash(*, at_once: bool) -> NoReturn:
     """Exit with code 1.
 
     The regular exit of the interpreter waits for threads and for the device. It has a time limit, and with ``at_once``
-    it is skipped, because with a broken device it may take forever. The ranks of a replica on several devices are then
-    killed, as they may wait for the device too.
+    it is skipped, because with a broken device it may take forever.
     """
     if not at_once:
         timer = threading.Timer(EXIT_SECONDS, _exit_now)
@@ -256,8 +250,6 @@ def _exit_after_crash(*, at_once: bool) -> NoReturn:
 
 
 def _exit_now() -> NoReturn:
-    for child in multiprocessing.active_children():
-        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

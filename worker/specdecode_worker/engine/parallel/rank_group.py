@@ -6,7 +6,6 @@ Rank 0 starts the other ranks, sends them their work, and ends when one of them 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -15,9 +14,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.util import Finalize
+from queue import Empty, SimpleQueue
 from types import FrameType
 
 import msgspec
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.parallel import rank_process
 from specdecode_worker.engine.parallel.rank_messages import (
@@ -54,10 +54,12 @@ class RankGroup:
         self._folder = tempfile.mkdtemp(prefix="specdecode-ranks-")
         self._own = msgspec.structs.replace(whole, meeting=f"file://{self._folder}/store")
         self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Ready | Failed | CaptureState)
+        self._states: list[SimpleQueue[CaptureState]] = [SimpleQueue() for _ in range(1, whole.size)]
         self._pipes: list[Connection] = []
         self._processes = [self._start(number) for number in range(1, whole.size)]
         self._loaded, self._closing, self._lost = threading.Event(), threading.Event(), ""
-        # Ranks end when their pipe closes. Without this, multiprocessing would wait for them before it closes any pipe.
+        # At the exit of the interpreter, before the ranks would be killed.
         self._finalizer = Finalize(self, self.close, exitpriority=10)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._interrupt)
@@ -101,8 +103,7 @@ class RankGroup:
 
     def capture_states(self) -> list[CaptureState]:
         """Wait for the other ranks' answers to a stage of a capture, and return them in the order of the ranks."""
-        with self.collective():
-            return [self._receive_state(number, pipe) for number, pipe in enumerate(self._pipes, start=1)]
+        return [self._state(states) for states in self._states]
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
@@ -131,63 +132,65 @@ class RankGroup:
             dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, number: int) -> SpawnProcess:
-        spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used after a fork
-        own_end, rank_end = spawn.Pipe()
+    def _start(self, number: int) -> BoundProcess:
+        own_end, rank_end = Pipe()
         assignment = self._encoder.encode(msgspec.structs.replace(self._own, rank=number))
-        process = spawn.Process(
-            target=rank_process.main, args=(assignment, rank_end), name=f"specdecode-rank-{number}", daemon=True
-        )
+        process = BoundProcess(rank_process.main, (assignment, rank_end), f"specdecode-rank-{number}")
         process.start()
         rank_end.close()
         self._pipes.append(own_end)
         return process
+
+    def _state(self, states: SimpleQueue[CaptureState]) -> CaptureState:
+        while True:
+            with contextlib.suppress(Empty):
+                return states.get(timeout=_REASON_SECONDS)
+            self._raise_if_lost()
 
     def _send_with(self, message: RankMessage, data: Tensor) -> None:
         self.send(message)
         with self.collective():
             dist.broadcast(data.contiguous(), src=0)
 
-    def _receive_state(self, number: int, pipe: Connection) -> CaptureState:
-        answer = msgspec.msgpack.decode(pipe.recv_bytes(), type=CaptureState | Failed)
-        if isinstance(answer, Failed):  # read here and not by the thread that watches the ranks
-            self._lost = f"rank {number}: {answer.reason}"
-            raise RankLost(self._lost)
-        return answer
-
     def _watch(self) -> None:
-        """Wait in a thread until every rank has loaded, then until any rank ends, which ends the replica."""
-        loading = {pipe: number for number, pipe in enumerate(self._pipes, start=1)}
-        while loading and not self._lost:
-            for pipe in self._readable_pipes(loading):
-                self._read_message(loading.pop(pipe), pipe)
+        """Read the messages of all ranks in a thread until one of them ends, which ends the replica."""
+        numbers = {pipe: number for number, pipe in enumerate(self._pipes, start=1)}
+        loading = set(numbers.values())
+        while not self._lost:
+            for pipe in self._readable_pipes(numbers):
+                match self._read_message(numbers[pipe], pipe):
+                    case Ready():
+                        loading.discard(numbers[pipe])
+                    case CaptureState() as state:
+                        self._states[numbers[pipe] - 1].put(state)
+                    case Failed(reason):
+                        self._lost = self._lost or f"rank {numbers[pipe]}: {reason}"
             if self._closing.is_set():
                 return
-        if not self._lost:
-            self._loaded.set()
-            sentinels = [process.sentinel for process in self._processes]
-            number = 1 + sentinels.index(wait(sentinels)[0])  # type: ignore[arg-type]
-            self._read_message(number, self._pipes[number - 1])
+            if not loading:
+                self._loaded.set()
         self._end()
 
     @staticmethod
     def _readable_pipes(pipes: Iterable[Connection]) -> list[Connection]:
         try:
+            # With a time limit, because a rank does not see the end of a pipe that this thread waits for.
             return wait(list(pipes), timeout=0.2)  # type: ignore[return-value]
         except OSError:  # a pipe was closed meanwhile
             return []
 
-    def _read_message(self, number: int, pipe: Connection) -> None:
+    def _read_message(self, number: int, pipe: Connection) -> Ready | Failed | CaptureState:
         """Read one message of a rank; the end of the pipe counts as Failed."""
-        answer: Ready | Failed
+        message: Ready | Failed | CaptureState
         try:
-            answer = msgspec.msgpack.decode(pipe.recv_bytes(), type=Ready | Failed)
+            message = self._decoder.decode(pipe.recv_bytes())
+        except msgspec.MsgspecError as error:
+            message = Failed(f"sent a message that cannot be read: {error}")
         except (EOFError, OSError):
             process = self._processes[number - 1]
             process.join(_REASON_SECONDS)
-            answer = Failed(f"ended with exit code {process.exitcode}")
-        if isinstance(answer, Failed) and not self._lost:
-            self._lost = f"rank {number}: {answer.reason}"
+            message = Failed(f"ended with exit code {process.exitcode}")
+        return message
 
     def _end(self) -> None:
         """Raise RankLost in the main thread by a signal; exit if the main thread has not closed the group in time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -49,8 +48,6 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 
 def main(assignment: bytes, pipe: Connection) -> None:
     """Run the process of a rank. Exit with 0 when rank 0 closes the pipe, with 1 after a Failed message."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         _serve(msgspec.msgpack.decode(assignment, type=Assignment), pipe)
     except (EOFError, BrokenPipeError):

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.sampling_params import blocked_tokens
-from specdecode_worker.guided.errors import GrammarRefused
+from specdecode_worker.guided.errors import GrammarRefused, library_message
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.guide import Guide
 
@@ -66,6 +66,11 @@ class GrammarQueue:
                 guide = future.result()
             except GrammarRefused as error:
                 yield request, error.message
+                continue
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of the library is not an Exception
+                yield request, f"the grammar library failed: {library_message(str(error))}"
                 continue
             request.guide = guide
             # These are the output of an earlier attempt on another worker.

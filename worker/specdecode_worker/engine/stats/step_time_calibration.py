@@ -119,14 +119,16 @@ def _plain_step_seconds(engine: CalibrationTarget, count: int) -> float:
 def _steps(engine: CalibrationTarget, count: int, depth: int, steps: int) -> list[float]:
     """Run ``steps`` steps of ``count`` synthetic requests, and return the seconds of each.
 
-    A step emits at most ``depth`` + 1 tokens of each request.
+    A step emits at most ``depth`` + 1 tokens of each request. A short context has room for fewer steps.
     """
+    prompt_tokens = min(PROMPT_TOKENS, engine.max_model_len // 4)
     names = [f"calibration-{index}" for index in range(count)]
     # Requests already emit tokens while others wait for prefill, so PROMPT_TOKENS is added to the limit.
-    max_tokens = min(PROMPT_TOKENS + (depth + 1) * steps, engine.max_model_len - PROMPT_TOKENS)
+    max_tokens = min(PROMPT_TOKENS + (depth + 1) * steps, engine.max_model_len - prompt_tokens)
+    steps = min(steps, max_tokens // (depth + 1))
     sampling = Sampling(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
     for index, name in enumerate(names):
-        engine.add(Submit(request_id=name, prompt=(index % 7 + 1,) * PROMPT_TOKENS, sampling=sampling))
+        engine.add(Submit(request_id=name, prompt=(index % 7 + 1,) * prompt_tokens, sampling=sampling))
     answering: set[str] = set()
     while len(answering) < count:
         answering |= {tokens.request_id for tokens in engine.step()}

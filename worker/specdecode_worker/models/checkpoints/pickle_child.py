@@ -65,6 +65,7 @@ def limit(size: int) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG with SIGKILL: the thread that waits for this process is its parent
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which neither filter may be set
     rules = libc.syscall(444, struct.pack("<Q", _LANDLOCK_WRITES), 8, 0)
     if rules >= 0:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from specdecode_worker.contract import ToolFormat
 from specdecode_worker.guided import grammars
 from specdecode_worker.guided.errors import GrammarRefused
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.guided.schema_paths import locate
 from specdecode_worker.server.errors import BadRequest, TooManyWaiting
 from specdecode_worker.server.grammars.call_grammars import (
     NO_ARGUMENTS,
@@ -30,17 +26,6 @@ from specdecode_worker.server.requests.unsupported_fields import unsupported
 
 COMPILE_SECONDS = 10.0
 """Longest time that a request waits for its grammar. Bounds of the compiler keep a compilation far below it."""
-LOCATE_SECONDS = 1.0
-"""Longest search for the part of a schema at fault."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Schema in a request that a grammar is made of. ``field`` is its place in the body."""
-
-    field: str
-    schema: Any = None
-    exact: bool = True
 
 
 class AnswerGrammars:
@@ -55,7 +40,7 @@ class AnswerGrammars:
         """Return the grammar of the answers to a request; empty if they may be any text.
 
         Raises:
-            BadRequest: The grammar cannot be used; the error names the part of a schema at fault.
+            BadRequest: The grammar cannot be used; the error names the field at fault.
             TooManyWaiting: Other compilations take too long.
         """
         if not body.has_format and not (isinstance(body, ChatRequest) and body.guides_calls):
@@ -72,12 +57,11 @@ class AnswerGrammars:
 
     def _compiled(self, body: GenerationRequest) -> str:
         """Build and check the grammar of a request."""
-        parts = _parts(body)
         try:
             grammar = self._grammar(body)
             self._compiler.check(grammar)
         except GrammarRefused as error:
-            raise self._refusal(error, parts) from None
+            raise self._refusal(error, body) from None
         return grammar
 
     def _grammar(self, body: GenerationRequest) -> str:
@@ -99,28 +83,24 @@ class AnswerGrammars:
             return forced_calls(self._tool_format, functions, parallel=body.parallel_tool_calls)
         return calls_within_text(self._tool_format, _functions(body.tools), parallel=body.parallel_tool_calls)
 
-    def _refusal(self, error: GrammarRefused, parts: Sequence[_Part]) -> BadRequest:
-        """Return the response that names the part of the request at fault."""
-        if len(parts) == 1 and parts[0].schema is None:
-            return BadRequest(error.message, param=parts[0].field, code="invalid_value")
-        deadline = time.monotonic() + LOCATE_SECONDS
-        for part in parts:
-            compiles = partial(self._compiles, part.exact, deadline)
-            if part.schema is not None and not compiles(part.schema):
-                path = _text_of(locate(part.schema, compiles))
-                return BadRequest(error.message, param=part.field + path, code="invalid_value")
-        if parts[0].field == "tools":
-            if error.path:
-                return BadRequest(error.message, param="tools", code="invalid_value")
-            return unsupported(error.message, "tool_choice")
-        return BadRequest(error.message, param=parts[0].field, code="invalid_value")
+    def _refusal(self, error: GrammarRefused, body: GenerationRequest) -> BadRequest:
+        """Return the response that names the field at fault."""
+        if not (isinstance(body, ChatRequest) and body.guides_calls):
+            return BadRequest(error.message, param=_field(body), code="invalid_value")
+        for i, tool in enumerate(body.tools):
+            if tool in (body.forced_tools or body.tools) and not self._compiles(tool):
+                return BadRequest(error.message, param=f"tools[{i}].function.parameters", code="invalid_value")
+        if error.path:
+            return BadRequest(error.message, param="tools", code="invalid_value")
+        return unsupported(error.message, "tool_choice")
 
-    def _compiles(self, exact: bool, deadline: float, schema: Any) -> bool:
-        """Return whether a schema can be compiled, or True after ``deadline``, which ends a search for its fault."""
-        if time.monotonic() > deadline:
+    def _compiles(self, tool: Tool) -> bool:
+        """Return whether the parameters of a function can be compiled."""
+        if tool.function.parameters is None:
             return True
         try:
-            return self._compiler.compiles(grammars.json_grammar(schema, exact=exact))
+            grammar = grammars.json_grammar(tool.function.parameters, exact=bool(tool.function.strict))
+            return self._compiler.compiles(grammar)
         except GrammarRefused:
             return False
 
@@ -163,27 +143,12 @@ def _functions(tools: Sequence[Tool]) -> list[CallableFunction]:
     ]
 
 
-def _parts(body: GenerationRequest) -> list[_Part]:
-    """Return the parts of a request that its grammar is made of."""
-    if isinstance(body, ChatRequest) and body.guides_calls:
-        forced = body.forced_tools or body.tools
-        return [_Part("tools")] + [
-            _Part(f"tools[{i}].function.parameters", tool.function.parameters, bool(tool.function.strict))
-            for i, tool in enumerate(body.tools)
-            if tool in forced and tool.function.parameters is not None
-        ]
+def _field(body: GenerationRequest) -> str:
+    """Return the field that the grammar of a request without functions is made of."""
     if isinstance(body.response_format, JsonSchemaFormat):
-        schema = body.response_format.json_schema
-        return [_Part("response_format.json_schema.schema", schema.schema_, bool(schema.strict))]
+        return "response_format.json_schema.schema"
     wanted = body.structured_outputs
     if wanted is None:
-        return [_Part("response_format")]
+        return "response_format"
     kinds = {"json": wanted.json_, "regex": wanted.regex, "choice": wanted.choice, "grammar": wanted.grammar}
-    field = next((kind for kind, value in kinds.items() if value is not None), "json_object")
-    schema_ = wanted.json_ if isinstance(wanted.json_, dict) else None
-    return [_Part(f"structured_outputs.{field}", schema_)]
-
-
-def _text_of(path: Sequence[str | int]) -> str:
-    """Return a path as text: ("properties", "a", "anyOf", 0) becomes ".properties.a.anyOf[0]"."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return "structured_outputs." + next((kind for kind, value in kinds.items() if value is not None), "json_object")

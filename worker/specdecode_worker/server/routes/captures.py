@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from specdecode_worker.capture.errors import SegmentNotFound
-from specdecode_worker.capture.live import LiveRecorder
 from specdecode_worker.capture.segment_listing import READ_BYTES, FinishedSegments
 from specdecode_worker.contract import Route
 from specdecode_worker.server.errors import Unavailable
@@ -102,8 +101,8 @@ class _SegmentSource:
             self._segments = None
             raise HTTPException(404, "this worker does not capture traffic")
         if self._segments is None:
-            writer = recorder if isinstance(recorder, LiveRecorder) else None
-            self._segments = FinishedSegments(recorder.folder, retention, writer)
+            shared = self._service.config.capture is not None  # other workers may write to that folder
+            self._segments = FinishedSegments(recorder.folder, retention, None if shared else recorder)
         self._segments.retention = retention
         return self._segments
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import queue
@@ -17,6 +18,7 @@ from typing import Any
 
 from specdecode_worker.models.errors import TemplateRefused
 from specdecode_worker.models.vocabulary.chat_template import ChatTemplate, Message
+from specdecode_worker.server.errors import Unavailable
 from specdecode_worker.server.text import template_process
 
 MAX_PROCESSES = 2
@@ -37,12 +39,13 @@ class _Renderer:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._channel, theirs = socket.socketpair()
+        reading, writing = os.pipe()
+        pipe = open(writing, "wb", buffering=0)  # noqa: SIM115 - open as long as the process shall live
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", template_process.__name__], stdin=theirs.fileno(), env=environment
-            )
-        self._close = weakref.finalize(self, _end, self._process, self._channel)
+        with theirs, open(reading, "rb"):
+            command = [sys.executable, "-m", template_process.__name__, str(reading)]
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment, pass_fds=(reading,))
+        self._close = weakref.finalize(self, _end, self._process, self._channel, pipe)
         self._limit_seconds = _START_SECONDS
         with contextlib.suppress(OSError):  # a process that ended at its start is noticed at the first rendering
             self._channel.settimeout(_START_SECONDS)
@@ -50,14 +53,21 @@ class _Renderer:
             template_process.send_frame(self._channel, {**sources, "special_tokens": dict(template.special_tokens)})
 
     def render(self, conversation: Mapping[str, Any]) -> str:
-        """Render one conversation. Raises TemplateRefused; the renderer is unusable if ``ended`` is true after that."""
+        """Render one conversation.
+
+        The renderer is unusable if ``ended`` is true after an error.
+
+        Raises:
+            TemplateRefused: The template failed on these messages, or took too much processor time for them.
+            Unavailable: The process ended, or did not answer in time.
+        """
         self._channel.settimeout(self._limit_seconds)
         try:
             template_process.send_frame(self._channel, conversation)
             answer = template_process.receive_frame(self._channel)
         except (OSError, EOFError):
             self.close()
-            raise TemplateRefused(self._reason()) from None
+            raise self._loss() from None
         except (ValueError, RecursionError) as error:
             self.close()
             raise TemplateRefused(f"the messages or chat_template_kwargs cannot be rendered: {error}") from None
@@ -79,16 +89,14 @@ class _Renderer:
         """End the process. Further calls have no effect."""
         self._close()
 
-    def _reason(self) -> str:
+    def _loss(self) -> TemplateRefused | Unavailable:
+        """Return the error for a process that has given no text. Only the limit of processor time is about the text."""
         if self._process.returncode == -signal.SIGPROF:
-            return (
+            return TemplateRefused(
                 f"the model's chat template was stopped after {template_process.CPU_SECONDS} s of processor time; "
                 "send fewer or shorter messages"
             )
-        return (
-            "the model's chat template was stopped: its process did not answer in time or ended; "
-            "send fewer or shorter messages"
-        )
+        return _unavailable("its process ended or did not answer in time")
 
 
 class TemplatePool:
@@ -121,7 +129,8 @@ class TemplatePool:
         Run it in a thread: it blocks until a process is free and has answered.
 
         Raises:
-            TemplateRefused: The template failed on these messages, or took too much time or memory for them.
+            TemplateRefused: The template failed on these messages, or took too much processor time or memory for them.
+            Unavailable: No process can be started, or the process ended or did not answer in time.
         """
         conversation = {
             "messages": messages,
@@ -133,7 +142,7 @@ class TemplatePool:
         try:
             renderer = renderer or self._started()
             if renderer is None:
-                raise TemplateRefused("no process for the model's chat template can be started; the log says why")
+                raise _unavailable("no process can be started; the log says why")
             return renderer.render(conversation)
         finally:
             # The next client does not wait for the start of the process.
@@ -162,11 +171,15 @@ class TemplatePool:
                     renderer.close()
 
 
-def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+def _unavailable(reason: str) -> Unavailable:
+    return Unavailable(f"the chat template cannot be rendered now: {reason}. Try again", code="template_process")
+
+
+def _end(process: subprocess.Popen[bytes], channel: socket.socket, pipe: io.FileIO) -> None:
     """End a process and wait for it. A process that the kernel has ended already keeps its exit status."""
     channel.close()
     deadline = time.monotonic() + 0.05
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    process.kill()
+    pipe.close()
     process.wait()

@@ -3,7 +3,7 @@
 A template is code that came with the weights. It can loop without end inside one call that no thread can interrupt, so
 the kernel limits it: the process ends if a rendering takes more processor time than allowed, and an allocation beyond
 the memory limit fails. The process reads requests from a socket, which is its standard input, and writes the texts to
-it. It ends when the other end of the socket is closed.
+it. It ends when the other end of the socket is closed, and with its parent (`end_with`).
 
 Frames are a length of four bytes and JSON. The first frame has the template, each further one a conversation.
 """
@@ -14,8 +14,10 @@ import json
 import resource
 import signal
 import socket
+import sys
 from typing import Any
 
+from specdecode_worker.bound_process import end_with
 from specdecode_worker.models.errors import TemplateRefused
 from specdecode_worker.models.vocabulary.chat_template import ChatTemplate
 
@@ -61,7 +63,8 @@ def _answer(template: ChatTemplate, conversation: dict[str, Any]) -> dict[str, s
 
 
 def main() -> None:
-    """Serve renderings until the channel is closed."""
+    """Serve renderings until the channel is closed. The argument is the descriptor of a pipe for `end_with`."""
+    end_with(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent drains first
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -51,8 +51,9 @@ def test_shapes_are_not_timed_if_exploration_is_off() -> None:
     assert {cell.draft_passes for cell in engine.report().steps} == {0}
 
 
-def test_a_model_with_a_short_context_is_calibrated() -> None:
-    engine = small_engine(max_num_seqs=2, max_model_len=24)
+@pytest.mark.parametrize("max_model_len", [16, 24])
+def test_a_model_with_a_short_context_is_calibrated(max_model_len: int) -> None:
+    engine = small_engine(max_num_seqs=2, max_model_len=max_model_len)
     engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, explore=0.01))
     assert list(calibrate(engine, 60)) == [1, 2]
     engine.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ BuildDraft = Callable[[], BuiltDraft]
 
 def main(build: BuildDraft, messages: TensorRegion, answers: TensorRegion, pipe: Connection) -> None:
     """Run the draft process. Exit with 0 when the worker closes the pipe, with 1 after a Failed message."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the worker ends first
     encoder = msgspec.msgpack.Encoder()
     try:
         built = build()

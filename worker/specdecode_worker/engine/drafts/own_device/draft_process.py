@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Pipe
 
 import msgspec
 from torch import Tensor
 
+from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.engine.drafts.own_device import draft_child
 from specdecode_worker.engine.drafts.own_device.draft_child import BuildDraft
 from specdecode_worker.engine.drafts.own_device.draft_messages import Done, Failed, FromDraft, Prefill, Propose, Ready
@@ -44,14 +45,10 @@ class DraftProcess:
             regions: Shared memory, for one process at a time.
             reply_seconds: Time without an answer after which the process counts as hung.
         """
-        spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used after a fork
-        self._pipe, child_end = spawn.Pipe()
+        self._pipe, child_end = Pipe()
         self._regions, self._reply_seconds, self._awaits_answer = regions, reply_seconds, False
-        self._process = spawn.Process(
-            target=draft_child.main,
-            args=(build, regions.messages, regions.answers, child_end),
-            name="specdecode-draft",
-            daemon=True,
+        self._process = BoundProcess(
+            draft_child.main, (build, regions.messages, regions.answers, child_end), "specdecode-draft"
         )
         self._process.start()
         child_end.close()
