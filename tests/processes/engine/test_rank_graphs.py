@@ -148,14 +148,20 @@ class TestTexts:
         assert text == serve(whole, "none", EIGHT)
         assert {key.passes for key in graphs._graphs} - before - {0} == {2}, "plain steps may have been captured before"
 
-    def test_a_draft_swap_discards_the_graphs_of_all_ranks(self, whole: Engine, split: Engine, tmp_path: Path) -> None:
-        """Running requests go on with the new draft. Both ranks capture their graphs again, from number 0."""
+    def test_a_draft_swap_replaces_its_graphs_on_all_ranks(self, whole: Engine, split: Engine, tmp_path: Path) -> None:
+        """Running requests go on with the new draft. Both ranks keep the graphs without passes of the draft."""
 
         def swap() -> None:
             assert split.load_draft is not None
             head = write_head(tmp_path / "head", draft_vocab_size=48)
+            before = dict(graphs_of(split)._graphs)
             split.set_draft("", split.load_draft(DraftConfig(method="eagle3", uri=str(head)), ""))
-            assert len(graphs_of(split)) == 0
+            after = graphs_of(split)._graphs
+            kept = {key for key in before if after.get(key) is before[key]}
+            assert kept == {key for key in before if not key.passes} != set()
+            assert {key.passes for key in after.keys() - kept} == {3}
+            backend = graphs_of(split)._backend
+            assert len(after) == len(backend._graphs) < backend._captures  # type: ignore[attr-defined]
             set_plan(split, "chain:3")
 
         expected = serve(whole, "none", EIGHT)

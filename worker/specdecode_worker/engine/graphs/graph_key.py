@@ -79,6 +79,10 @@ class GraphKey:
         """Number of packed tokens of the step, padding included."""
         return self.rows * self.tokens_per_row
 
+    def has_passes_of(self, draft: str) -> bool:
+        """Return whether the step has passes of the draft of this name."""
+        return self.passes > 0 and self.draft == draft
+
     @property
     def level_rows(self) -> int:
         """Number of rows of each draft pass after the first, padding included."""

@@ -7,8 +7,9 @@ which a graph never runs.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specdecode_worker.contract import TreeShape
@@ -35,7 +36,11 @@ CAPTURE_AFTER_STEPS = 3
 """Number of steps with the same key after which it is captured while serving. A capture costs about 3 eager steps."""
 
 
-@dataclass(frozen=True, slots=True)
+SWAP_SECONDS = 1.0
+"""Most seconds of captures at a draft swap, during which no request gets a token. Other keys are captured later."""
+
+
+@dataclass(slots=True, eq=False)
 class Graph:
     """Decode step and its captured form.
 
@@ -45,6 +50,7 @@ class Graph:
 
     step: CapturedStep
     captured: Captured
+    replays: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +116,75 @@ class StepGraphs:
         return len(self._graphs)
 
     def clear(self) -> None:
-        """Discard all graphs.
-
-        Call this after the drafts or the stored target states have changed, since graphs refer to their tensors.
-        """
+        """Discard all graphs."""
         self._graphs.clear()
         self._backend.clear()
         self._key_counts.clear()
         self._refused.clear()
         self._drafters.clear()
+
+    def swap_draft(self, name: str, wanted: Iterable[TreeShape], *, states_changed: bool) -> None:
+        """Discard the graphs that a swap of the draft ``name`` invalidates, and capture what is needed instead.
+
+        These are the graphs with passes of that draft and, if the stored target states have changed, all graphs, since
+        graphs refer to tensors of both. What is captured are the most used of the discarded keys and those of the tree
+        shapes ``wanted``, for at most SWAP_SECONDS. Call this after the registry has the new draft, with no step in
+        flight. Before the first plan there are no graphs, and none are captured.
+        """
+        drafter = self._drafts.paged().get(name)
+        if not self._graphs or (drafter is self._drafters.get(name) and not states_changed):
+            return
+        gone = {key: graph for key, graph in self._graphs.items() if states_changed or key.has_passes_of(name)}
+        if len(gone) == len(self._graphs):
+            self.clear()
+        else:
+            self._discard(name, gone)
+        used = sorted((key for key in gone if gone[key].replays), key=lambda key: gone[key].replays, reverse=True)
+        self._capture_for(SWAP_SECONDS, [*used, *self._planned_keys(wanted)])
+
+    def _discard(self, name: str, gone: Mapping[GraphKey, Graph]) -> None:
+        """Discard some graphs, and what is known of all keys with passes of the draft ``name``."""
+        for key, graph in gone.items():
+            del self._graphs[key]
+            graph.captured.release()
+        for key in [key for key in self._key_counts if key.has_passes_of(name)]:
+            del self._key_counts[key]
+        self._refused = {key for key in self._refused if not key.has_passes_of(name)}
+        self._drafters.pop(name, None)
+
+    def _capture_for(self, seconds: float, keys: Iterable[GraphKey]) -> None:
+        """Capture those of ``keys`` that loaded drafts can run, in this order, for at most about ``seconds``.
+
+        Only the first capture may take longer, since how long a capture takes is known from those before it. Without
+        other graphs it is the largest one, whose memory the others reuse.
+        """
+        began, longest, captured = time.monotonic(), 0.0, 0
+        drafters = self._captured_drafters()
+        missing = [
+            key
+            for key in dict.fromkeys(keys)
+            if key not in self._graphs and key not in self._refused and (not key.passes or key.draft in drafters)
+        ][: max(MOST_GRAPHS - len(self._graphs), 0)]
+        if missing and not self._graphs:
+            missing.insert(0, missing.pop(missing.index(max(missing, key=lambda key: (key.tokens, key)))))
+        for key in missing:
+            start = time.monotonic()
+            if self._failed or start - began + longest > seconds:
+                break
+            captured += self._capture(key, drafters.get(key.draft)) is not None
+            longest = max(longest, time.monotonic() - start)
+        spent = time.monotonic() - began
+        log.info("captured %d of %d graphs for the new draft, in %.2f s", captured, len(missing), spent)
+
+    def _captured_drafters(self) -> dict[str, PagedDrafter]:
+        """Return the loaded drafts whose passes graphs have, by name."""
+        return {name: one for name, one in self._drafts.paged().items() if one.captured}
+
+    def _planned_keys(self, wanted: Iterable[TreeShape]) -> list[GraphKey]:
+        """Return the keys of the tree shapes ``wanted`` and of plain steps, the most important first."""
+        shapes = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in self._captured_drafters())}
+        cuts = (False, True) if self._coupled else (False,)
+        return keys_of_shapes(self._rows, shapes, self._max_tokens, cuts=cuts)
 
     def prepare(self, wanted: Iterable[TreeShape]) -> None:
         """Capture the graphs of the tree shapes ``wanted`` and of plain steps, the largest first.
@@ -126,14 +192,8 @@ class StepGraphs:
         Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
         MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
         """
-        drafters = {name: one for name, one in self._drafts.paged().items() if one.captured}
-        shapes = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in drafters)}
-        cuts = (False, True) if self._coupled else (False,)
-        keys = [
-            key
-            for key in keys_of_shapes(self._rows, shapes, self._max_tokens, cuts=cuts)
-            if key not in self._graphs and key not in self._refused
-        ]
+        drafters = self._captured_drafters()
+        keys = [key for key in self._planned_keys(wanted) if key not in self._graphs and key not in self._refused]
         room = max(MOST_GRAPHS - len(self._graphs), 0)
         if len(keys) > room:
             log.warning("%d graphs are beyond %d and will not be captured", len(keys) - room, MOST_GRAPHS)
@@ -188,6 +248,7 @@ class StepGraphs:
         if plan.key.outside:
             step.store_ranks(proposals.ranked_BNK)
         ready.graph.captured.replay()
+        ready.graph.replays += 1
         self.replayed += 1
         if plan.outside is not None:
             self.outside[plan.outside] += 1
