@@ -31,6 +31,7 @@ from specdecode_worker.engine.graphs.capture_backends import EagerBackend, Stage
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.parallel import rank_graphs, rank_group
+from specdecode_worker.engine.parallel.leader_backend import LeaderBackend
 from specdecode_worker.engine.parallel.rank_graphs import RankGraphs
 from specdecode_worker.engine.parallel.step_exchange import StepShape
 
@@ -232,6 +233,18 @@ def test_a_killed_rank_ends_the_replica(folders: tuple[Path, Path], when: str) -
             os.kill(process.pid, signal.SIGKILL)
             while True:
                 serve(engine, "chain:3", EIGHT)
+
+
+def test_draft_passes_alone_are_captured_on_the_first_rank() -> None:
+    """Beside grammars the passes of the draft have a graph of their own, which is none of the other ranks' business."""
+    shapes = [StepShape(1, 1, 0), None]  # of the graph before, and of this one
+    target: Any = SimpleNamespace(take_shape=lambda: shapes.pop(0))
+    ranks: Any = SimpleNamespace()  # a message would raise AttributeError
+    runs: list[int] = []
+    captured = LeaderBackend(EagerBackend(), target, ranks).capture(lambda: runs.append(1))
+    captured.replay()
+    captured.release()
+    assert len(runs) == 2
 
 
 def test_a_rank_keeps_the_static_tensors_of_its_graphs() -> None:

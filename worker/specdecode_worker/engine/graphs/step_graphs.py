@@ -12,13 +12,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.batch import Row, decoding_rows
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Captured, CaptureFailed, RankCaptureFailed
 from specdecode_worker.engine.graphs.captured_step import CapturedStep, Proposals, StepParts
-from specdecode_worker.engine.graphs.feature_tables import MaskTable
+from specdecode_worker.engine.graphs.feature_tables import HostMasks, MaskTable
 from specdecode_worker.engine.graphs.graph_key import GraphKey, keys_of_shapes
 from specdecode_worker.engine.graphs.mixed_steps import is_replay_faster
 from specdecode_worker.engine.graphs.row_tables import CatchUp
@@ -55,11 +57,15 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class ReadyStep:
-    """Plan of a step and the captured graph that runs its first ``decoding`` rows; the others are prompt chunks."""
+    """Plan of a step and the captured graph that runs its first ``decoding`` rows; the others are prompt chunks.
+
+    ``drafts`` is the graph of the draft passes, if they have one of their own.
+    """
 
     plan: StepPlan
     graph: Graph
     decoding: int
+    drafts: Graph | None = None
 
 
 class StepGraphs:
@@ -235,24 +241,55 @@ class StepGraphs:
         """
         self.mixed += ready.decoding < len(rows)
         rows = rows[: ready.decoding]
-        plan, step, proposals = ready.plan, ready.graph.step, proposals or Proposals()
-        catch_up, drafter, requests = plan.catch_up, plan.drafter, [row.request for row in rows]
-        if drafter is not None:
-            counts = catch_up.counts
-            behind = requests if all(counts) else [one for one, n in zip(requests, counts, strict=True) if n]
-            drafter.record_catch_up(behind, [count for count in counts if count])
-            catch_up = CatchUp(catch_up.counts, tuple(drafter.first_key(request) for request in requests))
-        if proposals.masks is not None:
-            self._masks().write(proposals.masks.table_NW)
-        step.inputs.write(tuple(row.tree for row in rows), requests, catch_up, depth_limits, proposals.masks)
+        plan, proposals = ready.plan, proposals or Proposals()
+        self._write_inputs(ready.graph, plan, rows, depth_limits, proposals.masks)
         if plan.key.outside:
-            step.store_ranks(proposals.ranked_BNK)
+            ready.graph.step.store_ranks(proposals.ranked_BNK)
         ready.graph.captured.replay()
         ready.graph.replays += 1
         self.replayed += 1
         if plan.outside is not None:
             self.outside[plan.outside] += 1
         return self._replayed(ready.graph, rows, ranked=ranked)
+
+    def replay_drafts(self, ready: ReadyStep, rows: tuple[Row, ...], masks: HostMasks) -> tuple[Tensor, float]:
+        """Queue the draft passes of a step by their own graph, before the one that verifies.
+
+        Args:
+            ready: Graphs of the step, from `plan`.
+            rows: Decoding rows of the step.
+            masks: Grammar masks of the roots.
+
+        Returns:
+            The ranked draft tokens as `Drafter.propose` returns them, and the duration of the passes in seconds.
+        """
+        graph, plan = ready.drafts, ready.plan.drafts
+        assert graph is not None, "the drafts have a graph"
+        assert plan is not None, "the drafts have a graph"
+        self._write_inputs(graph, plan, rows, None, masks)
+        graph.captured.replay()
+        graph.replays += 1
+        assert graph.step.ranked_BNK is not None, "a key with passes has ranks"
+        return graph.step.ranked_BNK[: len(rows)], graph.captured.seconds
+
+    def _write_inputs(
+        self,
+        graph: Graph,
+        plan: StepPlan,
+        rows: tuple[Row, ...],
+        depth_limits: Sequence[int] | None,
+        masks: HostMasks | None,
+    ) -> None:
+        """Queue the copy of the inputs of a graph, and record that its draft catches up."""
+        catch_up, drafter, requests = plan.catch_up, plan.drafter, [row.request for row in rows]
+        if drafter is not None:
+            counts = catch_up.counts
+            behind = requests if all(counts) else [one for one, n in zip(requests, counts, strict=True) if n]
+            drafter.record_catch_up(behind, [count for count in counts if count])
+            catch_up = CatchUp(catch_up.counts, tuple(drafter.first_key(request) for request in requests))
+        if masks is not None:
+            self._masks().write(masks.table_NW)
+        graph.step.inputs.write(tuple(row.tree for row in rows), requests, catch_up, depth_limits, masks)
 
     def _ready(self, rows: Sequence[Row]) -> ReadyStep | EagerReason:
         plan = self._planner.plan(rows)
@@ -261,10 +298,13 @@ class StepGraphs:
         graph = self._graph(plan)
         if isinstance(graph, EagerReason):
             return graph
+        drafts = self._graph(plan.drafts) if plan.drafts is not None else None
+        if isinstance(drafts, EagerReason):
+            plan, drafts = plan.without_drafts(), None
         decoding = decoding_rows(rows)
         if decoding < len(rows) and not self._is_replay_faster(graph, sum(row.count for row in rows[decoding:])):
             return EagerReason.MIXED
-        return ReadyStep(plan, graph, decoding)
+        return ReadyStep(plan, graph, decoding, drafts)
 
     def _is_replay_faster(self, graph: Graph, chunk_tokens: int) -> bool:
         """Return whether a graph and a pass of the prompt chunks take less time than one eager pass of all rows."""

@@ -42,15 +42,18 @@ class LeaderBackend:
         """Numbers of the captured steps that the ranks hold."""
 
     def capture(self, work: Work) -> Captured:
-        """Capture ``work`` on this rank and the target's part of it on the others.
+        """Capture ``work`` on this rank and the target's part of it on the others, if it has one.
 
         Raises:
+            CaptureFailed: The work has no part of the target, and this rank cannot capture it.
             RankCaptureFailed: A rank cannot capture it. No rank may replay the steps that it captured before.
             RankLost: Another rank ended meanwhile.
         """
+        self._target.take_shape()
         self._require({0: problem_of(lambda: self._rehearse(work))})
-        shape = self._target.last_shape
-        assert shape is not None, "a step has a pass of the target"
+        shape = self._target.take_shape()
+        if shape is None:  # draft passes alone, which run on this rank
+            return self._own.capture(work)
         self._ranks.send(Prepare(shape))
         self._require(_problems(self._ranks.capture_states()))
         self._ranks.send(Record())

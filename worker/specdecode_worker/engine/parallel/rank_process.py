@@ -129,7 +129,7 @@ def _serve(assignment: Assignment, pipe: Connection) -> None:
                 _answer(pipe, graphs, graphs.record)
             case Discard(None):
                 graphs.clear()
-            case Discard(graph):
+            case Discard(int(graph)):
                 graphs.discard(graph)
 
 
