@@ -12,8 +12,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from heapq import heappop, heappush
 from itertools import islice
 
+_MOST_STALE = 8
+"""Number of entries of the heap of ends that are not needed, beyond the number of blocks without an owner."""
 MOST_CHANGES = 1024
 """Number of the latest changes that the index remembers, about 40 kB."""
 
@@ -61,7 +64,14 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._entries: dict[int, _Entry] = {}
-        self._unowned: OrderedDict[int, None] = OrderedDict()
+        self._unowned: OrderedDict[int, int] = OrderedDict()
+        """Blocks without an owner, the least recently used first, with the number of their release."""
+        self._releases = 0
+        self._ends: list[tuple[int, int]] = []
+        """Heap of the blocks without an owner and without an indexed successor, by the number of their release.
+
+        It may hold blocks that have an owner or a successor again; `eviction_candidate` drops them.
+        """
         self._children: Counter[bytes] = Counter()
         self._bits: dict[str, int] = {}
         self._changes: deque[bytes] = deque(maxlen=MOST_CHANGES)
@@ -119,12 +129,21 @@ class PrefixIndex:
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:
             del self._children[entry.parent]
+            before = self._blocks.get(entry.parent)
+            if before is not None and before in self._unowned:
+                heappush(self._ends, (self._unowned[before], before))
         self._record_change(entry.digest)
 
     def mark_unowned(self, block: int) -> None:
         """Record that the block lost its last owner, as the most recently used one."""
-        self._unowned[block] = None
-        self._record_change(self._entries[block].digest)
+        digest = self._entries[block].digest
+        self._releases += 1
+        self._unowned[block] = self._releases
+        if digest not in self._children:
+            heappush(self._ends, (self._releases, block))
+            if len(self._ends) > 2 * len(self._unowned) + _MOST_STALE:
+                self._ends = [(release, block) for block, release in self._unowned.items() if self._is_end(block)]
+        self._record_change(digest)
 
     def mark_owned(self, block: int) -> None:
         """Record that a block without an owner has an owner again."""
@@ -137,10 +156,16 @@ class PrefixIndex:
         If all have successors, it is the least recently used one. That happens when the owner of a successor computed
         the blocks before it for itself.
         """
-        for block in self._unowned:
-            if self._entries[block].digest not in self._children:
+        while self._ends:
+            release, block = self._ends[0]
+            if self._unowned.get(block) == release and self._is_end(block):
                 return block
+            heappop(self._ends)
         return next(iter(self._unowned))
+
+    def _is_end(self, block: int) -> bool:
+        """Return whether no indexed block follows a block."""
+        return self._entries[block].digest not in self._children
 
     def mark(self, block: int, draft: str) -> None:
         """Record that ``draft`` has valid keys for the whole block. No effect on a block outside of the index."""

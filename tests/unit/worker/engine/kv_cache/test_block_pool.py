@@ -278,6 +278,34 @@ def test_a_continuation_is_evicted_before_its_prefix() -> None:
     assert known(pool, "ab") == 1
 
 
+def test_an_eviction_does_not_search_a_long_prefix_whose_continuation_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cached prefix is the least recently used text, and none of its 500 blocks can be evicted yet."""
+    pool = BlockPool(2000)
+    cached = hold(pool, "a" * 500)
+    own = pool.allocate(501)
+    assert own is not None
+    pool.register(own[-1], b"a" * 501, b"a" * 500)
+    pool.release(cached)
+    while pool.free:
+        pool.release(hold(pool, f"{pool.free:05d}"))
+    looked_at: list[int] = []
+    is_end = PrefixIndex._is_end
+    monkeypatch.setattr(PrefixIndex, "_is_end", lambda self, block: (looked_at.append(block), is_end(self, block))[1])
+    assert pool.allocate(128) is not None
+    assert len(looked_at) < 1000
+    assert known(pool, "a" * 501) == 501
+
+
+def test_blocks_that_are_used_again_and_again_do_not_fill_the_index() -> None:
+    pool = BlockPool(20)
+    for _ in range(1000):
+        pool.release(hold(pool, "abc"))
+    assert len(pool.prefixes._ends) < 20
+    pool.check([])
+
+
 def test_owned_blocks_are_not_evicted() -> None:
     pool = BlockPool(6)
     mine = hold(pool, "abc")
