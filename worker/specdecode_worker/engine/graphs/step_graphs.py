@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -140,19 +140,19 @@ class StepGraphs:
         drafter = self._drafts.paged().get(name)
         if not self._graphs or (drafter is self._drafters.get(name) and not states_changed):
             return
-        gone = {key: graph for key, graph in self._graphs.items() if states_changed or key.has_passes_of(name)}
+        gone = [key for key in self._graphs if states_changed or key.has_passes_of(name)]
+        used = [key for key in gone if self._graphs[key].replays]
+        used.sort(key=lambda key: self._graphs[key].replays, reverse=True)
         if len(gone) == len(self._graphs):
             self.clear()
         else:
             self._discard(name, gone)
-        used = sorted((key for key in gone if gone[key].replays), key=lambda key: gone[key].replays, reverse=True)
         self._capture_for(SWAP_SECONDS, [*used, *self._planned_keys(wanted)])
 
-    def _discard(self, name: str, gone: Mapping[GraphKey, Graph]) -> None:
+    def _discard(self, name: str, gone: Iterable[GraphKey]) -> None:
         """Discard some graphs, and what is known of all keys with passes of the draft ``name``."""
-        for key, graph in gone.items():
-            del self._graphs[key]
-            graph.captured.release()
+        for key in gone:
+            self._graphs.pop(key).captured.release()
         for key in [key for key in self._key_counts if key.has_passes_of(name)]:
             del self._key_counts[key]
         self._refused = {key for key in self._refused if not key.has_passes_of(name)}
