@@ -4,6 +4,9 @@ The engine runs its own host code: scheduling, choice of shapes, tables of the g
 itself does nothing, so every step emits all tokens of its trees. The figure is the CPU time of the engine's thread, so
 that other processes on the machine do not count. Copies to a GPU are copies between two buffers of the host here.
 
+One row is no step: the allocation of the blocks of a chunk of CHUNK_TOKENS from a pool of POOL_BLOCKS whose blocks are
+all owned or cached, which is the state of every server with prefix caching after its first minutes.
+
 With ``--against``, the host code of another checkout is measured too, in turn with this one, round by round.
 """
 
@@ -19,7 +22,9 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +32,8 @@ CASES = {"plain, 16 rows": ("none", 16), "chain:5, 16 rows": ("chain:5", 16),
          "plain, 64 rows": ("none", 64), "chain:5, 64 rows": ("chain:5", 64)}  # fmt: skip
 PROMPT_TOKENS, WARM_STEPS, STEPS, ROUNDS = 256, 20, 200, 5
 MAX_LENGTH = 2048
+ALLOCATION = "blocks of a chunk, warm cache"
+POOL_BLOCKS, CHUNK_TOKENS, OWNERS, TURNOVERS, ALLOCATIONS = 25_000, 2048, 64, 5, 200
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,
                          "num_attention_heads": 1, "num_key_value_heads": 1,
                          "max_position_embeddings": MAX_LENGTH}  # fmt: skip
@@ -132,6 +139,47 @@ def measure(shape: str, rows: int) -> float:
     return 1e3 * statistics.quantiles(times, n=10)[0]
 
 
+def measure_allocation() -> float:
+    """Return the median milliseconds of CPU time to allocate the blocks of a chunk from a warm pool.
+
+    Sequences begin with a chunk, grow block by block in turn, register all blocks and end in random order, until all
+    blocks were taken TURNOVERS times. The cached blocks that are evicted for a chunk are then scattered over the pool.
+    """
+    from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
+
+    pool, random, digests = BlockPool(POOL_BLOCKS), Random(0), count()
+    chunk, sequences, parents = CHUNK_TOKENS // BLOCK_SIZE, list[list[int]](), list[bytes]()
+
+    def grow(index: int, blocks: int) -> float:
+        mine = sequences[index]
+        began = time.thread_time()
+        taken = pool.allocate(blocks, after=mine[-1] if mine else None, room=blocks)
+        seconds = time.thread_time() - began
+        assert taken is not None, "few blocks are owned"
+        for block in taken:
+            digest = next(digests).to_bytes(8)
+            pool.register(block, digest, parents[index])
+            parents[index] = digest
+        mine += taken
+        return seconds
+
+    times, total = [], 0
+    while total < TURNOVERS * POOL_BLOCKS:
+        if len(sequences) == OWNERS:
+            ended = random.randrange(OWNERS)
+            pool.release(sequences.pop(ended))
+            parents.pop(ended)
+        sequences.append([])
+        parents.append(b"")
+        times.append(grow(-1, chunk))
+        for _ in range(random.randint(0, 4)):
+            for index in range(len(sequences)):
+                grow(index, 1)
+        total = next(digests)
+    assert pool.free < chunk, "the pool is warm"
+    return 1e3 * statistics.median(times[-ALLOCATIONS:])
+
+
 def profile(name: str) -> None:
     """Print where the time of a step goes."""
     engine = running(*CASES[name])
@@ -163,7 +211,8 @@ def main() -> None:
         profile(args.profile)
         return
     if args.once:
-        print(json.dumps({name: measure(*case) for name, case in CASES.items()}))
+        figures = {name: measure(*case) for name, case in CASES.items()}
+        print(json.dumps({**figures, ALLOCATION: measure_allocation()}))
         return
     checkouts = {"now": ROOT, **({"before": args.against.resolve()} if args.against else {})}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
@@ -172,9 +221,9 @@ def main() -> None:
             rounds[name].append(in_process(checkouts[name]))
     table = {
         case: {name: round(statistics.median(one[case] for one in measured), 3) for name, measured in rounds.items()}
-        for case in CASES
+        for case in (*CASES, ALLOCATION)
     }
-    unit = "milliseconds of CPU time of a step, tenth percentile; median of the rounds"
+    unit = "milliseconds of CPU time of a step, tenth percentile, or of an allocation, median; median of the rounds"
     print(json.dumps({"unit": unit, "rounds": args.rounds, "cases": table}, indent=1))
 
 

@@ -283,7 +283,9 @@ def make_engine(pair: Pair) -> EngineMaker:
         )
         parts = EngineParts(
             scheduler=Scheduler(
-                Limits(max_num_seqs, budget, chunked), BlockPool(blocks), prefix_caching=prefix_caching
+                Limits(max_num_seqs, budget, chunked),
+                BlockPool(blocks, contiguous=not pipelined),
+                prefix_caching=prefix_caching,
             ),
             target=target,
             drafts=registry,

@@ -14,9 +14,11 @@ import torch
 from msgspec import structs
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
+from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.graphs import feature_tables
 from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
+from specdecode_worker.engine.stats.step_recorder import RowResult, StepRecorder
 from specdecode_worker.engine.step import step_launcher
 from specdecode_worker.guided import grammars
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
@@ -152,6 +154,82 @@ def test_mixed_batches_equal_plain_decoding(guided_engine: Any, plain: GuidedDec
     if "graphs" in fields:
         assert set(engine._graphs.eager) == {"prefill"}
         assert engine._graphs.outside["grammar"] > 10
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
+@pytest.mark.parametrize("shape", ["chain:3", "tree:3,2,1"])
+def test_guided_rows_leave_the_drafts_of_others_in_graphs(
+    make_engine: Any, lossless: Any, compiler: GrammarCompiler, plain: GuidedDecoding, monkeypatch: pytest.MonkeyPatch,
+    shape: str, pipelined: bool,
+) -> None:  # fmt: skip
+    """Only rows with a grammar are ever drafted call by call, and only where no other row drafts in the same step."""
+    plan_of, *_ = lossless
+    submits = [request(i, name, sampled=i % 2 == 0) for i, name in enumerate(("none", "schema", "regex", "none") * 3)]
+    engine = make_engine(
+        "eagle3", grammars=compiler, eos_token_ids=(END,), max_num_seqs=8, graphs=(1, 2, 4, 8), pipelined=pipelined
+    )
+    engine.set_plan(plan_of([TreeShape.parse(shape)] * len(SHAPES)))
+    one_by_one: list[bool] = []
+    forced: list[int] = []
+    propose, record_row = step_launcher.StepLauncher._propose, StepRecorder.record_row
+
+    def noting(self: Any, rows: tuple[Row, ...]) -> Any:
+        one_by_one.extend(row.request.guide is None for row in rows if row.tree.drafted_depth)
+        return propose(self, rows)
+
+    def checked(self: Any, row: Row, result: RowResult, *rest: Any) -> None:
+        if row.tree.given:
+            assert len(result.tokens) == row.tree.verified, "a forced token is lost"
+            forced.append(len(result.tokens))
+        record_row(self, row, result, *rest)
+
+    monkeypatch.setattr(step_launcher.StepLauncher, "_propose", noting)
+    monkeypatch.setattr(StepRecorder, "record_row", checked)
+    assert run(engine, submits) == texts(plain, submits)
+    made = engine._graphs
+    assert not any(one_by_one), "a row without a grammar was drafted before the graph"
+    assert set(made.eager) == {"prefill"}
+    assert set(made.outside) <= {"grammar", "catch-up"}
+    drafts = [graph.replays for key, graph in made._graphs.items() if key.only_drafts]
+    assert sum(drafts) > 10
+    assert sum(forced) > 20
+    assert engine.report().accepted_tokens > 0
+
+
+def test_drafts_beside_others_are_masked_at_their_roots(
+    guided_engine: Any, lossless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the masks of the roots the texts are the same and fewer drafted tokens are accepted."""
+    plan_of, *_ = lossless
+    submits = [request(i, "none" if i % 4 == 0 else "regex", sampled=False) for i in range(8)]
+    accepted = []
+    of_roots = TokenMasks.of_roots
+
+    def nothing(self: TokenMasks) -> Any:
+        rows_BN, table_NW = of_roots(self)
+        return np.zeros_like(rows_BN), table_NW
+
+    for masked in (True, False):
+        if not masked:
+            monkeypatch.setattr(TokenMasks, "of_roots", nothing)
+        engine = guided_engine("copy", graphs=(8,))
+        engine.set_plan(plan_of([TreeShape.chain(2)] * len(SHAPES), version=2))
+        found = run(engine, submits)
+        accepted.append((found, engine.report().accepted_tokens))
+    assert accepted[0][0] == accepted[1][0]
+    assert accepted[0][1] > accepted[1][1]
+
+
+def test_a_biased_row_leaves_the_others_in_the_graph(make_engine: Any, lossless: Any, plain: GuidedDecoding) -> None:
+    plan_of, *_ = lossless
+    submits = [request(index, "none", sampled=False) for index in (4, 0, 7, 14)]
+    assert submits[0].sampling.logit_bias
+    engine = make_engine("eagle3", graphs=(1, 2, 4), eos_token_ids=(END,))
+    engine.set_plan(plan_of([TreeShape.chain(3)] * len(SHAPES)))
+    assert run(engine, submits) == texts(plain, submits)
+    assert set(engine._graphs.eager) == {"prefill"}
+    assert not engine._graphs.outside
+    assert engine.report().accepted_tokens > 0
 
 
 @pytest.mark.parametrize("draft", [None, "eagle3", "medusa", "ngram-blind"])

@@ -135,7 +135,7 @@ def engine_of(
             coupled=sampler is Coupling,
         )
     parts = EngineParts(
-        scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
+        scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks, contiguous=not pipelined)),
         target=target,
         drafts=registry,
         state=state,

@@ -19,7 +19,8 @@ def host_cost(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(__import__("sys").modules, "host_cost", module)
     spec.loader.exec_module(module)
-    for name, value in {"PROMPT_TOKENS": 20, "WARM_STEPS": 4, "STEPS": 4}.items():
+    small = {"PROMPT_TOKENS": 20, "WARM_STEPS": 4, "STEPS": 4, "POOL_BLOCKS": 2000, "OWNERS": 4, "TURNOVERS": 2}
+    for name, value in small.items():
         monkeypatch.setattr(module, name, value)
     return module
 
@@ -30,3 +31,14 @@ def test_every_step_emits_all_tokens_of_its_trees(host_cost: Any, shape: str, to
     for _ in range(3):
         assert [len(new.tokens) for new in engine.step()] == [tokens, tokens]
     assert host_cost.measure(shape, 2) > 0
+
+
+def test_the_blocks_of_a_chunk_come_from_a_warm_cache(host_cost: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdecode_worker.engine.kv_cache.block_pool import BlockPool
+
+    evicted: list[int] = []
+    evict = BlockPool.evict
+    monkeypatch.setattr(BlockPool, "evict", lambda self, block: (evicted.append(block), evict(self, block)))
+    assert host_cost.measure_allocation() > 0
+    chunk = host_cost.CHUNK_TOKENS // 16
+    assert len(evicted) > host_cost.POOL_BLOCKS - (host_cost.OWNERS + 2) * chunk, "the second turn evicts"

@@ -28,6 +28,7 @@ from specdecode_worker.engine.graphs.capture_backends import EagerBackend, Stage
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.parallel import rank_graphs, rank_group
+from specdecode_worker.engine.parallel.leader_backend import LeaderBackend
 from specdecode_worker.engine.parallel.rank_graphs import RankGraphs
 from specdecode_worker.engine.parallel.step_exchange import StepShape
 from support.worker.graph_ranks import FailingBackend, ShortBackend, fail_to_record, fail_to_rehearse, serve, set_plan
@@ -148,14 +149,20 @@ class TestTexts:
         assert text == serve(whole, "none", EIGHT)
         assert {key.passes for key in graphs._graphs} - before - {0} == {2}, "plain steps may have been captured before"
 
-    def test_a_draft_swap_discards_the_graphs_of_all_ranks(self, whole: Engine, split: Engine, tmp_path: Path) -> None:
-        """Running requests go on with the new draft. Both ranks capture their graphs again, from number 0."""
+    def test_a_draft_swap_replaces_its_graphs_on_all_ranks(self, whole: Engine, split: Engine, tmp_path: Path) -> None:
+        """Running requests go on with the new draft. Both ranks keep the graphs without passes of the draft."""
 
         def swap() -> None:
             assert split.load_draft is not None
             head = write_head(tmp_path / "head", draft_vocab_size=48)
+            before = dict(graphs_of(split)._graphs)
             split.set_draft("", split.load_draft(DraftConfig(method="eagle3", uri=str(head)), ""))
-            assert len(graphs_of(split)) == 0
+            after = graphs_of(split)._graphs
+            kept = {key for key in before if after.get(key) is before[key]}
+            assert kept == {key for key in before if not key.passes} != set()
+            assert {key.passes for key in after.keys() - kept} == {3}
+            backend = graphs_of(split)._backend
+            assert len(after) == len(backend._graphs) < backend._captures  # type: ignore[attr-defined]
             set_plan(split, "chain:3")
 
         expected = serve(whole, "none", EIGHT)
@@ -226,6 +233,18 @@ def test_a_killed_rank_ends_the_replica(folders: tuple[Path, Path], when: str) -
             os.kill(process.pid, signal.SIGKILL)
             while True:
                 serve(engine, "chain:3", EIGHT)
+
+
+def test_draft_passes_alone_are_captured_on_the_first_rank() -> None:
+    """Beside grammars the passes of the draft have a graph of their own, which is none of the other ranks' business."""
+    shapes = [StepShape(1, 1, 0), None]  # of the graph before, and of this one
+    target: Any = SimpleNamespace(take_shape=lambda: shapes.pop(0))
+    ranks: Any = SimpleNamespace()  # a message would raise AttributeError
+    runs: list[int] = []
+    captured = LeaderBackend(EagerBackend(), target, ranks).capture(lambda: runs.append(1))
+    captured.replay()
+    captured.release()
+    assert len(runs) == 2
 
 
 def test_a_rank_keeps_the_static_tensors_of_its_graphs() -> None:

@@ -49,7 +49,7 @@ class SimulatedDevice:
     caching: bool = True
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.blocks)
+        self.pool = BlockPool(self.blocks, contiguous=not self.ahead)
         self.scheduler = Scheduler(self.limits, self.pool, prefix_caching=self.caching)
         self.launched: deque[list[tuple[Row, int, int]]] = deque()
         self.admitted: list[str] = []

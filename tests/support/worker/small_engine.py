@@ -99,7 +99,7 @@ def small_engine(
     registry = DraftRegistry(drafts, state, HIDDEN)
     cache = paged_cache(target.config, layers, blocks, dtype, CPU)
     parts = EngineParts(
-        scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
+        scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks, contiguous=not pipelined)),
         target=Target(target, cache, state),
         drafts=registry,
         state=state,

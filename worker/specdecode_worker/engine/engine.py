@@ -179,13 +179,19 @@ class Engine:
         self._shape_selector.take_plan(plan)
         self._drafts.set_tasks(plan.tasks)
         if self._graphs is not None and self.idle and not len(self._graphs):
-            self._graphs.prepare({plan.initial, *(row.shape for row in plan.rows), *self.calibration_shapes()})
+            self._graphs.prepare(self._planned_shapes())
+
+    def _planned_shapes(self) -> set[TreeShape]:
+        """Return the shapes that steps may have by the plan."""
+        plan = self._shape_selector.plan
+        return {plan.initial, *(row.shape for row in plan.rows), *self.calibration_shapes()}
 
     @torch.inference_mode()
     def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
         """Replace the draft called ``name`` between two steps and return the tokens of the steps in flight.
 
-        Steps in flight are collected first. Running requests continue with the new draft.
+        Steps in flight are collected first. Running requests continue with the new draft, once the graphs are captured
+        that it needs.
 
         Raises:
             ModelError: The draft cannot be used; nothing has changed.
@@ -198,7 +204,7 @@ class Engine:
         collected = [tokens for _ in range(len(self._launched)) for tokens in self.collect(self._launched.popleft())]
         self._drafts.replace(name, loaded, self._requests.values(), states)
         if self._graphs is not None:
-            self._graphs.clear()
+            self._graphs.swap_draft(name, self._planned_shapes(), states_changed=states is not None)
         self._scheduler.forget_draft(before, states=self._drafts.reads != reads)
         self._shape_selector.set_draft_hash(self._drafts.state().hash)
         return collected

@@ -140,7 +140,7 @@ def assemble(
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
     passes, captures = _passes(target, cache, state, group, backend)
     parts = EngineParts(
-        scheduler=_scheduler(config, blocks, identity.target),
+        scheduler=_scheduler(config, blocks, identity.target, weight.device),
         target=passes,
         drafts=drafts,
         state=state,
@@ -178,9 +178,10 @@ def _grammars(folder: Path, target: Llama) -> GrammarCompiler | None:
     return GrammarCompiler(path.read_text, size, tuple(token for token in target.config.eos_token_ids if token < size))
 
 
-def _scheduler(config: EngineConfig, blocks: int, target: str) -> Scheduler:
+def _scheduler(config: EngineConfig, blocks: int, target: str, device: torch.device) -> Scheduler:
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill)
-    return Scheduler(limits, BlockPool(blocks), prefix_caching=config.enable_prefix_caching, salt=target,
+    pool = BlockPool(blocks, contiguous=device.type == "cpu")
+    return Scheduler(limits, pool, prefix_caching=config.enable_prefix_caching, salt=target,
                      timed=True)  # fmt: skip
 
 

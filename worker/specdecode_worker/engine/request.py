@@ -24,11 +24,14 @@ class CachedPrefix:
 
     ``blocks`` hold the keys of its first tokens. In the last ``drafted`` blocks the request's draft has valid keys too.
     ``has_state``: the target's hidden states at the prefix's last token, which drafts read, are cached as well.
+    ``unowned`` of the blocks have no owner. ``indexed`` blocks of the text are in the index, whether reused or not.
     """
 
     blocks: Sequence[int] = ()
     drafted: int = 0
     has_state: bool = True
+    unowned: int = 0
+    indexed: int = 0
 
 
 @dataclass(slots=True, eq=False)

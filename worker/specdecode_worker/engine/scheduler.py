@@ -211,7 +211,7 @@ class Scheduler:
         request = self.waiting.first() if self._slots else None
         if request is None:
             return 0
-        hit = self._reuse.find(request)
+        hit = self._reuse.find_next(request)
         return self._to_prefill(request, hit) if self._fits(request, hit) else 0
 
     def _decoding(self, requests: Sequence[Request], trees: Sequence[Tree], budget: int) -> list[Row]:
@@ -282,7 +282,7 @@ class Scheduler:
             request = self.waiting.first(skip_long=skip_long)
             if request is None:
                 break
-            hit = self._reuse.find(request)
+            hit = self._reuse.find_next(request)
             if not self._fits(request, hit) or self._reuse.is_being_filled(request, hit):
                 break
             wanted = share = self._to_prefill(request, hit)
@@ -310,9 +310,8 @@ class Scheduler:
         reserved for each running request: without it the new request could be preempted before its first token.
         """
         missing = blocks_for(len(request.tokens) + 1) - len(hit.blocks)
-        unowned = sum(self._pool.prefixes.is_unowned(block) for block in hit.blocks)
         reserved = sum(self._unfilled(one) for one in self.running if not one.decoding)
-        return missing + unowned + reserved + len(self.running) <= self._pool.available
+        return missing + hit.unowned + reserved + len(self.running) <= self._pool.available
 
     def _unfilled(self, request: Request) -> int:
         """Return the number of blocks that the prefill of a running request still needs."""

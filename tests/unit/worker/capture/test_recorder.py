@@ -12,14 +12,10 @@ import pytest
 
 from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, read_records
 from specdecode_worker.capture.record_queue import QUEUE_RECORDS
-<<<<<<< HEAD
-from specdecode_worker.contract import CaptureConfig
+from specdecode_worker.contract import CaptureRules
 from support.worker.captured import record
 
 HOOKS = "support.worker.redaction_hooks"
-=======
-from specdecode_worker.contract import CaptureRules
->>>>>>> refs/heads/processes
 
 
 def recorder(folder: Path, **config: Any) -> Recorder:
@@ -78,52 +74,6 @@ def test_failing_hook_drops_the_record_and_logs_no_content(
     assert "secret" not in caplog.text
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", ["no_such_module:f", f"{HOOKS}:missing", f"{HOOKS}:NO_FUNCTION"])
-def test_invalid_hook_is_reported_at_start(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=name):
-        recorder(tmp_path, redact=name)
-
-
-def test_write_errors_are_counted_and_do_not_end_the_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = recorder(tmp_path)
-    append, failures = made._segments.append, [OSError(28, "No space left on device")] * 2
-
-    def sometimes(body: bytes) -> None:
-        if failures:
-            raise failures.pop()
-        append(body)
-
-    monkeypatch.setattr(made._segments, "append", sometimes)
-    for number in range(3):
-        made.enqueue(record(number))
-    made.close()
-    assert made.counts.dropped == {Dropped.write_error: 2}
-    assert read(tmp_path) == [record(2)]
-    assert [line.split(":")[0] for line in caplog.messages] == [
-        "captured records cannot be written",
-        "captured records are written again; 2 were dropped since the start",
-    ]
-
-
-def test_an_unexpected_error_does_not_end_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = recorder(tmp_path)
-    with monkeypatch.context() as broken:
-        broken.setattr(made._segments, "append", lambda body: 1 // 0)
-        made.enqueue(record(0))
-        deadline = time.monotonic() + 10
-        while not made.counts.dropped:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    made.enqueue(record(1))
-    made.close()
-    assert read(tmp_path) == [record(1)]
-
-
-=======
->>>>>>> refs/heads/processes
 def test_record_larger_than_a_segment_is_dropped(tmp_path: Path) -> None:
     made = recorder(tmp_path, max_bytes=2**16)
     made.enqueue(record(1000, tokens=5000), made.epoch)
@@ -143,28 +93,3 @@ def test_deletion_of_a_user_reads_the_keys_of_the_folder_once(tmp_path: Path, mo
     monkeypatch.setattr(Path, "read_text", lambda self, *words: (reads.append(self), read_text(self, *words))[1])
     assert made.delete_user("ann").records == 1
     assert reads.count(key) == 1
-<<<<<<< HEAD
-
-
-def test_records_of_a_user_are_deleted_from_folder_and_queue(tmp_path: Path, held: threading.Event) -> None:
-    made = recorder(tmp_path, redact=f"{HOOKS}:hanging")
-    ann, bob = (msgspec.structs.replace(record(n), user=made.subject_of(u)) for n, u in ((0, "ann"), (1, "bob")))
-    held.set()
-    made.enqueue(ann)
-    deadline = time.monotonic() + 10
-    while not made.counts.records:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    held.clear()
-    for one in (ann, ann, bob):
-        made.enqueue(one)
-    while len(made._queue) > 2:
-        time.sleep(0.01)
-    counts = made.delete_user("ann")
-    assert (counts.records, counts.queued) == (1, 2)
-    held.set()
-    made.close()
-    assert read(tmp_path) == [bob]
-    assert made.counts.dropped == {Dropped.deleted: 2}
-=======
->>>>>>> refs/heads/processes

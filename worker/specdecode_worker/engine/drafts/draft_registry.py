@@ -179,7 +179,7 @@ class DraftRegistry:
         self._proposals.record_credit(request, credits)
 
     def record_end(self, request: Request) -> None:
-        """Show a request that ends to the drafts that learn from answers."""
+        """Show a request that ends to the drafts that store its text or learn from its answer."""
         for loaded in self._drafts.values():
             if isinstance(loaded.drafter, AnswerReader):
                 loaded.drafter.record_end(request)

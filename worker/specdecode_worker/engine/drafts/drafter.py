@@ -61,7 +61,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class AnswerReader(Protocol):
-    """Drafter that learns from the answers of requests."""
+    """Drafter that learns from the answers of requests, or stores something for each request."""
 
     def record_end(self, request: Request) -> None:
         """Read the answer of a request that ends for any reason, and drop what is stored for the request itself."""

@@ -18,12 +18,21 @@ Work = Callable[[], None]
 """Callable that queues a step. It reads and writes tensors at fixed addresses."""
 
 
+def _nothing() -> None:
+    """Do nothing: a captured step is gone with the last reference to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Captured work. ``replay`` queues it again; ``seconds`` is its time measured at capture, 0 if not measured."""
+    """Captured work.
+
+    ``replay`` queues it again, and ``release`` frees what other processes hold of it. ``seconds`` is its time measured
+    at capture, 0 if not measured.
+    """
 
     replay: Work
     seconds: float = 0.0
+    release: Work = _nothing
 
 
 class CaptureFailed(Exception):

@@ -1,6 +1,7 @@
 """One decode step that can be captured in a CUDA graph: draft, verify, accept and commit over fixed-size tables.
 
-The graph key alone determines the size of every tensor. The step is equivalent to the eager path of the step launcher
+The graph key alone determines the size of every tensor. A key can also be that of the draft passes alone, or of what
+follows them. The step is equivalent to the eager path of the step launcher
 and the drafters for decoding rows. No call here may wait for the device, read a device value on the host, or make a
 size depend on a device value; tests/unit/worker/engine/graphs/test_capturable.py checks this.
 """
@@ -109,6 +110,8 @@ class CapturedStep:
             rounds = GraphRounds(key, at, rows, adjustment, self._parts.target.vocab_size)
         if key.passes:
             self._draft(rows, adjustment, rounds)
+        if key.only_drafts:
+            return
         packed = self._verified(rows)
         tables = self._tables(
             rows, packed, at["query_start"], rows.roots_B1[:-1], at["token_ancestors"], self._zeros[: key.rows]
@@ -139,7 +142,9 @@ class CapturedStep:
                 nodes, ancestors_R = self._nodes(depth), at["level_ancestors"][depth - 1]
                 packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
                 hidden_RE = self._level(drafter, rows, packed, depth, hidden_RE)
-            at_pass = PassNodes(nodes.batch_R, ancestors_R)
+            # The masks of the roots are known; those of deeper nodes depend on the tokens that are drafted here.
+            masks_R = at["mask_row"][at["root_row"]] if self.key.features.masks and not depth else None
+            at_pass = PassNodes(nodes.batch_R, ancestors_R, masks_R)
             sampler: Proposer = (
                 self._sampler(packed, at_pass, adjustment) if rounds is None else rounds.sampler(packed, at_pass)
             )

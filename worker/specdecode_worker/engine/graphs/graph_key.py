@@ -57,7 +57,8 @@ class GraphKey:
     The draft runs ``passes`` passes; those after the first run over at most ``width`` nodes of each sequence. ``cuts``
     is set if some request samples with top-k, top-p or min-p. ``draft`` is the name of the draft whose passes these
     are; it is empty without passes, too. ``outside`` is the greatest depth of trees whose tokens are proposed before
-    the graph runs; the graph then has no passes.
+    the graph runs; the graph then has no passes. ``only_drafts`` is set if the graph ends behind the draft passes,
+    because the host must read the drafted tokens before they are verified.
     """
 
     rows: int
@@ -68,6 +69,7 @@ class GraphKey:
     draft: str = ""
     outside: int = 0
     features: Features = NO_FEATURES
+    only_drafts: bool = False
 
     @property
     def depth(self) -> int:
@@ -78,6 +80,10 @@ class GraphKey:
     def tokens(self) -> int:
         """Number of packed tokens of the step, padding included."""
         return self.rows * self.tokens_per_row
+
+    def has_passes_of(self, draft: str) -> bool:
+        """Return whether the step has passes of the draft of this name."""
+        return self.passes > 0 and self.draft == draft
 
     @property
     def level_rows(self) -> int:

@@ -7,9 +7,12 @@ which a graph never runs.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.batch import Row, decoding_rows
@@ -17,7 +20,7 @@ from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Captured, CaptureFailed, RankCaptureFailed
 from specdecode_worker.engine.graphs.captured_step import CapturedStep, Proposals, StepParts
-from specdecode_worker.engine.graphs.feature_tables import MaskTable
+from specdecode_worker.engine.graphs.feature_tables import HostMasks, MaskTable
 from specdecode_worker.engine.graphs.graph_key import GraphKey, keys_of_shapes
 from specdecode_worker.engine.graphs.mixed_steps import is_replay_faster
 from specdecode_worker.engine.graphs.row_tables import CatchUp
@@ -35,7 +38,11 @@ CAPTURE_AFTER_STEPS = 3
 """Number of steps with the same key after which it is captured while serving. A capture costs about 3 eager steps."""
 
 
-@dataclass(frozen=True, slots=True)
+SWAP_SECONDS = 1.0
+"""Most seconds of captures at a draft swap, during which no request gets a token. Other keys are captured later."""
+
+
+@dataclass(slots=True, eq=False)
 class Graph:
     """Decode step and its captured form.
 
@@ -45,15 +52,20 @@ class Graph:
 
     step: CapturedStep
     captured: Captured
+    replays: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyStep:
-    """Plan of a step and the captured graph that runs its first ``decoding`` rows; the others are prompt chunks."""
+    """Plan of a step and the captured graph that runs its first ``decoding`` rows; the others are prompt chunks.
+
+    ``drafts`` is the graph of the draft passes, if they have one of their own.
+    """
 
     plan: StepPlan
     graph: Graph
     decoding: int
+    drafts: Graph | None = None
 
 
 class StepGraphs:
@@ -110,15 +122,75 @@ class StepGraphs:
         return len(self._graphs)
 
     def clear(self) -> None:
-        """Discard all graphs.
-
-        Call this after the drafts or the stored target states have changed, since graphs refer to their tensors.
-        """
+        """Discard all graphs."""
         self._graphs.clear()
         self._backend.clear()
         self._key_counts.clear()
         self._refused.clear()
         self._drafters.clear()
+
+    def swap_draft(self, name: str, wanted: Iterable[TreeShape], *, states_changed: bool) -> None:
+        """Discard the graphs that a swap of the draft ``name`` invalidates, and capture what is needed instead.
+
+        These are the graphs with passes of that draft and, if the stored target states have changed, all graphs, since
+        graphs refer to tensors of both. What is captured are the most used of the discarded keys and those of the tree
+        shapes ``wanted``, for at most SWAP_SECONDS. Call this after the registry has the new draft, with no step in
+        flight. Before the first plan there are no graphs, and none are captured.
+        """
+        drafter = self._drafts.paged().get(name)
+        if not self._graphs or (drafter is self._drafters.get(name) and not states_changed):
+            return
+        gone = [key for key in self._graphs if states_changed or key.has_passes_of(name)]
+        used = [key for key in gone if self._graphs[key].replays]
+        used.sort(key=lambda key: self._graphs[key].replays, reverse=True)
+        if len(gone) == len(self._graphs):
+            self.clear()
+        else:
+            self._discard(name, gone)
+        self._capture_for(SWAP_SECONDS, [*used, *self._planned_keys(wanted)])
+
+    def _discard(self, name: str, gone: Iterable[GraphKey]) -> None:
+        """Discard some graphs, and what is known of all keys with passes of the draft ``name``."""
+        for key in gone:
+            self._graphs.pop(key).captured.release()
+        for key in [key for key in self._key_counts if key.has_passes_of(name)]:
+            del self._key_counts[key]
+        self._refused = {key for key in self._refused if not key.has_passes_of(name)}
+        self._drafters.pop(name, None)
+
+    def _capture_for(self, seconds: float, keys: Iterable[GraphKey]) -> None:
+        """Capture those of ``keys`` that loaded drafts can run, in this order, for at most about ``seconds``.
+
+        Only the first capture may take longer, since how long a capture takes is known from those before it. Without
+        other graphs it is the largest one, whose memory the others reuse.
+        """
+        began, longest, captured = time.monotonic(), 0.0, 0
+        drafters = self._captured_drafters()
+        missing = [
+            key
+            for key in dict.fromkeys(keys)
+            if key not in self._graphs and key not in self._refused and (not key.passes or key.draft in drafters)
+        ][: max(MOST_GRAPHS - len(self._graphs), 0)]
+        if missing and not self._graphs:
+            missing.insert(0, missing.pop(missing.index(max(missing, key=lambda key: (key.tokens, key)))))
+        for key in missing:
+            start = time.monotonic()
+            if self._failed or start - began + longest > seconds:
+                break
+            captured += self._capture(key, drafters.get(key.draft)) is not None
+            longest = max(longest, time.monotonic() - start)
+        spent = time.monotonic() - began
+        log.info("captured %d of %d graphs for the new draft, in %.2f s", captured, len(missing), spent)
+
+    def _captured_drafters(self) -> dict[str, PagedDrafter]:
+        """Return the loaded drafts whose passes graphs have, by name."""
+        return {name: one for name, one in self._drafts.paged().items() if one.captured}
+
+    def _planned_keys(self, wanted: Iterable[TreeShape]) -> list[GraphKey]:
+        """Return the keys of the tree shapes ``wanted`` and of plain steps, the most important first."""
+        shapes = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in self._captured_drafters())}
+        cuts = (False, True) if self._coupled else (False,)
+        return keys_of_shapes(self._rows, shapes, self._max_tokens, cuts=cuts)
 
     def prepare(self, wanted: Iterable[TreeShape]) -> None:
         """Capture the graphs of the tree shapes ``wanted`` and of plain steps, the largest first.
@@ -126,14 +198,8 @@ class StepGraphs:
         Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
         MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
         """
-        drafters = {name: one for name, one in self._drafts.paged().items() if one.captured}
-        shapes = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in drafters)}
-        cuts = (False, True) if self._coupled else (False,)
-        keys = [
-            key
-            for key in keys_of_shapes(self._rows, shapes, self._max_tokens, cuts=cuts)
-            if key not in self._graphs and key not in self._refused
-        ]
+        drafters = self._captured_drafters()
+        keys = [key for key in self._planned_keys(wanted) if key not in self._graphs and key not in self._refused]
         room = max(MOST_GRAPHS - len(self._graphs), 0)
         if len(keys) > room:
             log.warning("%d graphs are beyond %d and will not be captured", len(keys) - room, MOST_GRAPHS)
@@ -175,23 +241,55 @@ class StepGraphs:
         """
         self.mixed += ready.decoding < len(rows)
         rows = rows[: ready.decoding]
-        plan, step, proposals = ready.plan, ready.graph.step, proposals or Proposals()
+        plan, proposals = ready.plan, proposals or Proposals()
+        self._write_inputs(ready.graph, plan, rows, depth_limits, proposals.masks)
+        if plan.key.outside:
+            ready.graph.step.store_ranks(proposals.ranked_BNK)
+        ready.graph.captured.replay()
+        ready.graph.replays += 1
+        self.replayed += 1
+        if plan.outside is not None:
+            self.outside[plan.outside] += 1
+        return self._replayed(ready.graph, rows, ranked=ranked)
+
+    def replay_drafts(self, ready: ReadyStep, rows: tuple[Row, ...], masks: HostMasks) -> tuple[Tensor, float]:
+        """Queue the draft passes of a step by their own graph, before the one that verifies.
+
+        Args:
+            ready: Graphs of the step, from `plan`.
+            rows: Decoding rows of the step.
+            masks: Grammar masks of the roots.
+
+        Returns:
+            The ranked draft tokens as `Drafter.propose` returns them, and the duration of the passes in seconds.
+        """
+        graph, plan = ready.drafts, ready.plan.drafts
+        assert graph is not None, "the drafts have a graph"
+        assert plan is not None, "the drafts have a graph"
+        self._write_inputs(graph, plan, rows, None, masks)
+        graph.captured.replay()
+        graph.replays += 1
+        assert graph.step.ranked_BNK is not None, "a key with passes has ranks"
+        return graph.step.ranked_BNK[: len(rows)], graph.captured.seconds
+
+    def _write_inputs(
+        self,
+        graph: Graph,
+        plan: StepPlan,
+        rows: tuple[Row, ...],
+        depth_limits: Sequence[int] | None,
+        masks: HostMasks | None,
+    ) -> None:
+        """Queue the copy of the inputs of a graph, and record that its draft catches up."""
         catch_up, drafter, requests = plan.catch_up, plan.drafter, [row.request for row in rows]
         if drafter is not None:
             counts = catch_up.counts
             behind = requests if all(counts) else [one for one, n in zip(requests, counts, strict=True) if n]
             drafter.record_catch_up(behind, [count for count in counts if count])
             catch_up = CatchUp(catch_up.counts, tuple(drafter.first_key(request) for request in requests))
-        if proposals.masks is not None:
-            self._masks().write(proposals.masks.table_NW)
-        step.inputs.write(tuple(row.tree for row in rows), requests, catch_up, depth_limits, proposals.masks)
-        if plan.key.outside:
-            step.store_ranks(proposals.ranked_BNK)
-        ready.graph.captured.replay()
-        self.replayed += 1
-        if plan.outside is not None:
-            self.outside[plan.outside] += 1
-        return self._replayed(ready.graph, rows, ranked=ranked)
+        if masks is not None:
+            self._masks().write(masks.table_NW)
+        graph.step.inputs.write(tuple(row.tree for row in rows), requests, catch_up, depth_limits, masks)
 
     def _ready(self, rows: Sequence[Row]) -> ReadyStep | EagerReason:
         plan = self._planner.plan(rows)
@@ -200,10 +298,13 @@ class StepGraphs:
         graph = self._graph(plan)
         if isinstance(graph, EagerReason):
             return graph
+        drafts = self._graph(plan.drafts) if plan.drafts is not None else None
+        if isinstance(drafts, EagerReason):
+            plan, drafts = plan.without_drafts(), None
         decoding = decoding_rows(rows)
         if decoding < len(rows) and not self._is_replay_faster(graph, sum(row.count for row in rows[decoding:])):
             return EagerReason.MIXED
-        return ReadyStep(plan, graph, decoding)
+        return ReadyStep(plan, graph, decoding, drafts)
 
     def _is_replay_faster(self, graph: Graph, chunk_tokens: int) -> bool:
         """Return whether a graph and a pass of the prompt chunks take less time than one eager pass of all rows."""

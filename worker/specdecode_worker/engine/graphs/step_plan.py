@@ -8,7 +8,7 @@ reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from specdecode_worker.engine.batch import Row, decoding_rows
@@ -60,7 +60,8 @@ class OutsideReason(StrEnum):
     """Reason why the draft passes of a step run before its graph, which then only verifies."""
 
     GRAMMAR = "grammar"
-    """The masks of a grammar, or the tokens that it forces, follow from drafted tokens on the host."""
+    """All rows that draft follow a grammar, or the passes cannot have a graph of their own beside those that do. The
+    host reads the drafted tokens, since the masks follow from them."""
     METHOD = "method"
     """The passes of the draft's method are not captured."""
     SEVERAL = "several"
@@ -73,14 +74,20 @@ class OutsideReason(StrEnum):
 class StepPlan:
     """Graph that can run a step.
 
-    ``drafter`` runs in the graph and catches up with ``catch_up``; it is None if no draft does. ``outside`` is the
-    reason why drafts run before the graph, None if they do not.
+    ``drafter`` runs in the graph and catches up with ``catch_up``; it is None if no draft does. ``drafts`` is a graph
+    of the draft passes alone, which runs before this one. ``outside`` is the reason why drafts run before the graph
+    without one of their own, None if they do not.
     """
 
     key: GraphKey
     catch_up: CatchUp = field(default_factory=CatchUp)
     drafter: PagedDrafter | None = None
     outside: OutsideReason | None = None
+    drafts: StepPlan | None = None
+
+    def without_drafts(self) -> StepPlan:
+        """Return the plan of the same step whose drafts run without a graph."""
+        return StepPlan(self.key, outside=OutsideReason.GRAMMAR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +162,32 @@ class StepPlanner:
         """Return the graph in a bucket of rows, None if a draft must catch up with more tokens than any graph has."""
         trees = list({id(row.tree): row.tree for row in rows}.values())  # the rows of a task share a tree
         running = self._running(rows)
-        if (reason := self._outside(rows, trees, running, features)) is not None:
+        if (reason := self._outside(rows, running)) is not None:
             return StepPlan(key_outside(bucket, trees, cuts=cuts, features=features), outside=reason)
+        if not features.masks:
+            return self._whole(rows, trees, running, bucket, features, cuts=cuts)
+        plan = StepPlan(key_outside(bucket, trees, cuts=cuts, features=features))
+        if not running:
+            return plan
+        drafts = None
+        if not features.rounds and _drafts_unguided(rows):
+            own = replace(features, logprobs=False)
+            drafts = self._whole(rows, trees, running, bucket, own, cuts=cuts)
+        if drafts is None or drafts.key.tokens > self._max_tokens:
+            return plan.without_drafts()
+        return replace(plan, drafts=replace(drafts, key=replace(drafts.key, only_drafts=True)))
+
+    def _whole(
+        self,
+        rows: Sequence[Row],
+        trees: Sequence[Tree],
+        running: Sequence[_Running],
+        bucket: int,
+        features: Features,
+        *,
+        cuts: bool,
+    ) -> StepPlan | None:
+        """Return the graph with the passes of the draft that runs, if one does; None if it must catch up too far."""
         counts = [0] * len(rows)
         if not running:
             key = key_of(bucket, trees, 0, cuts=cuts, features=features)
@@ -168,12 +199,8 @@ class StepPlanner:
         key = key_of(bucket, trees, max(counts), cuts=cuts, draft=draft.name, features=features)
         return None if key is None else StepPlan(key, CatchUp(tuple(counts)), draft.drafter)
 
-    def _outside(
-        self, rows: Sequence[Row], trees: Sequence[Tree], running: Sequence[_Running], features: Features
-    ) -> OutsideReason | None:
-        """Return the reason why drafts run before the graph, None if they run in it or not at all."""
-        if features.masks or any(tree.given for tree in trees):
-            return OutsideReason.GRAMMAR
+    def _outside(self, rows: Sequence[Row], running: Sequence[_Running]) -> OutsideReason | None:
+        """Return the reason why drafts run before the graph without one, None if they run in one or not at all."""
         drafted = [row for row in rows if row.tree.drafted_depth]
         paged, tasks = self._drafts.paged(), {row.request.submit.task for row in drafted}
         if any(self._drafts.name_of(task) not in paged for task in tasks):
@@ -197,3 +224,12 @@ class StepPlanner:
             if behind:
                 running.append(_Running(name, drafter, [mine[index] for index in behind]))
         return running
+
+
+def _drafts_unguided(rows: Sequence[Row]) -> bool:
+    """Return whether a row without a grammar drafts.
+
+    If none does, drafts run before the graph, where they propose under the masks of all nodes and not of the roots
+    alone. More of their tokens are accepted then.
+    """
+    return any(row.tree.drafted_depth and not row.request.sampling_params.guided for row in rows)

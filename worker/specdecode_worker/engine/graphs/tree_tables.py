@@ -26,7 +26,7 @@ def shapes(key: GraphKey) -> Shapes:
 
     - ``query_start`` [B + 1], ``root_row`` [B]: packed tokens of each row, and the packed index of its root.
     - ``token_*`` [T]: sequence, node, depth and ancestors of each packed token.
-    - ``node_*`` [B, N]: ``OF_NODES`` of each node; the depth of padding is -1.
+    - ``node_*`` [B, N]: ``OF_NODES`` of each node; the depth of padding and of given tokens is -1.
     - ``first_sequence`` [B]: row index where the row drafts, else ``key.rows``.
     - ``level_*`` [D - 1, R]: sequence, node and ancestors of the nodes of each draft pass after the first, and the row
       of the previous pass that holds the parent's hidden state (``source``). ``level_start`` is [D - 1, B + 1].
@@ -75,7 +75,7 @@ def topology(trees: tuple[Tree, ...], key: GraphKey) -> Tensor:
 @lru_cache(maxsize=1024)
 def _of_nodes(tree: Tree) -> tuple[list[int], ...]:
     verified = [*tree.parents[: tree.verified]]
-    drafted = tree is not PADDING_TREE
+    drafted = tree is not PADDING_TREE and not tree.given
     return (
         _filled(verified, NODES, -1),
         _filled([*tree.parents], NODES, -1),

@@ -10,6 +10,7 @@ of the target are found through the same blocks, so requests with different salt
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import takewhile
 
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool, blocks_for
@@ -30,6 +31,21 @@ draft's keys, and those of single conversations cost a quarter of the prefill th
 """
 
 
+@dataclass(slots=True)
+class _KnownHit:
+    """Cached prefix of a waiting request, and what it was found by.
+
+    ``watched`` are the digests of the entries that the search read, the missing one at its end included.
+    """
+
+    hit: CachedPrefix
+    tokens: int
+    draft: str
+    draft_prefill: bool
+    watched: frozenset[bytes]
+    version: int
+
+
 class PrefixReuse:
     """Prefix reuse of one scheduler. If disabled, no block is found or published."""
 
@@ -46,15 +62,48 @@ class PrefixReuse:
         self._root = root_digest(salt)
         self._filling: set[bytes] = set()
         self._unseen = 0
+        self._known: dict[Request, _KnownHit] = {}
+        """Hits of the last requests that were next, of which there are two: the first, and the first short prompt."""
 
     def begin_step(self) -> None:
         """Start collecting the blocks that the chunks of a new step fill."""
         self._filling.clear()
 
+    def find_next(self, request: Request) -> CachedPrefix:
+        """Return what `find` returns for a request that is next in the queue.
+
+        While it cannot be admitted it is asked for in every step, so the search is not repeated before an entry changes
+        that it read.
+        """
+        known = self._known.get(request)
+        if known is not None and self._is_current(request, known):
+            return known.hit
+        self._known.pop(request, None)
+        version, hit = self._index.version, self.find(request)
+        most = self._max_reusable_blocks(request)
+        watched = frozenset(request.digests[: min(hit.indexed + 1, most)])
+        draft, prefill = request.draft.draft, self.draft_prefill
+        self._known[request] = _KnownHit(hit, len(request.tokens), draft, prefill, watched, version)
+        if len(self._known) > 2:
+            del self._known[next(iter(self._known))]
+        return hit
+
+    def _is_current(self, request: Request, known: _KnownHit) -> bool:
+        """Return whether a search would return the same hit once more."""
+        before = known.tokens, known.draft, known.draft_prefill
+        if before != (len(request.tokens), request.draft.draft, self.draft_prefill):
+            return False
+        changes = self._index.changes_since(known.version)
+        if changes is None or not known.watched.isdisjoint(changes):
+            return False
+        known.version = self._index.version
+        return True
+
     def find(self, request: Request) -> CachedPrefix:
         """Return the cached prefix of a request, which ends before the block with the last token to prefill."""
         most = self._max_reusable_blocks(request)
         blocks = self._index.find(self._digests(request, most)[:most])
+        indexed = len(blocks)
         if self.draft_prefill and request.draft.draft:
             blocks = self._visible(request, blocks)
         marked = [self._index.is_marked(block, request.draft.draft) for block in blocks]
@@ -63,7 +112,9 @@ class PrefixReuse:
             # again costs less than a draft that cannot see any of the prefix.
             blocks, marked = blocks[:-1], marked[:-1]
         drafted = next((i for i, is_marked in enumerate(reversed(marked)) if not is_marked), len(marked))
-        return CachedPrefix(blocks, drafted, not blocks or self._index.is_marked(blocks[-1], _STATES))
+        has_state = not blocks or self._index.is_marked(blocks[-1], _STATES)
+        unowned = sum(map(self._index.is_unowned, blocks))
+        return CachedPrefix(blocks, drafted, has_state, unowned, indexed)
 
     def is_being_filled(self, request: Request, hit: CachedPrefix) -> bool:
         """Return whether a chunk of the step under construction fills the block that ``request`` needs next.

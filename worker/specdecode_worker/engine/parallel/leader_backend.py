@@ -20,6 +20,7 @@ vLLM captures the collectives of its ranks into one graph per rank, too
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from specdecode_worker.engine.graphs.capture_backends import Captured, RankCaptureFailed, StagedBackend, Work
 from specdecode_worker.engine.parallel.leader_target import LeaderTarget
@@ -36,18 +37,23 @@ class LeaderBackend:
 
     def __init__(self, own: StagedBackend, target: LeaderTarget, group: RankGroup) -> None:
         self._own, self._target, self._ranks = own, target, group
-        self._graphs = 0
+        self._captures = 0
+        self._graphs: set[int] = set()
+        """Numbers of the captured steps that the ranks hold."""
 
     def capture(self, work: Work) -> Captured:
-        """Capture ``work`` on this rank and the target's part of it on the others.
+        """Capture ``work`` on this rank and the target's part of it on the others, if it has one.
 
         Raises:
+            CaptureFailed: The work has no part of the target, and this rank cannot capture it.
             RankCaptureFailed: A rank cannot capture it. No rank may replay the steps that it captured before.
             RankLost: Another rank ended meanwhile.
         """
+        self._target.take_shape()
         self._require({0: problem_of(lambda: self._rehearse(work))})
-        shape = self._target.last_shape
-        assert shape is not None, "a step has a pass of the target"
+        shape = self._target.take_shape()
+        if shape is None:  # draft passes alone, which run on this rank
+            return self._own.capture(work)
         self._ranks.send(Prepare(shape))
         self._require(_problems(self._ranks.capture_states()))
         self._ranks.send(Record())
@@ -57,14 +63,17 @@ class LeaderBackend:
         problem = problem_of(lambda: replays.append(self._own.record(work)))
         states = self._ranks.capture_states()
         self._require({0: problem} | _problems(states))
-        number, self._graphs = self._graphs, self._graphs + 1
-        assert all(state.graphs == self._graphs for state in states), "all ranks hold the same graphs"
-        log.info("%d graphs on each of %d ranks", self._graphs, 1 + len(states))
-        return self._own.timed(lambda: self._replay(number, replays[0]))
+        number, self._captures = self._captures, self._captures + 1
+        self._graphs.add(number)
+        assert all(state.graphs == len(self._graphs) for state in states), "all ranks hold the same graphs"
+        log.info("%d graphs on each of %d ranks", len(self._graphs), 1 + len(states))
+        captured = self._own.timed(lambda: self._replay(number, replays[0]))
+        return replace(captured, release=lambda: self._release(number))
 
     def clear(self) -> None:
         """Release the captured steps of all ranks."""
-        self._graphs = 0
+        self._captures = 0
+        self._graphs.clear()
         self._ranks.send(Discard())
         self._own.clear()
 
@@ -77,6 +86,11 @@ class LeaderBackend:
         self._ranks.send(Replay(number))
         with self._ranks.collective():
             replay()
+
+    def _release(self, number: int) -> None:
+        """Release one captured step on all ranks."""
+        self._graphs.remove(number)
+        self._ranks.send(Discard(number))
 
     @staticmethod
     def _require(problems: dict[int, str]) -> None:

@@ -61,8 +61,8 @@ class LeaderTarget(Target):
         self._leader_cache = LeaderCache(cache, group)
         super().__init__(model, self._leader_cache, state)
         self._ranks = group
-        self.last_shape: StepShape | None = None
-        """Sizes of the last run over tables, which is the one that is captured."""
+        self._shape: StepShape | None = None
+        """Sizes of the last pass over tables."""
 
     def forward(self, step: TargetPass, reads: TargetStates) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run a pass on all ranks. Raise RankLost if another rank ends meanwhile."""
@@ -74,18 +74,23 @@ class LeaderTarget(Target):
         self, tables: PackedTensors, slots_B: Tensor, reads: TargetStates
     ) -> tuple[Tensor, Tensor | None]:
         """Run a pass of a captured step, whose other ranks run their graphs of it."""
-        self.last_shape = StepShape(len(slots_B), len(tables.tokens_T), 0)
+        self._shape = StepShape(len(slots_B), len(tables.tokens_T), 0)
         collectives.broadcast(flatten(tables, slots_B))
         return super().forward_tables(tables, slots_B, reads)
 
     def keep_tables(self, source_BD: Tensor, target_BD: Tensor) -> None:
         """Move the accepted keys of a captured step, whose other ranks run their graphs of it."""
-        assert self.last_shape is not None, "keys are kept after a pass"
+        assert self._shape is not None, "keys are kept after a pass"
         depth = source_BD.shape[1]
-        self.last_shape = msgspec.structs.replace(self.last_shape, depth=depth)
+        self._shape = msgspec.structs.replace(self._shape, depth=depth)
         source, target = source_BD.flatten(), target_BD.flatten()
         collectives.broadcast(torch.stack((source, target)))
         self._leader_cache.keep_here(source, target, depth)
+
+    def take_shape(self) -> StepShape | None:
+        """Return the sizes of the last pass over tables since the last call, None if there was none."""
+        shape, self._shape = self._shape, None
+        return shape
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Compute logits on all ranks: [T, V]. Raise RankLost if another rank ends meanwhile."""

@@ -57,7 +57,7 @@ class RankStep:
 
 
 class RankGraphs:
-    """All captured steps of a rank other than 0, in the order in which rank 0 captured its own."""
+    """All captured steps of a rank other than 0, by their number in the order in which rank 0 captured its own."""
 
     def __init__(self, model: Llama, cache: PagedCache, make_backend: Callable[[], StagedBackend]) -> None:
         """Create an empty set. ``make_backend`` is called for the first step that is captured."""
@@ -65,7 +65,9 @@ class RankGraphs:
         self._backend: StagedBackend | None = None
         self._table_SM: Tensor | None = None
         self._prepared: RankStep | None = None
-        self._graphs: list[tuple[RankStep, Work]] = []
+        self._captures = 0
+        """Number of steps captured since all were last discarded, those discarded one by one included."""
+        self._graphs: dict[int, tuple[RankStep, Work]] = {}
         """Steps and their replays. A graph refers to the static tensors of its step and does not keep them alive."""
 
     def __len__(self) -> int:
@@ -103,7 +105,8 @@ class RankGraphs:
         """Capture the prepared step. Raise whatever makes it impossible here."""
         assert self._backend is not None, "the step is prepared"
         assert self._prepared is not None, "the step is prepared"
-        self._graphs.append((self._prepared, self._backend.record(self._prepared.run)))
+        self._graphs[self._captures] = self._prepared, self._backend.record(self._prepared.run)
+        self._captures += 1
         self._prepared = None
 
     def replay(self, number: int) -> None:
@@ -111,9 +114,14 @@ class RankGraphs:
         _, replay = self._graphs[number]
         replay()
 
+    def discard(self, number: int) -> None:
+        """Discard the captured step of this number."""
+        del self._graphs[number]
+
     def clear(self) -> None:
         """Discard all steps."""
         self._prepared = None
         self._graphs.clear()
+        self._captures = 0
         if self._backend is not None:
             self._backend.clear()

@@ -84,7 +84,9 @@ class Replay(msgspec.Struct, frozen=True, tag=True):
 
 
 class Discard(msgspec.Struct, frozen=True, tag=True):
-    """Release of all captured steps."""
+    """Release of a captured step, or of all (None)."""
+
+    graph: int | None = None
 
 
 RankMessage = Forward | Keep | Logits | OpenTable | SetBlocks | Prepare | Record | Replay | Discard

@@ -127,8 +127,10 @@ def _serve(assignment: Assignment, pipe: Connection) -> None:
             case Record():
                 graphs.warm_up()
                 _answer(pipe, graphs, graphs.record)
-            case Discard():
+            case Discard(None):
                 graphs.clear()
+            case Discard(int(graph)):
+                graphs.discard(graph)
 
 
 def _answer(pipe: Connection, graphs: RankGraphs, stage: Callable[[], None]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
@@ -108,6 +110,9 @@ class StepLauncher:
         if ready.plan.outside is not None:
             proposals, own = self._propose(rows[: ready.decoding])
             draft_seconds = self._phases.lap("draft")
+        elif ready.plan.key.features.masks:
+            proposals, draft_seconds = self._masked(ready, rows[: ready.decoding])
+            self._phases.lap("draft")
         cuts = depth_limits[: ready.decoding] if self.synthetic.cuts else None
         done = self._graphs.replay(ready, rows, cuts, ranked=choice.shadow_passes > 0, proposals=proposals)
         self._phases.lap("verify")
@@ -122,14 +127,23 @@ class StepLauncher:
         self._write_given_tokens(rows)
         proposed = self._drafts.propose(rows, forest, sampler)
         own = proposed.own.on_host() if proposed.own is not None else None
-        if masks is None:
-            return Proposals(proposed.ranked_BNK), own
-        masks.load_tokens()
-        rows_BN, table_NW = masks.verified()
-        packed = [
-            row for tree, nodes in zip(forest.trees, rows_BN.tolist(), strict=True) for row in nodes[: tree.verified]
-        ]
-        return Proposals(proposed.ranked_BNK, HostMasks(packed, table_NW)), own
+        return Proposals(proposed.ranked_BNK, None if masks is None else _verified_masks(masks, forest)), own
+
+    def _masked(self, ready: ReadyStep, rows: tuple[Row, ...]) -> tuple[Proposals, float]:
+        """Run the graph of the draft passes, if there are any, and compute the masks of rows with a grammar.
+
+        Return them with the duration of the passes. The drafts propose under the masks of the roots alone.
+        """
+        assert self._graphs is not None, "a planned step has graphs"
+        forest = forest_of(tuple(row.tree for row in rows), self._device)
+        _, masks = self._sampler_of(rows, forest, self._target.roots(rows))
+        assert masks is not None, "a row has a grammar"
+        self._write_given_tokens(rows)
+        ranked_BNK, seconds = None, 0.0
+        if ready.drafts is not None:
+            roots = _packed_masks(*masks.of_roots(), forest)
+            ranked_BNK, seconds = self._graphs.replay_drafts(ready, rows, roots)
+        return Proposals(ranked_BNK, _verified_masks(masks, forest)), seconds
 
     def _run(
         self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...], *, draft_prefill: bool
@@ -251,3 +265,15 @@ def _copy_to_host(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[T
     columns_BC = outcome.columns()
     copies, host_copy = to_host([columns_BC] if ranked_BNK is None else [columns_BC, ranked_BNK])
     return copies[0], copies[1] if ranked_BNK is not None else None, host_copy
+
+
+def _verified_masks(masks: TokenMasks, forest: Forest) -> HostMasks:
+    """Wait for the drafted tokens of rows with a grammar, and return the masks of all verified nodes."""
+    masks.load_tokens()
+    return _packed_masks(*masks.verified(), forest)
+
+
+def _packed_masks(rows_BN: NDArray[np.int64], table_NW: NDArray[np.uint32], forest: Forest) -> HostMasks:
+    """Return the masks of nodes as those of packed tokens."""
+    packed = [row for tree, nodes in zip(forest.trees, rows_BN.tolist(), strict=True) for row in nodes[: tree.verified]]
+    return HostMasks(packed, table_NW)

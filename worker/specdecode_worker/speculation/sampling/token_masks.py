@@ -7,7 +7,7 @@ the target's masked choice before it never equals its token, so what follows it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -64,11 +64,19 @@ class TokenMasks:
         Returns:
             The mask of each node [B, N], as a row of the masks [M, W], whose first one allows all tokens.
         """
+        return self._table({b: self._forest.trees[b].verified for b in self._tokens})
+
+    def of_roots(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Compute the masks of the roots, which depend on no drafted token. The result is that of `verified`."""
+        return self._table({b: 1 for b, guide in enumerate(self._guides) if guide is not None})
+
+    def _table(self, counts: Mapping[int, int]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Compute the masks of the first nodes of some sequences; see `verified`."""
         rows, table = np.zeros(self._forest.parents_BN.shape, dtype=np.int64), [self._all]
-        for b in self._tokens:
-            for node in range(self._forest.trees[b].verified):
+        for b, count in counts.items():
+            for node in range(count):
                 rows[b, node] = len(table)
-                table.append(self._mask(b, node, self._tokens[b]))
+                table.append(self._mask(b, node, self._tokens.get(b, ())))
         return rows, np.stack(table)
 
     def blocked(self, at: Nodes) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.engine.drafts.lookup.ngram import lookup
+from specdecode_worker.engine.drafts.lookup.ngram import NgramDrafter, lookup
+from specdecode_worker.engine.step.device_state import DeviceState
+from support.worker.small_engine import request
 
 VOCABULARY = 5
 
@@ -44,3 +48,42 @@ def test_lookup_equals_a_naive_search(cases: list[tuple[list[int], list[int]]], 
 def test_suffix_without_a_match_proposes_nothing(shortest: int) -> None:
     proposals = lookup(torch.tensor([[1, 2, 3]]), torch.tensor([3]), torch.tensor([[7, 8]]), shortest, 9)
     assert proposals.unique().tolist() == [-1]
+
+
+def drafter_of(shortest: int) -> NgramDrafter:
+    state = DeviceState(1, 8, torch.float32, torch.device("cpu"))
+    return NgramDrafter(state, VOCABULARY, shortest, 5, host_is_current=True)
+
+
+@given(st.lists(texts, min_size=1, max_size=6), st.integers(1, 5))
+def test_a_request_is_ready_if_its_last_tokens_occurred_before(growth: list[list[int]], shortest: int) -> None:
+    drafter, one = drafter_of(shortest), request("one", [])
+    for tokens in growth:
+        one.tokens += tokens
+        text = one.tokens
+        earlier = [text[i : i + shortest] for i in range(len(text) - shortest)]
+        assert drafter.ready(one) == (text[-shortest:] in earlier)
+    drafter.record_end(one)
+    assert not drafter._known
+
+
+class CountedText(list[int]):
+    """Text that counts the tokens read from it."""
+
+    read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_a_step_reads_a_few_tokens_of_a_long_text() -> None:
+    drafter, one = drafter_of(2), request("one", [])
+    one.tokens = text = CountedText(range(5000))
+    assert not drafter.ready(one)
+    text.read = 0
+    for token in range(100):
+        text.append(5000 + token)
+        assert not drafter.ready(one)
+    assert text.read <= 100 * 2 * 2

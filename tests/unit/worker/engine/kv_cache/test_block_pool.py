@@ -1,40 +1,168 @@
-"""The block pool: no block has two owners, none is lost, and adjacent blocks are preferred."""
+"""The block pool, on accelerators and on CPUs: no block has two owners, none is lost, the right ones are evicted.
+
+On CPUs adjacent blocks are preferred.
+"""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK, BlockPool
-from specdecode_worker.engine.kv_cache.prefix_index import extend_digests, root_digest
-
-TURNS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.booleans()), max_size=60)
-"""Steps of a test case: (sequence, blocks to take, free all blocks instead)."""
+from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK, BlockPool, FreeGaps, FreeList
+from specdecode_worker.engine.kv_cache.prefix_index import PrefixIndex, extend_digests, root_digest
 
 
-@given(st.integers(2, 30), TURNS)
-def test_every_block_has_one_owner_and_all_are_released(count: int, turns: list[tuple[int, int, bool]]) -> None:
-    pool = BlockPool(count)
-    owned: dict[int, list[int]] = {}
-    for sequence, wanted, over in turns:
-        mine = owned.setdefault(sequence, [])
-        if over:
-            pool.release(mine)
-            owned[sequence] = []
-            continue
-        free = pool.free
-        taken = pool.allocate(wanted, after=mine[-1] if mine else None)
-        assert (taken is None) == (wanted > free), "blocks are refused only when there are too few"
-        mine += taken or []
-        everyone = [block for blocks in owned.values() for block in blocks]
-        assert len(everyone) == len(set(everyone)) == pool.used
-        assert all(PADDING_BLOCK < block < count for block in everyone)
-        pool.check(everyone)
-    for blocks in owned.values():
+def digests(text: str) -> list[bytes]:
+    """Return one digest for each letter, which covers all letters before it."""
+    return [text[: i + 1].encode() for i in range(len(text))]
+
+
+class ModelPool:
+    """Sets and lists that say what a pool must do: which blocks are free, owned and cached, and what is evicted."""
+
+    def __init__(self, count: int) -> None:
+        self.free = set(range(1, count))
+        self.owners = Counter[int]()
+        self.texts: dict[int, bytes] = {}
+        self.cached: list[int] = []
+        """Blocks without an owner that hold a text, the least recently used one first."""
+
+    def take(self, taken: Sequence[int]) -> None:
+        """Check blocks that a pool has handed out, after the evictions that they needed."""
+        while len(self.free) < len(taken):
+            self.evict(self.evicted_next())
+        assert set(taken) <= self.free, "a block was handed out that is not free"
+        assert len(set(taken)) == len(taken), "a block was handed out twice"
+        self.free -= set(taken)
+        self.owners.update(taken)
+
+    def evicted_next(self) -> int:
+        parents = {text[:-1] for text in self.texts.values()}
+        return next((block for block in self.cached if self.texts[block] not in parents), self.cached[0])
+
+    def evict(self, block: int) -> None:
+        self.cached.remove(block)
+        del self.texts[block]
+        self.free.add(block)
+
+    def found(self, text: str) -> list[int]:
+        holders = {own: block for block, own in self.texts.items()}
+        blocks = []
+        for digest in digests(text):
+            if digest not in holders:
+                break
+            blocks.append(holders[digest])
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            self.owners[block] -= 1
+            if not self.owners[block]:
+                (self.cached.append if block in self.texts else self.free.add)(block)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        self.cached = [block for block in self.cached if block not in blocks]
+        self.owners.update(blocks)
+
+
+def play(pool: BlockPool, seed: int, turns: int = 80) -> None:
+    """Let sequences take, share, publish and release blocks at random, and compare the pool with the model."""
+    random, model = Random(seed), ModelPool(pool.total + 1)
+    sequences: list[tuple[list[int], str]] = []
+    for _ in range(turns):
+        match random.choice(("begin", "grow", "grow", "end", "evict")):
+            case "begin":  # a text of which the pool may know the beginning; its last letters are not published yet
+                text = "".join(random.choices("ab", k=random.randint(0, 6)))
+                found = pool.prefixes.find(digests(text))
+                assert found == model.found(text), "another prefix is reused"
+                pool.share(found)
+                model.share(found)
+                sequences.append((list(found), text[: len(found)]))
+            case "grow" if sequences:
+                blocks, text = random.choice(sequences)
+                wanted = random.randint(0, 5)
+                taken = pool.allocate(wanted, after=blocks[-1] if blocks else None, room=random.randint(0, 9))
+                assert (taken is None) == (wanted > len(model.free) + len(model.cached)), "blocks are refused in vain"
+                if taken is None:
+                    continue
+                model.take(taken)
+                sequences.remove((blocks, text))
+                blocks = blocks + taken
+                grown = text + "".join(random.choices("ab", k=random.randint(0, len(blocks) - len(text))))
+                for i in range(len(text), len(grown)):
+                    digest = grown[: i + 1].encode()
+                    pool.register(blocks[i], digest, digest[:-1])
+                    if digest not in model.texts.values():
+                        model.texts[blocks[i]] = digest
+                sequences.append((blocks, grown))
+            case "end" if sequences:
+                blocks, _ = sequences.pop(random.randrange(len(sequences)))
+                pool.release(blocks)
+                model.release(blocks)
+            case "evict" if model.cached:
+                block = random.choice(model.cached)
+                pool.evict(block)
+                model.evict(block)
+        pool.check([block for blocks, _ in sequences for block in blocks])
+        assert (pool.free, pool.cached) == (len(model.free), len(model.cached))
+        assert {block for block in range(pool.total + 1) if block in pool.prefixes} == model.texts.keys()
+        assert set(pool._free.blocks()) == model.free
+    for blocks, _ in sequences:
         pool.release(blocks)
     pool.check([])
-    assert sorted(pool.allocate(count - 1) or []) == list(range(1, count)), "all of them can be taken again"
+
+
+BOTH = pytest.mark.parametrize("contiguous", [False, True])
+
+
+@BOTH
+@given(st.integers(2, 30), st.integers(0, 10**9))
+def test_the_pool_does_what_the_model_says(contiguous: bool, count: int, seed: int) -> None:
+    play(BlockPool(count, contiguous=contiguous), seed)
+
+
+def keeps(take: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """Return a `take` that leaves its last block among the free ones."""
+
+    def planted(self: FreeList | FreeGaps, *args: object) -> list[int]:
+        taken = take(self, *args)
+        if taken:
+            self.add(taken[-1])
+        return taken
+
+    return planted
+
+
+def forgets(add: Callable[..., None]) -> Callable[..., None]:
+    """Return an `add` that loses block 1."""
+    return lambda self, block: None if block == 1 else add(self, block)
+
+
+def newest_first(method: Callable[[PrefixIndex], int]) -> Callable[[PrefixIndex], int]:
+    """Return an `eviction_candidate` that takes the most recently used block."""
+    return lambda self: next(reversed(self._unowned))
+
+
+@BOTH
+@pytest.mark.parametrize("plant", [keeps, forgets, newest_first])
+def test_planted_faults_are_found(
+    contiguous: bool, plant: Callable[[Callable[..., object]], Callable[..., object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind: type = FreeGaps if contiguous else FreeList
+    owner, name = {keeps: (kind, "take"), forgets: (kind, "add")}.get(plant, (PrefixIndex, "eviction_candidate"))
+    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
+
+    def play_many() -> None:
+        for seed in range(50):
+            play(BlockPool(12, contiguous=contiguous), seed)
+
+    with pytest.raises(AssertionError):
+        play_many()
 
 
 def test_a_refused_allocation_takes_no_block() -> None:
@@ -44,7 +172,7 @@ def test_a_refused_allocation_takes_no_block() -> None:
 
 
 def test_a_sequence_grows_into_the_block_behind_its_last() -> None:
-    pool = BlockPool(40)
+    pool = BlockPool(40, contiguous=True)
     mine = pool.allocate(3)
     assert mine is not None
     mine += pool.allocate(2, after=mine[-1]) or []
@@ -52,7 +180,7 @@ def test_a_sequence_grows_into_the_block_behind_its_last() -> None:
 
 
 def test_a_new_sequence_leaves_its_neighbour_space_to_grow() -> None:
-    pool = BlockPool(40)
+    pool = BlockPool(40, contiguous=True)
     one, two = pool.allocate(2), pool.allocate(2)
     assert one is not None
     assert two is not None
@@ -83,11 +211,6 @@ def test_check_detects_wrong_owner_counts() -> None:
             pool.check(owned)
 
 
-def digests(text: str) -> list[bytes]:
-    """Return one digest for each letter, which covers all letters before it."""
-    return [text[: i + 1].encode() for i in range(len(text))]
-
-
 def hold(pool: BlockPool, text: str) -> list[int]:
     """Give a sequence one block per letter: cached blocks are shared, the others are taken and registered."""
     own = digests(text)
@@ -102,30 +225,6 @@ def hold(pool: BlockPool, text: str) -> list[int]:
 
 def known(pool: BlockPool, text: str) -> int:
     return len(pool.prefixes.find(digests(text)))
-
-
-TEXTS = st.text("ab", min_size=1, max_size=6)
-
-
-@given(st.integers(7, 20), st.lists(st.tuples(st.integers(0, 3), TEXTS, st.booleans()), max_size=60))
-def test_owner_counts_of_shared_and_cached_blocks_stay_consistent(
-    count: int, turns: list[tuple[int, str, bool]]
-) -> None:
-    pool = BlockPool(count)
-    owned: dict[int, list[int]] = {}
-    for sequence, text, over in turns:
-        pool.release(owned.pop(sequence, []))
-        if not over and len(text) <= pool.available:
-            owned[sequence] = hold(pool, text)
-            assert known(pool, text) == len(text)
-        everyone = [block for blocks in owned.values() for block in blocks]
-        pool.check(everyone)
-        assert (pool.used, pool.total) == (len(set(everyone)), pool.free + pool.cached + pool.used)
-    for blocks in owned.values():
-        pool.release(blocks)
-    pool.check([])
-    assert pool.available == pool.total
-    assert sorted(pool.allocate(count - 1) or []) == list(range(1, count)), "what is cached can be taken, all of it"
 
 
 def test_a_shared_block_stays_until_both_owners_release_it() -> None:
@@ -177,6 +276,34 @@ def test_a_continuation_is_evicted_before_its_prefix() -> None:
     assert known(pool, "ab") == 2
     pool.allocate(pool.free + 1)
     assert known(pool, "ab") == 1
+
+
+def test_an_eviction_does_not_search_a_long_prefix_whose_continuation_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cached prefix is the least recently used text, and none of its 500 blocks can be evicted yet."""
+    pool = BlockPool(2000)
+    cached = hold(pool, "a" * 500)
+    own = pool.allocate(501)
+    assert own is not None
+    pool.register(own[-1], b"a" * 501, b"a" * 500)
+    pool.release(cached)
+    while pool.free:
+        pool.release(hold(pool, f"{pool.free:05d}"))
+    looked_at: list[int] = []
+    is_end = PrefixIndex._is_end
+    monkeypatch.setattr(PrefixIndex, "_is_end", lambda self, block: (looked_at.append(block), is_end(self, block))[1])
+    assert pool.allocate(128) is not None
+    assert len(looked_at) < 1000
+    assert known(pool, "a" * 501) == 501
+
+
+def test_blocks_that_are_used_again_and_again_do_not_fill_the_index() -> None:
+    pool = BlockPool(20)
+    for _ in range(1000):
+        pool.release(hold(pool, "abc"))
+    assert len(pool.prefixes._ends) < 20
+    pool.check([])
 
 
 def test_owned_blocks_are_not_evicted() -> None:

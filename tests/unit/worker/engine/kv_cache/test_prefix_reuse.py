@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from random import Random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdecode_worker.engine.batch import Row
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.kv_cache.prefix_index import PrefixIndex
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Limits
+from specdecode_worker.speculation.trees import PLAIN
 from support.worker.device import SimulatedDevice, text_of
 from support.worker.small_engine import submit
 
@@ -292,6 +299,99 @@ def arrive_with_draft(simulated: SimulatedDevice, name: str, draft: str, new: in
     one = simulated.arrive(name, PROMPT, new)
     one.draft = DraftProgress(draft)
     return one
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["unknown", "cached"])
+def test_a_request_that_cannot_be_admitted_is_looked_up_once(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = device(blocks=12, trees=[PLAIN], random=Random(0))
+    if cached:
+        served(simulated, name="before")
+    simulated.arrive("running", [99] * 60, 80)
+    simulated.step()
+    waiting = simulated.arrive("waiting", PROMPT + [7] * 80, 4)
+    simulated.step()
+    found: list[int] = []
+    find = PrefixIndex.find
+    monkeypatch.setattr(PrefixIndex, "find", lambda self, digests: (found.append(1), find(self, digests))[1])
+    for _ in range(40):  # in which the running request publishes blocks of its own, and none is evicted
+        simulated.step()
+    assert waiting.slot < 0
+    assert not found
+    simulated.drain()
+    assert waiting.finish is not None
+
+
+def play(seed: int) -> int:
+    """Serve requests at random, with several drafts and salts, and compare each hit of waiting ones with a search.
+
+    Return the number of hits that were found without a search.
+    """
+    random = Random(seed)
+    simulated = device(blocks=random.randint(8, 14), limits=Limits(2, 64), random=random, trees=[PLAIN])
+    scheduler, kept = simulated.scheduler, 0
+    reuse, index = scheduler._reuse, simulated.pool.prefixes
+    for number in range(60):
+        match random.choice(("arrive", "step", "step", "swap", "forget", "prefill", "abort", "mark")):
+            case "arrive" if len(scheduler.waiting) < 4:
+                prompt = [token for token in random.choices((1, 1, 2), k=random.randint(1, 5)) for _ in range(16)]
+                one = simulated.arrive(
+                    str(number), [*prompt, 3], random.randint(1, 40), cache_salt=random.choice(("", "", "", "s"))
+                )
+                one.draft = DraftProgress(random.choice(("d", "d", "e")))
+            case "step" if not scheduler.idle or simulated.launched:
+                simulated.step()
+            case "swap" if random.random() < 0.3:
+                for one in [*scheduler.waiting, *scheduler.running]:
+                    one.draft.draft = random.choice(("d", "e"))
+            case "forget" if random.random() < 0.3:
+                scheduler.forget_draft(random.choice(("d", "e")), states=random.random() < 0.5)
+            case "prefill" if random.random() < 0.3:
+                scheduler.set_draft_prefill(random.random() < 0.5)
+            case "mark" if len(index):  # as by a draft that has caught up
+                index.mark(random.choice(sorted(index._entries)), random.choice(("d", "e", "followed", "states")))
+            case "abort" if scheduler.running and random.random() < 0.3:
+                one = random.choice(scheduler.running)
+                one.finish = "abort"
+                scheduler.release(one)
+        for waits in list(scheduler.waiting)[:2]:
+            before = reuse._known.get(waits)
+            hit = reuse.find_next(waits)
+            kept += before is not None and before is reuse._known.get(waits)
+            assert hit == reuse.find(waits), "the hit is stale"
+    return kept
+
+
+@given(st.integers(0, 10**9))
+def test_a_hit_is_never_stale(seed: int) -> None:
+    play(seed)
+
+
+def test_hits_are_kept_in_the_test_above() -> None:
+    assert sum(map(play, range(20))) > 100
+
+
+EVENTS = [("add", "mark"), ("drop",), ("mark",), ("mark_unowned",), ("mark_owned",), ("forget_marks",)]
+"""Changes of the index, those that follow each other together."""
+
+
+@pytest.mark.parametrize("events", EVENTS, ids=" ".join)
+def test_a_change_that_is_not_recorded_is_found(events: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(method: Callable[..., None]) -> Callable[..., None]:
+        def planted(self: PrefixIndex, *args: object) -> None:
+            version, changes = self.version, self._changes.copy()
+            method(self, *args)
+            self.version, self._changes = version, changes
+
+        return planted
+
+    def play_many() -> None:
+        for seed in range(300):
+            play(seed)
+
+    for event in events:
+        monkeypatch.setattr(PrefixIndex, event, silent(getattr(PrefixIndex, event)))
+    with pytest.raises(AssertionError, match="stale"):
+        play_many()
 
 
 def test_a_swapped_draft_ignores_the_keys_of_its_predecessor() -> None:

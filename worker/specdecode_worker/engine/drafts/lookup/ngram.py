@@ -8,6 +8,7 @@ siblings. The search runs on the device, since the host's copy of the text may l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -23,6 +24,14 @@ from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
+
+
+@dataclass(slots=True)
+class _KnownRuns:
+    """All runs of ``shortest`` tokens in the text of a request that end before its last token, about 100 bytes each."""
+
+    count: int = 0
+    runs: set[tuple[int, ...]] = field(default_factory=set)
 
 
 class NgramDrafter:
@@ -48,14 +57,25 @@ class NgramDrafter:
         self._state, self._vocab_size = state, vocab_size
         self._shortest, self._longest = shortest, longest
         self._host_is_current = host_is_current
+        self._known: dict[str, _KnownRuns] = {}
 
     def ready(self, request: Request) -> bool:
-        """Return whether the last ``shortest`` tokens occur earlier in the text. Always True if the host is behind."""
+        """Return whether the last ``shortest`` tokens occur earlier in the text. Always True if the host is behind.
+
+        Only tokens that are new since the last call are read, so that a step costs the same whatever the text's length.
+        """
         if not self._host_is_current:
             return True
         tokens, size = request.tokens, self._shortest
-        last = tokens[-size:]
-        return any(tokens[i : i + size] == last for i in range(len(tokens) - size))
+        known = self._known.setdefault(request.id, _KnownRuns())
+        while known.count < len(tokens) - size:
+            known.runs.add(tuple(tokens[known.count : known.count + size]))
+            known.count += 1
+        return tuple(tokens[-size:]) in known.runs
+
+    def record_end(self, request: Request) -> None:
+        """Drop what is stored for a request that ends."""
+        self._known.pop(request.id, None)
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Do nothing; a lookup needs the text alone."""
