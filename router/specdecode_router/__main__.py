@@ -90,7 +90,7 @@ _NUMBERS = {
     "max_unfinished_body_bytes": "of all bodies that are still arriving",
     "max_unsent_bytes": "output of one stream that waits for its client",
     "endpoint_delay_seconds": "after SIGTERM, in which new requests are still served",
-    "grace_period_seconds": "after SIGTERM, for running requests",
+    "grace_period_seconds": "after the endpoint delay, for running requests",
     "connect_seconds": "for a connection to a worker",
     "open_seconds": "from a request to its acceptance, after which a second worker is asked",
     "no_worker_seconds": "in which a request waits for another worker after a failure",

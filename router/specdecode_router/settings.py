@@ -85,7 +85,7 @@ class RouterSettings(BaseModel):
     endpoint_delay_seconds: float = Field(default=5, ge=0)
     """Time after SIGTERM in which new requests are still served, until the Service has removed the router."""
     grace_period_seconds: float = Field(default=60, ge=0)
-    """Time after SIGTERM for running requests."""
+    """Time after ``endpoint_delay_seconds`` for running requests."""
 
     connect_seconds: float = Field(default=1, gt=0)
     """Time for a connection to a worker."""
