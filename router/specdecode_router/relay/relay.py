@@ -3,7 +3,7 @@
 An attempt ends with one of these, and the request goes on as follows:
 
 - End: the client has its answer.
-- Error that is not retryable: the client gets the error.
+- Error that is not retryable: the client gets the error, unless another attempt runs.
 - Moved, retryable Error, failed connection: the next attempt continues from the journal on another worker.
 
 While a worker is silent, a second attempt runs too. The first of both that delivers the next token wins.
@@ -104,8 +104,6 @@ class Relay:
     def check_silence(self, now: float) -> None:
         """Wake the request if the worker of an attempt is silent."""
         for attempt in self._running.values():
-            if attempt.is_paused:
-                continue
             if self._is_silent(attempt, now) and not attempt.is_suspected:
                 attempt.is_suspected = True
                 self._context.workers.record_silence(attempt.endpoint.name)
@@ -118,6 +116,8 @@ class Relay:
             self._wake.set()
 
     def _is_silent(self, attempt: Attempt, now: float) -> bool:
+        if attempt.is_paused:
+            return False
         if not attempt.answered:
             return now - attempt.started > self._silence_factor * self._limits.open_seconds
         return is_suspect(attempt.signs, now, ALIVE_SECONDS, self._limits.silence, self._silence_factor)
@@ -144,13 +144,22 @@ class Relay:
         return attempt
 
     def _hedge(self) -> None:
-        """Start a second attempt if every running one is silent."""
+        """Start a second attempt if every running one is silent.
+
+        Enough refusals and crashes of further workers end the request only before a worker has accepted it: later they
+        would end a stream that may only be slow.
+        """
         if not self._running or len(self._running) >= _MAX_RUNNING:
             return
         now = self._clock()
         if now >= self._next_hedge and all(self._is_silent(attempt, now) for attempt in self._running.values()):
             self._next_hedge = now + _HEDGE_SECONDS
-            self._history.check()
+            try:
+                self._history.check()
+            except (ApiError, RefusedByWorker):
+                if self._journal is None:
+                    raise
+                return
             busy = [attempt.endpoint.name for attempt in self._running.values()]
             if (endpoint := self._search.choose(self._key, busy)) is not None:
                 self._log.begin_hedge(self._start(endpoint))
@@ -240,9 +249,9 @@ class Relay:
                 await self._client.end(outcome.body)
                 return True
         self._note(attempt, outcome)
-        if isinstance(outcome, Error) and not outcome.retryable:
-            raise RefusedByWorker(outcome)
         if not self._running:
+            if isinstance(outcome, Error) and not outcome.retryable:
+                raise RefusedByWorker(outcome)
             self._history.check()
         return False
 
