@@ -99,7 +99,7 @@ _NUMBERS = {
     "min_silence_seconds": "least silence after which a worker is suspected",
     "max_silence_seconds": "longest silence after which a worker is suspected",
     "failure_cooldown_seconds": "for which a worker is avoided after a failed connection",
-    "report_seconds": "interval and deadline of the workers' reports",
+    "load_seconds": "interval and deadline of the workers' loads",
 }
 
 

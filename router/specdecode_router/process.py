@@ -1,6 +1,6 @@
 """Router process: start, the loops that run next to requests, and the shutdown.
 
-start:     listen -> find workers, read their reports -> ready at once; requests without a worker are held
+start:     listen -> find workers, read their loads -> ready at once; requests without a worker are held
 shutdown:  SIGTERM -> not ready, still serving -> new requests refused, running requests finish -> exit 0
 """
 
@@ -39,8 +39,8 @@ from specdecode_router.telemetry.otlp import open_tracer
 from specdecode_router.telemetry.tracing import NoTracer, Tracer
 from specdecode_router.workers.backend_tokens import BackendTokens
 from specdecode_router.workers.client import TokenFile, WorkerClient
+from specdecode_router.workers.load_poller import LoadPoller
 from specdecode_router.workers.registry import WorkerRegistry
-from specdecode_router.workers.report_poller import ReportPoller
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract import Env
 from specdecode_worker.http_edge.body_budget import BodyBudget
@@ -98,7 +98,8 @@ async def running_router(
     Raises:
         CannotStart: A file of certificates is unusable.
     """
-    registry = WorkerRegistry(time.monotonic, settings.failure_cooldown_seconds)
+    router = f"{os.environ.get(Env.pod_name) or socket.gethostname()}:{listener.getsockname()[1]}"
+    registry = WorkerRegistry(time.monotonic, settings.failure_cooldown_seconds, router)
     backend_tokens = {
         one.name: TokenFile(one.token_file, required=False) for one in settings.backends if one.token_file
     }
@@ -111,7 +112,7 @@ async def running_router(
     registry.on_leave = state.placement.prefixes.remove_worker
     loops = [
         discovery.run(lambda endpoints: _update(endpoints, tokens, registry)),
-        ReportPoller(registry, client, settings.report_seconds).run(),
+        LoadPoller(registry, client, settings.load_seconds, router, lambda: state.admission.waiting > 0).run(),
         state.relay.monitor.run(),
         _refresh((token, certificate, *backend_tokens.values())),
     ]
@@ -164,7 +165,7 @@ def _state(settings: RouterSettings, relay: RelayContext, policy: Policy) -> Rou
         max_held=settings.max_held,
         hold_seconds=settings.hold_seconds,
     )
-    admission = Admission(queue, time.monotonic)
+    admission = Admission(queue, time.monotonic, relay.workers.tenant_limit)
     relay.metrics.follow_queue(admission)
     return RouterState(
         settings=settings,

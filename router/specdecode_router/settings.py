@@ -102,8 +102,8 @@ class RouterSettings(BaseModel):
     """Bounds of the silence after which a worker is suspected."""
     failure_cooldown_seconds: float = Field(default=1, gt=0)
     """Time for which a worker is avoided after a failed connection."""
-    report_seconds: float = Field(default=2, gt=0)
-    """Interval at which the workers' reports are read, and the deadline for each of them."""
+    load_seconds: float = Field(default=2, gt=0)
+    """Interval at which the workers' loads are read, and the deadline for each of them."""
 
     @field_validator("backends")
     @classmethod

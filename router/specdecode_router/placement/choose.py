@@ -104,8 +104,8 @@ def place(
 
 
 def load_of(worker: WorkerView) -> int:
-    """Return the requests on a worker: at least this router's streams, and at least all that it last reported."""
-    return max(worker.in_flight, worker.reported_requests)
+    """Return the requests on a worker: those of all routers, and at least this router's streams."""
+    return max(worker.in_flight, worker.requests)
 
 
 def eligible_workers(workers: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> list[WorkerView]:

@@ -101,6 +101,12 @@ class Relay:
             self._context.monitor.remove(self)
             await self._cancel(list(self._running))
 
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Prompt tokens that workers computed, and output tokens, so far."""
+        journal = self._journal
+        return (0, 0) if journal is None else (journal.prompt_tokens, journal.tokens)
+
     def check_silence(self, now: float) -> None:
         """Wake the request if the worker of an attempt is silent."""
         for attempt in self._running.values():
@@ -137,7 +143,7 @@ class Relay:
         resume = None if self._journal is None else self._journal.resume()
         request = msgspec.structs.replace(self._request, timeout_seconds=left, resume=resume)
         attempt = Attempt(endpoint, request, self._context, self._take, self._headers)
-        self._context.workers.begin_stream(endpoint.name)
+        self._context.workers.begin_stream(endpoint.name, self._request.tenant)
         task = asyncio.create_task(attempt.run())
         task.add_done_callback(lambda _: self._wake.set())
         self._running[task] = attempt
@@ -273,7 +279,7 @@ class Relay:
             log.warning("worker %s failed request %s: %s", name, self._request.request_id, outcome.reason)
 
     def _leave(self, attempt: Attempt) -> None:
-        self._context.workers.end_stream(attempt.endpoint.name)
+        self._context.workers.end_stream(attempt.endpoint.name, self._request.tenant)
         if attempt.is_suspected:
             attempt.is_suspected = False
             self._context.workers.end_silence(attempt.endpoint.name)

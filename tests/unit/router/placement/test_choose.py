@@ -89,7 +89,7 @@ def test_the_next_worker_of_the_rank_takes_over_from_a_loaded_one() -> None:
 def test_the_load_that_a_worker_reported_counts() -> None:
     idle = [worker(name) for name in "abcd"]
     first = name_of(idle, affinity(7))
-    loaded = [worker(name, reported_requests=9 if name == first else 2) for name in "abcd"]
+    loaded = [worker(name, requests=9 if name == first else 2) for name in "abcd"]
     assert name_of(loaded, affinity(7)) != first
 
 
