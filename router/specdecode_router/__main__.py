@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
                        help="another deployment with a share of the traffic; worker=ADMIN_URL instead of service "
                        "where --worker is used")  # fmt: skip
     serve.add_argument("--demand-config-map", metavar="NAME", help="reports held requests to the operator")
+    serve.add_argument("--live-settings-file", metavar="FILE",
+                       help="JSON with hold_seconds, no_worker_seconds, min_silence_seconds, max_silence_seconds, and "
+                       "percents of --backend by name; read again when it changes")  # fmt: skip
     serve.add_argument("--tls-cert-file", metavar="FILE", help="certificate chain of this port, as PEM")
     serve.add_argument("--tls-key-file", metavar="FILE", help="its key, without a password")
     serve.add_argument("--admin-token-file", metavar="FILE", help="read again when it changes")

@@ -102,7 +102,9 @@ class Admission:
             clock: Monotonic clock in seconds.
             tenant_limit: Returns the part of a tenant's ``max_in_flight`` that is this router's now.
         """
-        self._limits, self._clock, self._tenant_limit = limits, clock, tenant_limit
+        self.limits = limits
+        """Bounds for requests that come now. They are replaced when settings change."""
+        self._clock, self._tenant_limit = clock, tenant_limit
         self._capacity = 0
         self._limits_of_tenants: dict[tuple[str, int], int] = {}
         """Parts of ``max_in_flight``, by tenant and whole, until they may have changed."""
@@ -189,10 +191,10 @@ class Admission:
         In a full queue the tenant with the most waiting requests makes room, so that it cannot shut out the others.
         """
         mine, now = self._queue.length_of(tenant.name), self._clock()
-        if tenant.name and mine >= self._limits.max_waiting_per_tenant:
+        if tenant.name and mine >= self.limits.max_waiting_per_tenant:
             share = self._queue.share_of(tenant)
             raise refusals.tenant_is_full(mine, self._rate.retry_seconds(mine, now, share=share))
-        limit = self._limits.max_waiting if self._capacity else self._limits.max_held
+        limit = self.limits.max_waiting if self._capacity else self.limits.max_held
         if len(self._waiters) < limit:
             return
         excess = self._queue.excess_over(tenant)
@@ -224,7 +226,7 @@ class Admission:
         return waiter
 
     def _start_hold_timer(self, waiter: _Waiter) -> None:
-        seconds = self._limits.hold_seconds
+        seconds = self.limits.hold_seconds
         loop = waiter.future.get_loop()
         waiter.hold_timer = loop.call_later(seconds, self._fail, waiter, refusals.hold_timed_out(seconds))
 

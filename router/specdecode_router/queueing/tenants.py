@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import logging
 import secrets
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +21,6 @@ from specdecode_router.queueing.tenant_files import (
     read_settings,
 )
 
-CHECK_SECONDS = 1.0
-"""Time between two examinations of the files."""
 # Digests are keyed with a secret of this process, so that the time of a lookup depends on nothing that a client knows.
 _DIGEST_KEY = secrets.token_bytes(32)
 
@@ -90,7 +86,7 @@ class TenantTable:
             raise ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
         return tenant
 
-    def reload(self) -> None:
+    def refresh(self) -> None:
         """Read the files again if they changed. On an error the last good table stays, and the error is logged once."""
         if self._path is None:
             return
@@ -107,28 +103,6 @@ class TenantTable:
             return
         self._problem = ""
         log.info("tenants: read again, %d keys are in use", len(self._tenants))
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Read changed files again, every CHECK_SECONDS, while the block runs.
-
-        A thread of its own does it, because a file system that hangs must not stop the event loop.
-        """
-        stop = threading.Event()
-
-        def watch() -> None:
-            while not stop.wait(CHECK_SECONDS):
-                try:
-                    self.reload()
-                except Exception:
-                    log.exception("tenants: cannot read the files again; the last good table stays in use")
-
-        if self._path is not None:
-            threading.Thread(target=watch, name="tenants", daemon=True).start()
-        try:
-            yield
-        finally:
-            stop.set()
 
     def _read(self) -> dict[bytes, Tenant]:
         """Return the tenants by digest of their keys. A key of several tenants is that of the first by name."""
