@@ -79,7 +79,7 @@ def test_other_headers_get_401_as_from_a_worker(folder: Path, header: str) -> No
 
 
 def test_the_table_holds_no_key_in_clear(folder: Path) -> None:
-    table = TenantTable(folder, {"fixed": "key-of-flag"})
+    table = TenantTable(folder)
     state = repr([vars(table), table._tenants])
     assert "key-of-alice" not in state
     assert "key-of-bob" not in state
@@ -96,13 +96,6 @@ def test_a_file_of_lines_names_tenants(tmp_path: Path) -> None:
     file.write_text("alice=one\n\nbob = two\nunnamed==\nalice=three\n")
     table = TenantTable(file)
     assert [name_of(table, key) for key in ("one", "two", "unnamed==", "three")] == ["alice", "bob", "key-1", "alice"]
-
-
-def test_fixed_keys_are_added_to_those_of_the_folder(folder: Path) -> None:
-    table = TenantTable(folder, {"key-1": "flag"})
-    assert (name_of(table, "flag"), name_of(table, "key-of-bob")) == ("key-1", "bob")
-    assert name_of(TenantTable(None, {"key-1": "flag"}), "flag") == "key-1"
-    assert not is_known(TenantTable(None, {"key-1": "flag"}), "other")
 
 
 def test_settings_are_read_and_have_defaults(folder: Path) -> None:
