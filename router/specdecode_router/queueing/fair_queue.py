@@ -99,8 +99,9 @@ class FairQueue(Generic[Item]):
         account = self._accounts[tenant.name]
         account.running -= expected
         account.used += (prompt_tokens + OUTPUT_COST * output_tokens) / tenant.weight
-        mean = output_tokens if account.output is None else account.output
-        account.output = _FORGETTING_FACTOR * mean + (1 - _FORGETTING_FACTOR) * output_tokens
+        if output_tokens:  # else it was cancelled or refused, which says nothing of the next one
+            mean = output_tokens if account.output is None else account.output
+            account.output = _FORGETTING_FACTOR * mean + (1 - _FORGETTING_FACTOR) * output_tokens
 
     def remove(self, tenant: str, item: Item) -> None:
         """Remove a request wherever it is in the line of its tenant. Its tenant's turn is not used up."""

@@ -90,6 +90,17 @@ def test_a_tenant_does_not_get_all_places_while_its_first_requests_run() -> None
     assert Counter(started) == {"a": 10, "b": 10}
 
 
+def test_a_request_without_output_costs_nothing_and_teaches_nothing() -> None:
+    queue = filled({"a": (1, 3), "b": (1, 3)})
+    a, b = Tenant("a"), Tenant("b")
+    queue.settle(a, queue.start(a, 100), 100, 50)
+    queue.settle(b, queue.start(b, 100), 100, 50)
+    for _ in range(20):
+        queue.settle(a, queue.start(a, 100), 0, 0)
+    assert queue.start(a, 0) == queue.start(b, 0) == 2 * 50
+    assert queue.pop(always) == "a0"
+
+
 def test_a_removed_request_uses_up_no_turn() -> None:
     queue = filled({"a": (1, 3), "b": (1, 3)})
     queue.remove("a", "a0")
