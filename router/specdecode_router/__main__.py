@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
                        help="another deployment with a share of the traffic; worker=ADMIN_URL instead of service "
                        "where --worker is used")  # fmt: skip
     serve.add_argument("--demand-config-map", metavar="NAME", help="reports held requests to the operator")
+    serve.add_argument("--live-settings-file", metavar="FILE",
+                       help="JSON with hold_seconds, no_worker_seconds, min_silence_seconds, max_silence_seconds, and "
+                       "percents of --backend by name; read again when it changes")  # fmt: skip
     serve.add_argument("--tls-cert-file", metavar="FILE", help="certificate chain of this port, as PEM")
     serve.add_argument("--tls-key-file", metavar="FILE", help="its key, without a password")
     serve.add_argument("--admin-token-file", metavar="FILE", help="read again when it changes")
@@ -90,7 +93,7 @@ _NUMBERS = {
     "max_unfinished_body_bytes": "of all bodies that are still arriving",
     "max_unsent_bytes": "output of one stream that waits for its client",
     "endpoint_delay_seconds": "after SIGTERM, in which new requests are still served",
-    "grace_period_seconds": "after SIGTERM, for running requests",
+    "grace_period_seconds": "after the endpoint delay, for running requests",
     "connect_seconds": "for a connection to a worker",
     "open_seconds": "from a request to its acceptance, after which a second worker is asked",
     "no_worker_seconds": "in which a request waits for another worker after a failure",
@@ -99,7 +102,7 @@ _NUMBERS = {
     "min_silence_seconds": "least silence after which a worker is suspected",
     "max_silence_seconds": "longest silence after which a worker is suspected",
     "failure_cooldown_seconds": "for which a worker is avoided after a failed connection",
-    "report_seconds": "interval and deadline of the workers' reports",
+    "load_seconds": "interval and deadline of the workers' loads",
 }
 
 

@@ -1,6 +1,6 @@
 """Router process: start, the loops that run next to requests, and the shutdown.
 
-start:     listen -> find workers, read their reports -> ready at once; requests without a worker are held
+start:     listen -> find workers, read their loads -> ready at once; requests without a worker are held
 shutdown:  SIGTERM -> not ready, still serving -> new requests refused, running requests finish -> exit 0
 """
 
@@ -33,14 +33,14 @@ from specdecode_router.queueing.tenants import TenantTable
 from specdecode_router.relay.context import RelayContext, RelayLimits
 from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.relay.suspicion import SilenceLimits
-from specdecode_router.settings import RouterSettings
+from specdecode_router.settings import LiveSettings, RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_router.telemetry.otlp import open_tracer
 from specdecode_router.telemetry.tracing import NoTracer, Tracer
 from specdecode_router.workers.backend_tokens import BackendTokens
 from specdecode_router.workers.client import TokenFile, WorkerClient
+from specdecode_router.workers.load_poller import LoadPoller
 from specdecode_router.workers.registry import WorkerRegistry
-from specdecode_router.workers.report_poller import ReportPoller
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract import Env
 from specdecode_worker.http_edge.body_budget import BodyBudget
@@ -48,7 +48,8 @@ from specdecode_worker.http_edge.tls import TlsCertificate
 
 log = logging.getLogger(__name__)
 
-_FILE_CHECK_SECONDS = 2.0
+_FILE_CHECK_SECONDS = 1.0
+"""Time between two examinations of files that may change."""
 
 
 async def serve(settings: RouterSettings) -> int:
@@ -98,29 +99,31 @@ async def running_router(
     Raises:
         CannotStart: A file of certificates is unusable.
     """
-    registry = WorkerRegistry(time.monotonic, settings.failure_cooldown_seconds)
+    router = f"{os.environ.get(Env.pod_name) or socket.gethostname()}:{listener.getsockname()[1]}"
+    registry = WorkerRegistry(time.monotonic, settings.failure_cooldown_seconds, router)
     backend_tokens = {
         one.name: TokenFile(one.token_file, required=False) for one in settings.backends if one.token_file
     }
     tokens = BackendTokens(token, backend_tokens)
     client = WorkerClient(tokens, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
     certificate = read_certificate(settings)
+    live = LiveSettings(settings)
+    settings = live.current
     relay = _relay(settings, registry, client, tracer or NoTracer())
     state = _state(settings, relay, policy)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     registry.on_leave = state.placement.prefixes.remove_worker
     loops = [
         discovery.run(lambda endpoints: _update(endpoints, tokens, registry)),
-        ReportPoller(registry, client, settings.report_seconds).run(),
+        LoadPoller(registry, client, settings.load_seconds, router, lambda: state.admission.waiting > 0).run(),
         state.relay.monitor.run(),
-        _refresh((token, certificate, *backend_tokens.values())),
+        _refresh((token, certificate, *backend_tokens.values(), state.tenants, live), lambda: _apply(live, state)),
     ]
     if demand is not None:
         loops += [demand.run(), _report_held(state.admission, registry, demand)]
     try:
-        with state.tenants.watching():
-            async with _running(loops), listening(state, listener, certificate):
-                yield state
+        async with _running(loops), listening(state, listener, certificate):
+            yield state
     finally:
         await client.close()
 
@@ -145,7 +148,12 @@ async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
 
 
 def _relay(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient, tracer: Tracer) -> RelayContext:
-    limits = RelayLimits(
+    monitor, limits = SilenceMonitor(time.monotonic), _relay_limits(settings)
+    return RelayContext(registry, client, monitor, limits, RouterMetrics(), time.monotonic, tracer)
+
+
+def _relay_limits(settings: RouterSettings) -> RelayLimits:
+    return RelayLimits(
         open_seconds=settings.open_seconds,
         no_worker_seconds=settings.no_worker_seconds,
         hold_seconds=settings.hold_seconds,
@@ -153,28 +161,38 @@ def _relay(settings: RouterSettings, registry: WorkerRegistry, client: WorkerCli
         max_crashes=settings.max_crashes,
         silence=SilenceLimits(settings.min_silence_seconds, settings.max_silence_seconds),
     )
-    monitor = SilenceMonitor(time.monotonic)
-    return RelayContext(registry, client, monitor, limits, RouterMetrics(), time.monotonic, tracer)
 
 
-def _state(settings: RouterSettings, relay: RelayContext, policy: Policy) -> RouterState:
-    queue = QueueLimits(
+def _queue_limits(settings: RouterSettings) -> QueueLimits:
+    return QueueLimits(
         max_waiting=settings.max_waiting,
         max_waiting_per_tenant=settings.max_waiting_per_tenant,
         max_held=settings.max_held,
         hold_seconds=settings.hold_seconds,
     )
-    admission = Admission(queue, time.monotonic)
+
+
+def _split(settings: RouterSettings) -> TrafficSplit:
+    return TrafficSplit(settings.deployment, {one.name: one.percent for one in settings.backends})
+
+
+def _apply(live: LiveSettings, state: RouterState) -> None:
+    """Use changed settings for the requests that come from now on."""
+    settings = live.current
+    state.relay.limits, state.admission.limits = _relay_limits(settings), _queue_limits(settings)
+    if (split := _split(settings)).percents != state.placement.split.percents:
+        state.placement.split = split
+
+
+def _state(settings: RouterSettings, relay: RelayContext, policy: Policy) -> RouterState:
+    admission = Admission(_queue_limits(settings), time.monotonic, relay.workers.tenant_limit)
     relay.metrics.follow_queue(admission)
     return RouterState(
         settings=settings,
         relay=relay,
         admission=admission,
         tenants=TenantTable(Path(settings.api_keys_path) if settings.api_keys_path else None),
-        placement=PlacementState(
-            policy=policy,
-            split=TrafficSplit(settings.deployment, {one.name: one.percent for one in settings.backends}),
-        ),
+        placement=PlacementState(policy=policy, split=_split(settings)),
         lifecycle=Lifecycle(),
         bodies=BodyBudget(settings.max_unfinished_body_bytes),
         clock=time.monotonic,
@@ -216,16 +234,17 @@ def _token(settings: RouterSettings) -> Callable[[], str]:
     return lambda: fixed
 
 
-async def _refresh(sources: Iterable[object]) -> None:
+async def _refresh(sources: Iterable[object], on_refresh: Callable[[], None]) -> None:
     """Read changed files again, in a thread: a file system that hangs must not stop the event loop."""
-    files = [one for one in sources if isinstance(one, TokenFile | TlsCertificate)]
-    while files:
+    files = [one for one in sources if isinstance(one, TokenFile | TlsCertificate | TenantTable | LiveSettings)]
+    while True:
         await asyncio.sleep(_FILE_CHECK_SECONDS)
         for one in files:
             try:
                 await asyncio.to_thread(one.refresh)
-            except OSError as error:
-                log.error("a file cannot be read again: %s; the last content stays in use", error)
+            except Exception:
+                log.exception("a file cannot be read again; the last content stays in use")
+        on_refresh()
 
 
 async def _report_held(admission: Admission, registry: WorkerRegistry, demand: DemandWriter) -> None:

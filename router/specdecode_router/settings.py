@@ -1,10 +1,17 @@
-"""Settings of the router, as its command line reads them."""
+"""Settings of the router, as its command line reads them, and the file with those that change while it runs."""
 
 from __future__ import annotations
 
+import json
+import logging
+from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from specdecode_router.errors import CannotStart
+
+log = logging.getLogger(__name__)
 
 
 class BackendSettings(BaseModel):
@@ -13,7 +20,7 @@ class BackendSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
-    percent: float = Field(ge=0, le=100)
+    percent: float = Field(default=0, ge=0, le=100)
     service: str | None = None
     """Headless Service of its workers, in the namespace of the router."""
     workers: tuple[str, ...] = ()
@@ -56,6 +63,8 @@ class RouterSettings(BaseModel):
     """Other deployments that share the traffic. This router's deployment has the rest."""
     demand_config_map: str | None = None
     """ConfigMap in which held requests are reported to the operator."""
+    live_settings_file: str | None = None
+    """File with settings that change without a restart, as ``LiveSettings`` reads it."""
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
     admin_token_file: str | None = None
@@ -85,7 +94,7 @@ class RouterSettings(BaseModel):
     endpoint_delay_seconds: float = Field(default=5, ge=0)
     """Time after SIGTERM in which new requests are still served, until the Service has removed the router."""
     grace_period_seconds: float = Field(default=60, ge=0)
-    """Time after SIGTERM for running requests."""
+    """Time after ``endpoint_delay_seconds`` for running requests."""
 
     connect_seconds: float = Field(default=1, gt=0)
     """Time for a connection to a worker."""
@@ -102,8 +111,8 @@ class RouterSettings(BaseModel):
     """Bounds of the silence after which a worker is suspected."""
     failure_cooldown_seconds: float = Field(default=1, gt=0)
     """Time for which a worker is avoided after a failed connection."""
-    report_seconds: float = Field(default=2, gt=0)
-    """Interval at which the workers' reports are read, and the deadline for each of them."""
+    load_seconds: float = Field(default=2, gt=0)
+    """Interval at which the workers' loads are read, and the deadline for each of them."""
 
     @field_validator("backends")
     @classmethod
@@ -129,3 +138,63 @@ class RouterSettings(BaseModel):
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("--tls-cert-file and --tls-key-file are used together")
         return self
+
+
+LIVE_FIELDS = ("hold_seconds", "no_worker_seconds", "min_silence_seconds", "max_silence_seconds")
+"""Settings that the file of live settings may have. In addition it may have ``percents`` of ``backends`` by name."""
+
+
+class LiveSettings:
+    """Settings of the command line, with those of a JSON file over them. The file is read again when it changes.
+
+    The operator writes the file into a ConfigMap, so that shares of traffic change without a rollout of the routers.
+    Fields that this version does not know are left out: the operator may be newer.
+    """
+
+    def __init__(self, given: RouterSettings) -> None:
+        """Read the file. Raises CannotStart if it cannot be used."""
+        self._given = self.current = given
+        self._path = None if given.live_settings_file is None else Path(given.live_settings_file)
+        self._version: tuple[int, int, int] | None = None
+        self._problem = ""
+        self.refresh()
+        if self._problem:
+            raise CannotStart(self._problem)
+
+    def refresh(self) -> None:
+        """Read the file if it changed. On an error the last settings stay, and the error is logged once."""
+        if self._path is None:
+            return
+        try:
+            stat = self._path.stat()
+            version = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
+            if version == self._version:
+                return
+            self._version = version
+            self.current = self._read(self._path)
+        except (OSError, ValueError) as error:
+            problem = f"live settings {self._path}: {_reason(error)}"
+            if problem != self._problem:
+                log.error("%s; the last good settings stay in use", problem)
+            self._problem = problem
+            return
+        self._problem = ""
+        log.info("live settings: hold %g s, suspicion %g to %g s, shares %s", self.current.hold_seconds,
+                 self.current.min_silence_seconds, self.current.max_silence_seconds,
+                 {one.name: one.percent for one in self.current.backends})  # fmt: skip
+
+    def _read(self, path: Path) -> RouterSettings:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict) or not isinstance(percents := values.get("percents", {}), dict):
+            raise ValueError("it is no JSON object with an object of percents")
+        given = self._given.model_dump()
+        backends = [{**one, "percent": percents.get(one["name"], one["percent"])} for one in given["backends"]]
+        live = {name: values[name] for name in LIVE_FIELDS if name in values}
+        return RouterSettings.model_validate({**given, **live, "backends": backends})
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error)

@@ -50,11 +50,29 @@ async def router_over(
     *scripts: Script, demand: Any = None, tracer: Tracer | None = None, **settings: Any
 ) -> AsyncIterator[RouterUnderTest]:
     """Yield a router over one stand-in for each script."""
+    async with routers_over(1, *scripts, demand=demand, tracer=tracer, **settings) as (router,):
+        yield router
+
+
+@contextlib.asynccontextmanager
+async def routers_over(
+    count: int, *scripts: Script, demand: Any = None, tracer: Tracer | None = None, **settings: Any
+) -> AsyncIterator[list[RouterUnderTest]]:
+    """Yield routers over the same stand-ins, one for each script."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in scripts]
+        routers = [await stack.enter_async_context(_router(workers, demand, tracer, settings)) for _ in range(count)]
+        yield routers
+
+
+@contextlib.asynccontextmanager
+async def _router(
+    workers: list[StandInWorker], demand: Any, tracer: Tracer | None, settings: Mapping[str, Any]
+) -> AsyncIterator[RouterUnderTest]:
+    async with contextlib.AsyncExitStack() as stack:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        values = {"max_silence_seconds": 2, "no_worker_seconds": 1, "report_seconds": 0.5, **settings}
+        values = {"max_silence_seconds": 2, "no_worker_seconds": 1, "load_seconds": 0.5, **settings}
         discovery = StaticDiscovery([worker.url for worker in workers])
         checked = RouterSettings.model_validate(values)
         made = running_router(checked, lambda: TOKEN, discovery, listener, demand, tracer=tracer)

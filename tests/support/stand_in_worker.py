@@ -13,6 +13,7 @@ import json
 import socket
 import sys
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from specdecode_worker.contract.internal_stream import (
     ALIVE_SECONDS,
     CONTENT_TYPE,
     INTERNAL_STREAMS,
+    ROUTER_HEADER,
+    WORKER_LOAD,
     Alive,
     ChoiceProgress,
     ChoiceStart,
@@ -35,8 +38,10 @@ from specdecode_worker.contract.internal_stream import (
     Open,
     OpenStream,
     Step,
+    WorkerLoad,
     decode_request,
     encode_frame,
+    encode_load,
 )
 
 TOKEN = "token-of-the-router"
@@ -98,24 +103,41 @@ class StandInWorker:
     """Trace context of each request; empty without one."""
     ended: int = 0
     cancelled: int = 0
-    running: int = 0
+    clients: Counter[str] = field(default_factory=Counter)
+    """Running streams by tenant."""
+    most_running: int = 0
+    routers: set[str] = field(default_factory=set)
+    """Names of the routers that asked for the load."""
     sent_bytes: int = 0
     voice: asyncio.Event = field(default_factory=asyncio.Event)
     """Set it to let silent streams go on."""
     url: str = ""
     public: dict[str, web.Response] = field(default_factory=dict)
 
+    @property
+    def running(self) -> int:
+        """Number of running streams."""
+        return self.clients.total()
+
     def application(self) -> web.Application:
         app = web.Application(client_max_size=2**30)
         app.router.add_post(INTERNAL_STREAMS, self._stream)
-        app.router.add_get("/v1/report", self._report)
+        app.router.add_get(WORKER_LOAD, self._load)
         app.router.add_route("*", "/internal/v1/public/{path:.*}", self._public)
         return app
 
-    async def _report(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"running": self.running, "max_num_seqs": self.script.max_num_seqs, "compatibility_key": self.script.key}
+    async def _load(self, request: web.Request) -> web.Response:
+        self.routers.add(request.headers[ROUTER_HEADER])
+        load = WorkerLoad(
+            routers=tuple(sorted(self.routers)),
+            settled=True,
+            clients=dict(self.clients),
+            max_num_seqs=self.script.max_num_seqs,
+            draining=False,
+            compatibility_key=self.script.key,
+            model="",
         )
+        return web.Response(body=encode_load(load))
 
     async def _public(self, request: web.Request) -> web.Response:
         seen = {"path": request.raw_path, "method": request.method, "body": (await request.read()).decode()}
@@ -131,7 +153,8 @@ class StandInWorker:
             await _drop(request)
         response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
         await response.prepare(request)
-        self.running += 1
+        self.clients[asked.tenant] += 1
+        self.most_running = max(self.most_running, self.running)
         try:
             await _Stream(self, asked, response).run()
             self.ended += 1
@@ -141,7 +164,7 @@ class StandInWorker:
             self.cancelled += 1
             raise
         finally:
-            self.running -= 1
+            self.clients -= Counter((asked.tenant,))
         await response.write_eof()
         return response
 
@@ -161,6 +184,7 @@ class _Stream:
         fields: dict[str, Any] = json.loads(asked.body)
         self._choices = int(fields.get("n", 1))
         self._streamed = bool(fields.get("stream"))
+        self._tokens = int(fields.get("max_tokens", worker.script.tokens))
         resume = asked.resume
         self._progress = list(resume.choices) if resume is not None else [ChoiceProgress()] * self._choices
 
@@ -176,14 +200,14 @@ class _Stream:
             if self._asked.resume is not None:
                 await asyncio.sleep(script.resumed_delay_seconds)
             first = min(len(progress.ids) for progress in self._progress)
-            for index in range(first, script.tokens, script.per_step):
+            for index in range(first, self._tokens, script.per_step):
                 if (last := await self._faults(index)) is not None:
                     await self._send(last)
                     return
                 for choice in range(self._choices):
                     await self._step(choice, index)
                 await asyncio.sleep(script.interval_seconds)
-            if script.silent_at is not None and script.silent_at >= script.tokens:
+            if script.silent_at is not None and script.silent_at >= self._tokens:
                 await self._worker.voice.wait()
             await self._send(self._end())
         finally:
@@ -229,7 +253,7 @@ class _Stream:
             count = self._script.per_step
         if index == self._script.skip_at:
             return
-        end = min(index + count, self._script.tokens)
+        end = min(index + count, self._tokens)
         delivered = (self._asked.delivered or (0,) * self._choices)[choice]
         cuts = [index, *([delivered] if index < delivered < end else []), end]
         for first, last in itertools.pairwise(cuts):
@@ -252,8 +276,8 @@ class _Stream:
         )
 
     def _end(self) -> End:
-        tokens = self._script.tokens * self._choices
-        texts = [text_of(self._asked.body, self._script.tokens, choice) for choice in range(self._choices)]
+        tokens = self._tokens * self._choices
+        texts = [text_of(self._asked.body, self._tokens, choice) for choice in range(self._choices)]
         body = b"data: [DONE]\n\n" if self._streamed else json.dumps({"texts": texts}).encode()
         return End(body=body, prompt_tokens=3, completion_tokens=tokens)
 

@@ -81,6 +81,7 @@ def _router_children(deployment: Deployment, observed: Observation, defaults: De
         manifests.router_role(deployment),
         manifests.router_role_binding(deployment),
         manifests.router_budget(deployment),
+        manifests.router_settings(deployment),
         manifests.router_workload(deployment, defaults),
     )
 

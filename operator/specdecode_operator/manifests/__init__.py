@@ -41,7 +41,7 @@ from specdecode_operator.manifests.objects import (
     state_config_map,
     tokens_secret,
 )
-from specdecode_operator.manifests.router import router_budget, router_workload
+from specdecode_operator.manifests.router import router_budget, router_settings, router_workload
 from specdecode_operator.manifests.router_access import (
     demand_config_map,
     router_account,
@@ -89,6 +89,7 @@ __all__ = [
     "router_name",
     "router_role",
     "router_role_binding",
+    "router_settings",
     "router_workload",
     "selector",
     "service",

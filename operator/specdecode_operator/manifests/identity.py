@@ -87,7 +87,7 @@ def admin_secret_name(name: str) -> str:
 
 
 def router_name(name: str) -> str:
-    """Return the name of the routers' Deployment, PodDisruptionBudget, ServiceAccount, Role and RoleBinding."""
+    """Return the name of the routers' Deployment, ConfigMap, PodDisruptionBudget, ServiceAccount, Role and binding."""
     return f"{name}-router"
 
 

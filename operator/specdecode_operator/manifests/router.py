@@ -1,7 +1,8 @@
-"""Routers of a deployment: their pods, rollout and disruption budget."""
+"""Routers of a deployment: their pods, settings, rollout and disruption budget."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import RouterSpec, TrafficShareSpec
@@ -23,6 +24,9 @@ from specdecode_worker.contract import Env, Port
 
 OTHER_TOKENS_DIR = "/etc/specdecode/other-tokens"
 """Folder with a folder of each other deployment that shares the traffic."""
+SETTINGS_DIR = "/etc/specdecode/settings"
+SETTINGS_KEY = "settings.json"
+"""Entry of the ConfigMap with the settings that routers read again when they change."""
 EXIT_SECONDS = 10
 """Time beyond the drain in which the process ends."""
 PROGRESS_SECONDS = 600
@@ -52,6 +56,25 @@ def router_workload(deployment: Deployment, defaults: Defaults) -> Manifest:
                 "spec": _pod(deployment, defaults),
             },
         },
+    }
+
+
+def router_settings(deployment: Deployment) -> Manifest:
+    """Return the ConfigMap with the settings that change while routers run: a change of them must cut no stream."""
+    router = deployment.spec.router
+    settings = {
+        "hold_seconds": router.hold_seconds,
+        # A request whose only worker left waits for the next one as long as a new request does.
+        "no_worker_seconds": router.hold_seconds,
+        "min_silence_seconds": router.suspicion.min_seconds,
+        "max_silence_seconds": router.suspicion.max_seconds,
+        "percents": {one.deployment: one.percent for one in _others(deployment)},
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": router_metadata(deployment, router_name(deployment.name)),
+        "data": {SETTINGS_KEY: json.dumps(settings)},
     }
 
 
@@ -86,7 +109,11 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "securityContext": pod_security_context(defaults),
         "terminationGracePeriodSeconds": drain.endpoint_delay_seconds + drain.grace_period_seconds + EXIT_SECONDS,
         "containers": [_container(deployment, defaults)],
-        "volumes": [*_secrets(deployment), {"name": "tmp", "emptyDir": {"sizeLimit": TMP_LIMIT}}],
+        "volumes": [
+            *_secrets(deployment),
+            {"name": "settings", "configMap": {"name": router_name(deployment.name)}},
+            {"name": "tmp", "emptyDir": {"sizeLimit": TMP_LIMIT}},
+        ],
         **_scheduling(router, router_labels(deployment.name)),
     }
     if spec.workers.image_pull_secrets:
@@ -122,6 +149,8 @@ def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
                 {"name": volume["name"], "mountPath": folders[volume["name"]], "readOnly": True}
                 for volume in _secrets(deployment)
             ),
+            # As a folder: a file mounted by subPath would never be updated.
+            {"name": "settings", "mountPath": SETTINGS_DIR, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
@@ -139,11 +168,7 @@ def arguments(deployment: Deployment) -> list[str]:
         "deployment": name,
         "demand-config-map": demand_name(name),
         "admin-token-file": f"{TOKENS_DIR}/{TokenScope.router.value}",
-        "hold-seconds": spec.router.hold_seconds,
-        # A request whose only worker left waits for the next one as long as a new request does.
-        "no-worker-seconds": spec.router.hold_seconds,
-        "min-silence-seconds": f"{spec.router.suspicion.min_seconds:g}",
-        "max-silence-seconds": f"{spec.router.suspicion.max_seconds:g}",
+        "live-settings-file": f"{SETTINGS_DIR}/{SETTINGS_KEY}",
         "endpoint-delay-seconds": spec.drain.endpoint_delay_seconds,
         "grace-period-seconds": spec.drain.grace_period_seconds,
     }
@@ -161,10 +186,10 @@ def _others(deployment: Deployment) -> list[TrafficShareSpec]:
 
 
 def _backend(share: TrafficShareSpec) -> str:
-    """Return the flag of another deployment."""
+    """Return the flag of another deployment. Its percent is in the settings."""
     name = share.deployment
     token = f"{OTHER_TOKENS_DIR}/{name}/{TokenScope.router.value}"
-    return f"--backend=name={name},percent={share.percent},service={headless_name(name)},token-file={token}"
+    return f"--backend=name={name},service={headless_name(name)},token-file={token}"
 
 
 def _tracing(deployment: Deployment) -> list[dict[str, Any]]:

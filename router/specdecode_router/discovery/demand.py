@@ -51,8 +51,6 @@ class DemandWriter:
             wall_clock: Seconds since the epoch.
             refresh_seconds: Time between two writes while requests are held.
         """
-        self.writes = 0
-        """Number of successful writes."""
         self._api, self._namespace, self._name, self._router = api, namespace, name, router
         self._clock = wall_clock
         self._refresh_seconds = refresh_seconds
@@ -101,7 +99,6 @@ class DemandWriter:
         else:
             changes = dict.fromkeys([self._router, *await self._abandoned(now)])
         await self._api.patch_config_map(self._namespace, self._name, changes)
-        self.writes += 1
         return bool(held)
 
     async def _abandoned(self, now: float) -> list[str]:

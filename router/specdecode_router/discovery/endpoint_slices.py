@@ -58,8 +58,6 @@ class EndpointSliceDiscovery:
             port: Name of the port of the admin API.
             clock: Monotonic clock, in seconds.
         """
-        self.last_contact = float("-inf")
-        """Time of the last answer or event of the API server, in seconds of the clock."""
         self._api, self._namespace, self._service, self._port = api, namespace, service, port
         self._clock = clock or time.monotonic
         self._slices: dict[str, dict[str, Any]] = {}
@@ -114,7 +112,6 @@ class EndpointSliceDiscovery:
         update(endpoints)
 
     def _saw_progress(self) -> None:
-        self.last_contact = self._clock()
         self._pause = MIN_RETRY_SECONDS
         self._progressed = True
 

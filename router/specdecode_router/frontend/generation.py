@@ -30,6 +30,8 @@ from specdecode_worker.contract.internal_stream import OpenStream
 GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
 SPAN_NAME = "specdecode.request"
 """Name of the span of a request, from its place to the end of its answer."""
+_BYTES_PER_TOKEN = 4
+"""Bytes of a body for one token of its prompt, for what a request is expected to cost."""
 CLIENT_CLOSED_REQUEST = 499
 """Status for the metrics of a client that left before its answer was complete."""
 
@@ -62,13 +64,18 @@ async def _generate(request: web.Request, state: RouterState) -> web.StreamRespo
     try:
         now = state.clock()
         metrics.observe_added_latency(Stage.receive, now - received)
-        with await state.admission.acquire(tenant, stream.priority, deadline - now) as place:
+        prompt_tokens = len(body) // _BYTES_PER_TOKEN
+        with await state.admission.acquire(tenant, stream.priority, deadline - now, prompt_tokens) as place:
             metrics.observe_queue_time(place.waited_seconds)
             with metrics.running_request(), state.relay.tracer.span(SPAN_NAME, request.headers) as span:
                 span.set_attribute("specdecode.request_id", stream.request_id)
                 span.set_attribute("url.path", request.path)
                 client = response if numbered is None else numbered.client_stream(response)
-                await Relay(state.relay, stream, client, choice, deadline, span.headers).run()
+                relay = Relay(state.relay, stream, client, choice, deadline, span.headers)
+                try:
+                    await relay.run()
+                finally:
+                    place.prompt_tokens, place.output_tokens = relay.tokens
         status = 200
     except (ApiError, RefusedByWorker) as error:
         status = await _fail(response, error, state)
@@ -102,6 +109,7 @@ def _understand(
         task=request.headers.get(TASK_HEADER),
         capture=request.headers.get(CAPTURE_HEADER),
         tenant=tenant.name,
+        weight=tenant.weight,
         priority=max(_priority(fields), tenant.priority),
         cache_salt=tenant.name,
     )

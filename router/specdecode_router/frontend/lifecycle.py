@@ -52,14 +52,12 @@ class Lifecycle:
         """Leave: not ready at once, refuse new requests after ``delay_seconds``, wait for the running ones.
 
         Returns:
-            Number of requests that are still running after ``grace_seconds``.
+            Number of requests that are still running ``grace_seconds`` after the delay.
         """
         self.state = State.LEAVING
-        try:
+        await asyncio.sleep(delay_seconds)
+        self.state = State.REFUSING
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
-                await asyncio.sleep(delay_seconds)
-                self.state = State.REFUSING
                 await self._idle.wait()
-        except TimeoutError:
-            self.state = State.REFUSING
         return self.running

@@ -60,19 +60,6 @@ class Policy(Protocol):
         """Choose the worker for a request. The arguments are those of ``place``."""
 
 
-def choose(
-    workers: Sequence[WorkerView],
-    affinity: Affinity,
-    *,
-    compatibility_key: str = "",
-    exclude: frozenset[str] = frozenset(),
-    expected: Mapping[str, float] = _NOTHING_EXPECTED,
-) -> WorkerView | None:
-    """Return the worker for a request, or None if none is eligible. The arguments are those of ``place``."""
-    placement = place(workers, affinity, compatibility_key=compatibility_key, exclude=exclude, expected=expected)
-    return placement.worker if placement else None
-
-
 def place(
     workers: Sequence[WorkerView],
     affinity: Affinity,
@@ -104,8 +91,8 @@ def place(
 
 
 def load_of(worker: WorkerView) -> int:
-    """Return the requests on a worker: at least this router's streams, and at least all that it last reported."""
-    return max(worker.in_flight, worker.reported_requests)
+    """Return the requests on a worker: those of all routers, and at least this router's streams."""
+    return max(worker.in_flight, worker.requests)
 
 
 def eligible_workers(workers: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> list[WorkerView]:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from specdecode_router.placement.rendezvous import rendezvous_score
-from specdecode_router.workers.worker import PlanTask, WorkerView
+from specdecode_router.workers.worker import WorkerView
+from specdecode_worker.contract.internal_stream import PlanTask
 
 MIN_REQUESTS = 20
 """Requests before a draft gets homes: with fewer, its share is not known."""

@@ -10,7 +10,7 @@ from specdecode_router.placement.prefix_table import PrefixTable
 from specdecode_router.placement.traffic_split import TrafficSplit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlacementState:
     """Parts of the placement that all requests of a router share."""
 
@@ -18,3 +18,4 @@ class PlacementState:
     homes: DraftHomes = field(default_factory=DraftHomes)
     policy: Policy = place
     split: TrafficSplit = field(default_factory=TrafficSplit)
+    """Shares of deployments. They are replaced when settings change."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specdecode_router.workers.worker import PlanTask
+from specdecode_worker.contract.internal_stream import PlanTask
 
 
 def task_of(tasks: Sequence[PlanTask], header: str | None, body: Mapping[str, Any]) -> PlanTask | None:

@@ -1,8 +1,9 @@
 """Admission: requests wait here for a place on the workers, or for a first worker.
 
-The places are the sum over all ready workers, as the caller reports it. Waiting requests take turns by tenant and
-priority. Without any worker they are held: the process can wake the operator meanwhile, and they run in the same order
-as soon as a worker is there. Everything happens on one event loop, without tasks of its own.
+The places are this router's share of those of all ready workers, as the caller reports it. Waiting requests take
+turns by tenant, tokens and priority. Without any worker they are held: the process can wake the operator meanwhile,
+and they run in the same order as soon as a worker is there. Everything happens on one event loop, without
+tasks of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from specdecode_router.queueing import refusals
-from specdecode_router.queueing.fair_queue import PriorityQueue
+from specdecode_router.queueing.fair_queue import FairQueue, PriorityQueue
 from specdecode_router.queueing.refusals import Refused
 from specdecode_router.queueing.service_rate import ServiceRate
 from specdecode_router.queueing.tenants import Tenant
@@ -37,19 +38,24 @@ class QueueLimits:
 class Place:
     """Place of one request on the workers. It is a context manager that releases the place."""
 
-    __slots__ = ("_admission", "_released", "tenant", "waited_seconds")
+    __slots__ = ("_admission", "_expected", "_queue", "_released", "output_tokens", "prompt_tokens", "tenant",
+                 "waited_seconds")  # fmt: skip
 
-    def __init__(self, admission: Admission, tenant: Tenant, waited_seconds: float) -> None:
-        self._admission = admission
+    def __init__(self, admission: Admission, queue: FairQueue[_Waiter], tenant: Tenant, prompt_tokens: int) -> None:
+        self._admission, self._queue = admission, queue
+        self._expected = queue.start(tenant, prompt_tokens)
         self._released = False
         self.tenant = tenant
-        self.waited_seconds = waited_seconds
+        self.waited_seconds = 0.0
         """Time from the request to the place."""
+        self.prompt_tokens = self.output_tokens = 0
+        """What the request has cost its workers. Its user sets both before the release."""
 
     def release(self) -> None:
-        """Give the place to the next request. Further calls do nothing."""
+        """Charge the tokens, and give the place to the next request. Further calls do nothing."""
         if not self._released:
             self._released = True
+            self._queue.settle(self.tenant, self._expected, self.prompt_tokens, self.output_tokens)
             self._admission._leave(self.tenant)
 
     def __enter__(self) -> Place:
@@ -64,20 +70,44 @@ class Place:
 class _Waiter:
     """One waiting request."""
 
-    __slots__ = ("deadline_timer", "future", "hold_timer", "since", "tenant")
+    __slots__ = ("deadline_timer", "future", "hold_timer", "prompt_tokens", "queue", "since", "tenant")
 
-    def __init__(self, tenant: Tenant, since: float, future: asyncio.Future[Place]) -> None:
-        self.tenant, self.since, self.future = tenant, since, future
+    def __init__(
+        self,
+        tenant: Tenant,
+        queue: FairQueue[_Waiter],
+        prompt_tokens: int,
+        since: float,
+        future: asyncio.Future[Place],
+    ) -> None:
+        self.tenant, self.queue, self.prompt_tokens = tenant, queue, prompt_tokens
+        self.since, self.future = since, future
         self.deadline_timer: asyncio.TimerHandle | None = None
         self.hold_timer: asyncio.TimerHandle | None = None
 
 
 class Admission:
-    """Bounded queue for the places of all workers. It belongs to one event loop."""
+    """Bounded queue for the places of this router. It belongs to one event loop."""
 
-    def __init__(self, limits: QueueLimits, clock: Callable[[], float]) -> None:
-        self._limits, self._clock = limits, clock
+    def __init__(
+        self,
+        limits: QueueLimits,
+        clock: Callable[[], float],
+        tenant_limit: Callable[[str, int], int] = lambda tenant, limit: limit,
+    ) -> None:
+        """Start without places.
+
+        Args:
+            limits: Bounds of the queue.
+            clock: Monotonic clock in seconds.
+            tenant_limit: Returns the part of a tenant's ``max_in_flight`` that is this router's now.
+        """
+        self.limits = limits
+        """Bounds for requests that come now. They are replaced when settings change."""
+        self._clock, self._tenant_limit = clock, tenant_limit
         self._capacity = 0
+        self._limits_of_tenants: dict[tuple[str, int], int] = {}
+        """Parts of ``max_in_flight``, by tenant and whole, until they may have changed."""
         self._running: dict[str, int] = {}
         """Number of places in use, by name of the tenant."""
         self._in_use = 0
@@ -109,8 +139,12 @@ class Admission:
         return self._in_use
 
     def set_capacity(self, places: int) -> None:
-        """Set the number of places of all ready workers. 0 holds requests; running ones are not affected."""
+        """Set the number of places of this router. 0 holds requests; running ones are not affected.
+
+        Call it also when the limits of tenants may have changed.
+        """
         before, held = self._capacity, self.held
+        self._limits_of_tenants.clear()
         self._capacity = max(places, 0)
         if before and not self._capacity:
             for waiter in self._waiters:
@@ -121,7 +155,9 @@ class Admission:
         self._dispatch()
         self._update(held)
 
-    async def acquire(self, tenant: Tenant, priority: int, deadline_seconds: float | None) -> Place:
+    async def acquire(
+        self, tenant: Tenant, priority: int, deadline_seconds: float | None, prompt_tokens: int = 0
+    ) -> Place:
         """Wait for a place. The request leaves the queue at once if its task is cancelled.
 
         Args:
@@ -129,6 +165,7 @@ class Admission:
             priority: Priority of the request; smaller numbers come first. Up to 0 it is interactive, above 0 batch. A
                 request may lower the priority of its tenant and never raise it.
             deadline_seconds: Time until the deadline of the request; None without one.
+            prompt_tokens: Expected length of the prompt.
 
         Raises:
             Refused: 429 if the queue or the tenant's part of it is full, 503 if no worker is there and none came in
@@ -136,11 +173,12 @@ class Admission:
         """
         if deadline_seconds is not None and deadline_seconds <= 0:
             raise refusals.deadline_passed(deadline_seconds)
+        queue = self._queue.of(batch=max(priority, tenant.priority) > 0)
         if self._in_use < self._capacity and self._may_run(tenant):
             # Requests that wait although a place is free are of tenants at their own limit.
-            return self._enter(tenant, 0.0)
+            return self._enter(tenant, queue, prompt_tokens)
         self._check_bounds(tenant)
-        waiter = self._add(tenant, max(priority, tenant.priority) > 0, deadline_seconds)
+        waiter = self._add(tenant, queue, prompt_tokens, deadline_seconds)
         try:
             return await waiter.future
         except asyncio.CancelledError:
@@ -153,10 +191,10 @@ class Admission:
         In a full queue the tenant with the most waiting requests makes room, so that it cannot shut out the others.
         """
         mine, now = self._queue.length_of(tenant.name), self._clock()
-        if tenant.name and mine >= self._limits.max_waiting_per_tenant:
+        if tenant.name and mine >= self.limits.max_waiting_per_tenant:
             share = self._queue.share_of(tenant)
             raise refusals.tenant_is_full(mine, self._rate.retry_seconds(mine, now, share=share))
-        limit = self._limits.max_waiting if self._capacity else self._limits.max_held
+        limit = self.limits.max_waiting if self._capacity else self.limits.max_held
         if len(self._waiters) < limit:
             return
         excess = self._queue.excess_over(tenant)
@@ -171,22 +209,24 @@ class Admission:
             return refusals.held_is_full(self.held)
         return refusals.queue_is_full(self.waiting, self._rate.retry_seconds(self.waiting, now))
 
-    def _add(self, tenant: Tenant, batch: bool, deadline_seconds: float | None) -> _Waiter:
+    def _add(
+        self, tenant: Tenant, queue: FairQueue[_Waiter], prompt_tokens: int, deadline_seconds: float | None
+    ) -> _Waiter:
         held = self.held
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(tenant, self._clock(), loop.create_future())
+        waiter = _Waiter(tenant, queue, prompt_tokens, self._clock(), loop.create_future())
         if deadline_seconds is not None:
             error = refusals.deadline_passed(deadline_seconds)
             waiter.deadline_timer = loop.call_later(deadline_seconds, self._fail, waiter, error)
         if self._capacity == 0:
             self._start_hold_timer(waiter)
         self._waiters[waiter] = None
-        self._queue.push(tenant, waiter, batch=batch)
+        queue.push(tenant, waiter)
         self._update(held)
         return waiter
 
     def _start_hold_timer(self, waiter: _Waiter) -> None:
-        seconds = self._limits.hold_seconds
+        seconds = self.limits.hold_seconds
         loop = waiter.future.get_loop()
         waiter.hold_timer = loop.call_later(seconds, self._fail, waiter, refusals.hold_timed_out(seconds))
 
@@ -208,7 +248,7 @@ class Admission:
         if waiter not in self._waiters:
             return
         held = self.held
-        self._queue.remove(waiter.tenant.name, waiter)
+        waiter.queue.remove(waiter.tenant.name, waiter)
         self._forget(waiter)
         self._update(held)
 
@@ -226,15 +266,22 @@ class Admission:
             self._forget(waiter)
             # A future that is cancelled belongs to a task that is about to leave.
             if not waiter.future.done():
-                waiter.future.set_result(self._enter(waiter.tenant, self._clock() - waiter.since))
+                place = self._enter(waiter.tenant, waiter.queue, waiter.prompt_tokens)
+                place.waited_seconds = self._clock() - waiter.since
+                waiter.future.set_result(place)
 
     def _may_run(self, tenant: Tenant) -> bool:
-        return tenant.max_in_flight is None or self._running.get(tenant.name, 0) < tenant.max_in_flight
+        if tenant.max_in_flight is None:
+            return True
+        key = (tenant.name, tenant.max_in_flight)
+        if (limit := self._limits_of_tenants.get(key)) is None:
+            limit = self._limits_of_tenants[key] = self._tenant_limit(*key)
+        return self._running.get(tenant.name, 0) < limit
 
-    def _enter(self, tenant: Tenant, waited_seconds: float) -> Place:
+    def _enter(self, tenant: Tenant, queue: FairQueue[_Waiter], prompt_tokens: int) -> Place:
         self._in_use += 1
         self._running[tenant.name] = self._running.get(tenant.name, 0) + 1
-        return Place(self, tenant, waited_seconds)
+        return Place(self, queue, tenant, prompt_tokens)
 
     def _leave(self, tenant: Tenant) -> None:
         """Take a place back and give it to the next request."""
@@ -243,7 +290,6 @@ class Admission:
         if not self._running[tenant.name]:
             del self._running[tenant.name]
         self._rate.add_departure(self._clock())
-        self._queue.unpark(tenant.name)
         held = self.held
         self._dispatch()
         self._update(held)

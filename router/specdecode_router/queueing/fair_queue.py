@@ -1,51 +1,66 @@
-"""Weighted fair queue of tenants, and the two priority classes that are made of two such queues.
+"""Weighted fair queue of tenants by tokens, and the two priority classes that are made of two such queues.
 
-Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with requests of equal length: every tenant has a virtual
-start time that grows by 1/weight with each of its requests, and the tenant with the smallest one comes next. A tenant
-that had no waiting requests continues at the current virtual time: it cannot save up turns, and its first request lets
-at most one request of each other tenant of its weight pass.
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the token costs of VTC (Sheng et al., OSDI 2024), as
+in the worker's queue: a prompt token costs 1 and an output token 2, divided by the weight of the tenant. The tenant
+with the smallest cost comes next. One that was absent continues at the level of the tenant that was served last, so it
+neither saves up turns nor waits for the others. A running request counts with what it is expected to cost, by the mean
+output of its tenant, until it ends and its tokens are known: else a tenant would get all places for as long as its
+first requests run.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from specdecode_router.queueing.tenants import Tenant
 
+OUTPUT_COST = 2
+"""Cost of an output token in prompt tokens, as at the worker and in VTC."""
+FIRST_OUTPUT_TOKENS = 256.0
+"""Expected output of a tenant's first request."""
+_FORGETTING_FACTOR = 0.9
+"""Factor of the mean output of a tenant at each request, so that about the last ten decide."""
 INTERACTIVE_RUN = 7
 """Interactive requests in a row that pass waiting batch requests. Batch gets at least every eighth place."""
 
 Item = TypeVar("Item", bound=Hashable)
 
 
-class _Line(Generic[Item]):
-    """Waiting requests of one tenant in the order of their arrival."""
+@dataclass(slots=True)
+class _Account:
+    """Tokens of one tenant."""
 
-    __slots__ = ("items", "parked", "queued", "start", "tenant")
+    used: float
+    """Cost of the requests that ended, divided by the weight of the tenant."""
+    running: float = 0.0
+    """Expected cost of those that run, divided by the weight."""
+    output: float | None = None
+    """Mean output of its requests; None before the first one has ended."""
+
+
+class _Line(Generic[Item]):
+    """Waiting requests of one tenant, each with its number, in the order of their arrival."""
+
+    __slots__ = ("items", "tenant")
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
-        self.items: OrderedDict[Item, None] = OrderedDict()
-        self.start = 0.0
-        """Virtual start time of the next request."""
-        self.queued = False
-        """True while an entry of the heap refers to this line."""
-        self.parked = False
-        """True while the tenant has as many requests running as it may have."""
+        self.items: OrderedDict[Item, int] = OrderedDict()
 
 
 class FairQueue(Generic[Item]):
-    """Queue in which tenants take turns by weight. Every operation takes O(log tenants), amortised."""
+    """Queue in which tenants take turns by tokens and weight."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[Item]] = {}
-        self._heap: list[tuple[float, int, _Line[Item]]] = []
-        self._entries = 0
-        """Number of entries pushed so far. Tenants with an equal start time come in the order of their entries."""
-        self._virtual_time = 0.0
+        """Lines of the tenants that have waiting requests."""
+        self._accounts: dict[str, _Account] = {}
+        self._level = 0.0
+        """Cost of the requests that had ended of the tenant that was served last."""
+        self._pushed = 0
         self._size = 0
 
     def __len__(self) -> int:
@@ -53,48 +68,49 @@ class FairQueue(Generic[Item]):
 
     def push(self, tenant: Tenant, item: Item) -> None:
         """Add a request at the end of its tenant's line."""
-        line = self._lines.get(tenant.name)
-        if line is None:
-            line = self._lines[tenant.name] = _Line(tenant)
+        self._enter(tenant)
+        line = self._lines.setdefault(tenant.name, _Line(tenant))
         line.tenant = tenant  # its weight may have changed
-        line.items[item] = None
+        line.items[item] = self._pushed
+        self._pushed += 1
         self._size += 1
-        self._enter(line)
 
     def pop(self, may_run: Callable[[Tenant], bool]) -> Item | None:
-        """Remove and return the next request of a tenant that may run one; None if there is none.
+        """Remove and return the next request of a tenant that may run one; None if there is none."""
+        ready = [line for line in self._lines.values() if may_run(line.tenant)]
+        if not ready:
+            return None
+        line = min(ready, key=self._order)
+        item = next(iter(line.items))
+        self.remove(line.tenant.name, item)
+        return item
 
-        A tenant that may not is left out from then on, until ``unpark``.
-        """
-        while self._heap:
-            _, _, line = heapq.heappop(self._heap)
-            line.queued = False
-            if not line.items:
-                continue
-            if not may_run(line.tenant):
-                line.parked = True
-                continue
-            item, _ = line.items.popitem(last=False)
-            self._virtual_time = max(self._virtual_time, line.start)
-            line.start += 1 / line.tenant.weight
-            self._enter(line)
-            self._shrink()
-            return item
-        return None
+    def start(self, tenant: Tenant, prompt_tokens: int) -> float:
+        """Charge a request that starts to run, whether it has waited or not. Return its expected cost by weight."""
+        account = self._enter(tenant)
+        self._level = max(self._level, account.used)
+        output = FIRST_OUTPUT_TOKENS if account.output is None else account.output
+        expected = (prompt_tokens + OUTPUT_COST * output) / tenant.weight
+        account.running += expected
+        return expected
+
+    def settle(self, tenant: Tenant, expected: float, prompt_tokens: int, output_tokens: int) -> None:
+        """Replace the expected cost of a request that ended by what it did cost."""
+        account = self._accounts[tenant.name]
+        account.running -= expected
+        account.used += (prompt_tokens + OUTPUT_COST * output_tokens) / tenant.weight
+        if output_tokens:  # else it was cancelled or refused, which says nothing of the next one
+            mean = output_tokens if account.output is None else account.output
+            account.output = _FORGETTING_FACTOR * mean + (1 - _FORGETTING_FACTOR) * output_tokens
 
     def remove(self, tenant: str, item: Item) -> None:
         """Remove a request wherever it is in the line of its tenant. Its tenant's turn is not used up."""
         line = self._lines.get(tenant)
         if line is not None and item in line.items:
             del line.items[item]
-            self._shrink()
-
-    def unpark(self, tenant: str) -> None:
-        """Let a tenant take part again."""
-        line = self._lines.get(tenant)
-        if line is not None and line.parked:
-            line.parked = False
-            self._enter(line)
+            self._size -= 1
+            if not line.items:
+                del self._lines[tenant]
 
     def length_of(self, tenant: str) -> int:
         """Return the number of waiting requests of a tenant."""
@@ -108,24 +124,18 @@ class FairQueue(Generic[Item]):
 
     def tenants(self) -> Iterator[Tenant]:
         """Yield the tenants that have waiting requests."""
-        return (line.tenant for line in self._lines.values() if line.items)
+        return (line.tenant for line in self._lines.values())
 
-    def _enter(self, line: _Line[Item]) -> None:
-        """Put a line into the heap, unless it is there, empty or parked."""
-        if line.queued or line.parked or not line.items:
-            return
-        line.start = max(line.start, self._virtual_time)
-        line.queued = True
-        self._entries += 1
-        heapq.heappush(self._heap, (line.start, self._entries, line))
+    def _order(self, line: _Line[Item]) -> tuple[float, int]:
+        account = self._accounts[line.tenant.name]
+        return account.used + account.running, next(iter(line.items.values()))
 
-    def _shrink(self) -> None:
-        """Count one request less. A queue that became empty starts over, which also forgets tenants that are gone."""
-        self._size -= 1
-        if self._size == 0:
-            self._lines.clear()
-            self._heap.clear()
-            self._virtual_time = 0.0
+    def _enter(self, tenant: Tenant) -> _Account:
+        """Return the account of a tenant. Unless requests of it wait, it is below the level by what runs at most."""
+        account = self._accounts.setdefault(tenant.name, _Account(self._level))
+        if tenant.name not in self._lines:
+            account.used = max(account.used, self._level - account.running)
+        return account
 
 
 class PriorityQueue(Generic[Item]):
@@ -140,9 +150,9 @@ class PriorityQueue(Generic[Item]):
     def __len__(self) -> int:
         return len(self.interactive) + len(self.batch)
 
-    def push(self, tenant: Tenant, item: Item, *, batch: bool) -> None:
-        """Add a request."""
-        (self.batch if batch else self.interactive).push(tenant, item)
+    def of(self, *, batch: bool) -> FairQueue[Item]:
+        """Return the queue of a class."""
+        return self.batch if batch else self.interactive
 
     def pop(self, may_run: Callable[[Tenant], bool]) -> Item | None:
         """Remove and return the next request of a tenant that may run one; None if there is none."""
@@ -154,16 +164,6 @@ class PriorityQueue(Generic[Item]):
                 self._run = self._run + 1 if queue is self.interactive and batch_waits else 0
                 return item
         return None
-
-    def remove(self, tenant: str, item: Item) -> None:
-        """Remove a request, if it is there."""
-        self.interactive.remove(tenant, item)
-        self.batch.remove(tenant, item)
-
-    def unpark(self, tenant: str) -> None:
-        """Let a tenant take part again."""
-        self.interactive.unpark(tenant)
-        self.batch.unpark(tenant)
 
     def length_of(self, tenant: str) -> int:
         """Return the number of waiting requests of a tenant."""

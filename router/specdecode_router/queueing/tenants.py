@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import logging
 import secrets
-import threading
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from specdecode_router.errors import ApiError, CannotStart
 from specdecode_router.queueing.tenant_files import (
@@ -23,8 +19,6 @@ from specdecode_router.queueing.tenant_files import (
     read_settings,
 )
 
-CHECK_SECONDS = 1.0
-"""Time between two examinations of the files."""
 # Digests are keyed with a secret of this process, so that the time of a lookup depends on nothing that a client knows.
 _DIGEST_KEY = secrets.token_bytes(32)
 
@@ -48,18 +42,17 @@ class Tenant:
 class TenantTable:
     """Tenants by API key. The table is replaced as a whole when a file changes; a bad file leaves it unchanged."""
 
-    def __init__(self, path: Path | None, fixed: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, path: Path | None) -> None:
         """Read the files for the first time.
 
         Args:
             path: Folder with one file of keys for each tenant, as a Secret is mounted, and optionally ``tenants.json``;
-                or a file with one ``name=key`` or ``key`` a line. None without files.
-            fixed: Keys by name that never change. Without path and fixed keys every client is ``Tenant("")``.
+                or a file with one ``name=key`` or ``key`` a line. Without a path every client is ``Tenant("")``.
 
         Raises:
             CannotStart: The files cannot be used; the message says what to change.
         """
-        self._path, self._fixed = path, fixed
+        self._path = path
         self._seen: Fingerprint = ()
         self._problem = ""
         try:
@@ -80,7 +73,7 @@ class TenantTable:
         Raises:
             ApiError: 401, the key is missing or not known.
         """
-        if self._path is None and not self._fixed:
+        if self._path is None:
             return Tenant("")
         scheme, _, key = authorization_header.partition(" ")
         tenant = self._tenants.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
@@ -90,7 +83,7 @@ class TenantTable:
             raise ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
         return tenant
 
-    def reload(self) -> None:
+    def refresh(self) -> None:
         """Read the files again if they changed. On an error the last good table stays, and the error is logged once."""
         if self._path is None:
             return
@@ -108,46 +101,20 @@ class TenantTable:
         self._problem = ""
         log.info("tenants: read again, %d keys are in use", len(self._tenants))
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Read changed files again, every CHECK_SECONDS, while the block runs.
-
-        A thread of its own does it, because a file system that hangs must not stop the event loop.
-        """
-        stop = threading.Event()
-
-        def watch() -> None:
-            while not stop.wait(CHECK_SECONDS):
-                try:
-                    self.reload()
-                except Exception:
-                    log.exception("tenants: cannot read the files again; the last good table stays in use")
-
-        if self._path is not None:
-            threading.Thread(target=watch, name="tenants", daemon=True).start()
-        try:
-            yield
-        finally:
-            stop.set()
-
     def _read(self) -> dict[bytes, Tenant]:
         """Return the tenants by digest of their keys. A key of several tenants is that of the first by name."""
-        keys = {name: list(of_name) for name, of_name in (read_keys(self._path) if self._path else {}).items()}
-        for name, key in self._fixed.items():
-            keys.setdefault(name, []).append(key)
-        settings = read_settings(self._path) if self._path else {}
+        if self._path is None:
+            return {}
+        keys, settings = read_keys(self._path), read_settings(self._path)
         if unknown := sorted(settings.keys() - keys.keys()):
             log.warning("tenants: tenants.json has settings of %s, which has no key", unknown[0])
         tenants: dict[bytes, Tenant] = {}
         for name in sorted(keys):
-            tenant = _tenant(name, settings.get(name, TenantSettings()))
+            own = settings.get(name, TenantSettings())
+            tenant = Tenant(name, own.weight, own.priority, own.max_in_flight)
             for key in keys[name]:
                 tenants.setdefault(_digest(key), tenant)
         return tenants
-
-
-def _tenant(name: str, settings: TenantSettings) -> Tenant:
-    return Tenant(name, settings.weight, settings.priority, settings.max_in_flight)
 
 
 def _digest(key: str) -> bytes:

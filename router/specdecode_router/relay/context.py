@@ -28,7 +28,7 @@ class RelayLimits:
     silence: SilenceLimits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RelayContext:
     """Parts of a router that all requests share."""
 
@@ -36,6 +36,7 @@ class RelayContext:
     client: WorkerClient
     monitor: SilenceMonitor
     limits: RelayLimits
+    """Bounds of the requests that begin now. They are replaced when settings change."""
     metrics: RouterMetrics
     clock: Callable[[], float]
     """Monotonic clock in seconds."""

@@ -79,6 +79,15 @@ class Journal:
         """Number of tokens of all choices."""
         return self._tokens
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens of all choices that were not in a cache of their worker."""
+        prompts = self.open.prompts
+        return sum(
+            max(len(prompts[start.prompt]) - choice.counters.cached_tokens, 0)
+            for start, choice in zip(self.open.choices, self._choices, strict=True)
+        )
+
     def resume(self) -> Resume:
         """Return what another worker needs to continue the request."""
         return Resume(open=self.open, choices=tuple(choice.progress() for choice in self._choices))

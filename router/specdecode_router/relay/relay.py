@@ -3,7 +3,7 @@
 An attempt ends with one of these, and the request goes on as follows:
 
 - End: the client has its answer.
-- Error that is not retryable: the client gets the error.
+- Error that is not retryable: the client gets the error, unless another attempt runs.
 - Moved, retryable Error, failed connection: the next attempt continues from the journal on another worker.
 
 While a worker is silent, a second attempt runs too. The first of both that delivers the next token wins.
@@ -101,11 +101,15 @@ class Relay:
             self._context.monitor.remove(self)
             await self._cancel(list(self._running))
 
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Prompt tokens that workers computed, and output tokens, so far."""
+        journal = self._journal
+        return (0, 0) if journal is None else (journal.prompt_tokens, journal.tokens)
+
     def check_silence(self, now: float) -> None:
         """Wake the request if the worker of an attempt is silent."""
         for attempt in self._running.values():
-            if attempt.is_paused:
-                continue
             if self._is_silent(attempt, now) and not attempt.is_suspected:
                 attempt.is_suspected = True
                 self._context.workers.record_silence(attempt.endpoint.name)
@@ -118,6 +122,8 @@ class Relay:
             self._wake.set()
 
     def _is_silent(self, attempt: Attempt, now: float) -> bool:
+        if attempt.is_paused:
+            return False
         if not attempt.answered:
             return now - attempt.started > self._silence_factor * self._limits.open_seconds
         return is_suspect(attempt.signs, now, ALIVE_SECONDS, self._limits.silence, self._silence_factor)
@@ -137,20 +143,29 @@ class Relay:
         resume = None if self._journal is None else self._journal.resume()
         request = msgspec.structs.replace(self._request, timeout_seconds=left, resume=resume)
         attempt = Attempt(endpoint, request, self._context, self._take, self._headers)
-        self._context.workers.begin_stream(endpoint.name)
+        self._context.workers.begin_stream(endpoint.name, self._request.tenant)
         task = asyncio.create_task(attempt.run())
         task.add_done_callback(lambda _: self._wake.set())
         self._running[task] = attempt
         return attempt
 
     def _hedge(self) -> None:
-        """Start a second attempt if every running one is silent."""
+        """Start a second attempt if every running one is silent.
+
+        Enough refusals and crashes of further workers end the request only before a worker has accepted it: later they
+        would end a stream that may only be slow.
+        """
         if not self._running or len(self._running) >= _MAX_RUNNING:
             return
         now = self._clock()
         if now >= self._next_hedge and all(self._is_silent(attempt, now) for attempt in self._running.values()):
             self._next_hedge = now + _HEDGE_SECONDS
-            self._history.check()
+            try:
+                self._history.check()
+            except (ApiError, RefusedByWorker):
+                if self._journal is None:
+                    raise
+                return
             busy = [attempt.endpoint.name for attempt in self._running.values()]
             if (endpoint := self._search.choose(self._key, busy)) is not None:
                 self._log.begin_hedge(self._start(endpoint))
@@ -240,9 +255,9 @@ class Relay:
                 await self._client.end(outcome.body)
                 return True
         self._note(attempt, outcome)
-        if isinstance(outcome, Error) and not outcome.retryable:
-            raise RefusedByWorker(outcome)
         if not self._running:
+            if isinstance(outcome, Error) and not outcome.retryable:
+                raise RefusedByWorker(outcome)
             self._history.check()
         return False
 
@@ -264,7 +279,7 @@ class Relay:
             log.warning("worker %s failed request %s: %s", name, self._request.request_id, outcome.reason)
 
     def _leave(self, attempt: Attempt) -> None:
-        self._context.workers.end_stream(attempt.endpoint.name)
+        self._context.workers.end_stream(attempt.endpoint.name, self._request.tenant)
         if attempt.is_suspected:
             attempt.is_suspected = False
             self._context.workers.end_silence(attempt.endpoint.name)

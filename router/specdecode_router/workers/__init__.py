@@ -1,1 +1,1 @@
-"""Workers as the router sees them: addresses, load, reports, and calls to their admin ports."""
+"""Workers as the router sees them: addresses, load, this router's share, and calls to their admin ports."""

@@ -1,4 +1,4 @@
-"""Calls to the workers' admin ports: internal streams, forwarded public requests, and reports."""
+"""Calls to the workers' admin ports: internal streams, forwarded public requests, and loads."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class WorkerClient:
             allow_redirects=False,
         )
 
-    async def get(self, admin_url: str, path: str, seconds: float) -> tuple[int, bytes]:
+    async def get(self, admin_url: str, path: str, seconds: float, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Return status and body of a GET."""
         timeout = aiohttp.ClientTimeout(total=seconds)
         url = URL(admin_url + path, encoded=True)
-        async with self._session.get(url, headers=self._headers(admin_url), timeout=timeout) as response:
+        async with self._session.get(url, headers={**headers, **self._headers(admin_url)}, timeout=timeout) as response:
             return response.status, await response.read()
 
     async def close(self) -> None:

@@ -1,15 +1,19 @@
-"""Table of the workers: addresses from discovery, streams of this router, and what reports and failures say."""
+"""Table of the workers: addresses from discovery, streams of this router, and what loads and failures say."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from specdecode_router.workers.step_speeds import StepKind, StepSpeeds, StepSums
-from specdecode_router.workers.worker import Endpoint, PlanTask, WorkerView
+from specdecode_router.workers.router_share import RouterShare
+from specdecode_router.workers.step_speeds import StepSpeeds, StepSums
+from specdecode_router.workers.worker import Endpoint, WorkerView
+from specdecode_worker.contract.internal_stream import WorkerLoad
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +23,8 @@ _MAX_COOLDOWN_FACTOR = 8
 _FAILURES_OF_A_LOST_WORKER = 3
 """Failures in a row after which a worker gets no requests until its report is read again."""
 _LEAST_PREPARED = 2
+_TURN_SECONDS = 0.5
+"""Time after which another router may borrow the places that cannot be divided."""
 
 
 @dataclass(slots=True)
@@ -26,12 +32,20 @@ class WorkerState:
     """State of one worker, as far as the router knows it."""
 
     endpoint: Endpoint
-    in_flight: int = 0
-    reported_requests: int = 0
-    max_num_seqs: int = 0
-    model: str = ""
+    streams: Counter[str] = field(default_factory=Counter)
+    """Streams of this router on the worker, by tenant."""
+    load: WorkerLoad | None = None
+    """Last load; None while unknown."""
+    own: Counter[str] = field(default_factory=Counter)
+    """Most of ``streams`` at the last two loads, so that the two can be compared with ``clients``."""
+    clients: Counter[str] = field(default_factory=Counter)
+    """Most requests of each tenant at the last two loads, of all routers.
+
+    One load alone is wrong in the moment between the end of a stream and the start of the next one in its place.
+    """
+    last_own: Counter[str] = field(default_factory=Counter)
+    last_clients: Counter[str] = field(default_factory=Counter)
     compatibility_key: str = ""
-    plan_tasks: tuple[PlanTask, ...] = ()
     draining: bool = False
     silent_streams: int = 0
     """Streams whose frames have stopped."""
@@ -53,8 +67,23 @@ class WorkerCounts:
 class WorkerRegistry:
     """Workers by name. All methods are called on the event loop."""
 
-    def __init__(self, clock: Callable[[], float], cooldown_seconds: float = 1.0) -> None:
-        self._clock, self._cooldown_seconds = clock, cooldown_seconds
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        cooldown_seconds: float = 1.0,
+        router: str = "",
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Start without workers.
+
+        Args:
+            clock: Monotonic clock in seconds.
+            cooldown_seconds: Time for which a worker is avoided after a failure.
+            router: Name of this router among those that share the workers.
+            wall_clock: Seconds since the epoch, roughly the same at all routers.
+        """
+        self._clock, self._cooldown_seconds, self._wall_clock = clock, cooldown_seconds, wall_clock
+        self._router = router
         self._workers: dict[str, WorkerState] = {}
         self._speeds = StepSpeeds(clock)
         self._waiters: set[asyncio.Future[None]] = set()
@@ -85,8 +114,40 @@ class WorkerRegistry:
 
     @property
     def capacity(self) -> int:
-        """Requests that the workers should have at a time. A worker without a report yet counts as a small one."""
-        return sum(_places(state) for state in self._workers.values() if _accepts(state))
+        """Requests that this router may have on the workers: its share of their places, and what it may borrow."""
+        by_routers: dict[tuple[str, ...], list[WorkerState]] = {}
+        for state in self._workers.values():
+            if _accepts(state):
+                by_routers.setdefault(_routers(state), []).append(state)
+        return sum(
+            self._share_among(routers).places(
+                sum(map(_places, states)),
+                lendable=sum(map(_lendable, states)),
+                own=sum(state.own.total() for state in states),
+                used=sum(map(_requests, states)),
+            )
+            for routers, states in by_routers.items()
+        )
+
+    def tenant_limit(self, tenant: str, limit: int) -> int:
+        """Return the requests that a tenant with a limit for all routers may have at this one."""
+        states = [state for state in self._workers.values() if _accepts(state)]
+        routers = sorted({router for state in states for router in _routers(state)})
+        own = sum(state.own[tenant] for state in states)
+        used = sum(max(state.own[tenant], state.clients[tenant]) for state in states)
+        # As of the workers' places, a fifth is not lent: else every pause between two requests would be.
+        return self._share_among(tuple(routers)).places(limit, lendable=limit - limit // 5, own=own, used=used)
+
+    @property
+    def has_free_rows(self) -> bool:
+        """True if the workers had fewer requests than rows in their batches at their last loads."""
+        states = [state for state in self._workers.values() if _accepts(state)]
+        return sum(map(_requests, states)) < sum(map(_lendable, states))
+
+    def is_settled(self, name: str) -> bool:
+        """Return whether a worker knows all of its routers."""
+        state = self._workers.get(name)
+        return state is not None and state.load is not None and state.load.settled
 
     def counts(self) -> WorkerCounts:
         """Return the number of workers in each state."""
@@ -100,15 +161,15 @@ class WorkerRegistry:
         """Return the workers that accept new streams."""
         return [self._view(state) for state in self._workers.values() if _accepts(state)]
 
-    def begin_stream(self, name: str) -> None:
+    def begin_stream(self, name: str, tenant: str) -> None:
         """Count a stream of this router on a worker."""
         if state := self._workers.get(name):
-            state.in_flight += 1
+            state.streams[tenant] += 1
 
-    def end_stream(self, name: str) -> None:
+    def end_stream(self, name: str, tenant: str) -> None:
         """Count the end of a stream."""
         if state := self._workers.get(name):
-            state.in_flight = max(state.in_flight - 1, 0)
+            state.streams -= Counter((tenant,))
 
     def record_failure(self, name: str) -> None:
         """Avoid a worker for a moment: longer with every failure without an answer in between."""
@@ -143,31 +204,34 @@ class WorkerRegistry:
             state.draining = True
             self.on_change()
 
-    def record_report(
-        self,
-        name: str,
-        *,
-        requests: int,
-        max_num_seqs: int,
-        draining: bool,
-        compatibility_key: str | None,
-        model: str = "",
-        plan_tasks: tuple[PlanTask, ...] = (),
-        steps: Mapping[StepKind, StepSums] | None = None,
-    ) -> None:
-        """Record a report: load, capacity, model, tasks, step times, and the key where the report has one."""
+    def record_load(self, name: str, load: WorkerLoad) -> None:
+        """Record a load: requests, capacity, routers, model, tasks, step times, and the key where it has one."""
         if (state := self._workers.get(name)) is None:
             return
-        changed = (state.max_num_seqs, state.draining) != (max_num_seqs, draining) or state.failures > 0
-        state.reported_requests, state.max_num_seqs, state.draining = requests, max_num_seqs, draining
-        state.model, state.plan_tasks = model, plan_tasks
+        known = state.load
+        appeared = known is None or known.max_num_seqs != load.max_num_seqs or state.draining != load.draining
+        appeared = appeared or state.failures > 0
+        state.load, state.draining = load, load.draining
+        own, clients = state.streams.copy(), Counter(load.clients)
+        state.own, state.clients = own | state.last_own, clients | state.last_clients
+        state.last_own, state.last_clients = own, clients
         state.failures, state.suspect_until = 0, 0.0
-        if steps:
-            self._speeds.record(name, steps)
-        if compatibility_key:
-            state.compatibility_key = compatibility_key
-        if changed:
+        if load.steps:
+            self._speeds.record(
+                name,
+                {
+                    (one.tokens_bucket, one.draft_passes, one.prefill, one.context_bucket): StepSums(
+                        one.count, one.seconds
+                    )
+                    for one in load.steps
+                },
+            )
+        if load.compatibility_key:
+            state.compatibility_key = load.compatibility_key
+        if appeared:
             self._notify()
+        else:
+            self.on_change()
 
     @contextlib.contextmanager
     def stranded_request(self) -> Iterator[None]:
@@ -204,18 +268,24 @@ class WorkerRegistry:
                 waiter.set_result(None)
         self.on_change()
 
+    def _share_among(self, routers: tuple[str, ...]) -> RouterShare:
+        """Return the share of this router. A worker that does not know it yet has it as one more."""
+        names = sorted({*routers, self._router})
+        return RouterShare(len(names), names.index(self._router), turn=int(self._wall_clock() / _TURN_SECONDS))
+
     def _is_suspect(self, state: WorkerState) -> bool:
         return state.silent_streams > 0 or self._clock() < state.suspect_until
 
     def _view(self, state: WorkerState) -> WorkerView:
+        load = state.load
         return WorkerView(
             endpoint=state.endpoint,
-            in_flight=state.in_flight,
-            reported_requests=state.reported_requests,
-            max_num_seqs=state.max_num_seqs,
+            in_flight=state.streams.total(),
+            requests=_estimated_requests(state),
+            max_num_seqs=_rows(state),
             compatibility_key=state.compatibility_key,
-            model=state.model,
-            plan_tasks=state.plan_tasks,
+            model="" if load is None else load.model,
+            plan_tasks=() if load is None else load.tasks,
             speed=self._speeds.of(state.endpoint.name),
             suspect=self._is_suspect(state),
         )
@@ -226,6 +296,39 @@ def _accepts(state: WorkerState) -> bool:
     return not (state.draining or state.endpoint.terminating or lost)
 
 
+def _rows(state: WorkerState) -> int:
+    """Return the largest batch of a worker; 0 while unknown."""
+    return 0 if state.load is None else state.load.max_num_seqs
+
+
+def _lendable(state: WorkerState) -> int:
+    """Return the rows of a worker that routers may borrow: those of its batch, once it knows all routers."""
+    return _rows(state) if state.load is not None and state.load.settled else 0
+
+
 def _places(state: WorkerState) -> int:
-    """Return the batch of a worker and a quarter more: those are prepared while the batch is full."""
-    return state.max_num_seqs + max(state.max_num_seqs // 4, _LEAST_PREPARED)
+    """Return the batch of a worker and a quarter more: those are prepared while the batch is full.
+
+    A new worker counts as a small one until it knows all routers that share it.
+    """
+    if state.load is None or not state.load.settled:
+        return _LEAST_PREPARED
+    return state.load.max_num_seqs + max(state.load.max_num_seqs // 4, _LEAST_PREPARED)
+
+
+def _requests(state: WorkerState) -> int:
+    """Return the requests on a worker at its last loads: at least those of this router."""
+    return max(state.own.total(), state.clients.total())
+
+
+def _estimated_requests(state: WorkerState) -> int:
+    """Return the requests on a worker now, if the other routers have done as this one since its last load.
+
+    Else all routers would choose the worker that was the emptiest at its last load.
+    """
+    change = state.streams.total() - state.last_own.total()
+    return max(state.last_clients.total() + change * max(len(_routers(state)), 1), 0)
+
+
+def _routers(state: WorkerState) -> tuple[str, ...]:
+    return () if state.load is None else state.load.routers

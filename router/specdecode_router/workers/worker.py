@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdecode_worker.contract.internal_stream import PlanTask
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -22,33 +24,22 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanTask:
-    """Task of a worker's plan."""
-
-    name: str
-    match: str | None = None
-    """Text in the prompt of requests that belong to the task."""
-    draft: str = ""
-    """Name of its own draft, if the worker has loaded it; empty for the first draft."""
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerView:
     """State of a worker at the moment of a choice."""
 
     endpoint: Endpoint
     in_flight: int
     """Streams of this router on the worker."""
-    reported_requests: int = 0
-    """Running and waiting requests in the worker's last report, of all routers."""
+    requests: int = 0
+    """Running and waiting requests of all routers, as estimated from the worker's last load."""
     max_num_seqs: int = 0
     """Largest batch of the worker; 0 while unknown."""
     model: str = ""
-    """Name of the model in the worker's last report; empty while unknown."""
+    """Name of the model in the worker's last load; empty while unknown."""
     compatibility_key: str = ""
     """Key of the last stream's ``Open``; empty while unknown."""
     plan_tasks: tuple[PlanTask, ...] = ()
-    """Tasks of the plan in the worker's last report."""
+    """Tasks of the plan in the worker's last load."""
     tasks: frozenset[str] = frozenset()
     """Tasks whose requests are gathered on this worker (``DraftHomes``); empty for all others."""
     speed: float = 1.0

@@ -94,7 +94,7 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerPr
     (folder / "model").mkdir()
     small_model.write_tokenizer(folder / "model")
     mount(folder / "keys", {"alice": "key-of-alice\n", "bob": "key-of-bob"})
-    mount(folder / "tokens", {"operator": "all-of-it", "router": "reports-only", "capture": "segments-only"})
+    mount(folder / "tokens", {"operator": "all-of-it", "router": "internal-only", "capture": "segments-only"})
     config = worker_config(folder / "model")
     paths = {"api_keys_path": str(folder / "keys"), "admin_tokens_path": str(folder / "tokens")}
     server = config.server.model_copy(update={"host": "127.0.0.1", "port": 0, "admin_port": 0, **paths})
@@ -121,12 +121,13 @@ def test_replaced_keys_apply_without_a_restart(mounted: tuple[WorkerProcess, Pat
     mount(folder / "keys", {})
     worker.wait_until(lambda: "the last good ones stay" in worker.log, RELOAD_SECONDS)
     assert accepts("key-of-carol")
-    assert not re.search("key-of|all-of-it|reports-only", worker.log), "a secret is in the log"
+    assert not re.search("key-of|all-of-it|internal-only", worker.log), "a secret is in the log"
 
 
 ROUTES = {
     # method and path: tokens that may call it
-    ("GET", "/v1/report"): {"all-of-it", "reports-only"},
+    ("GET", "/v1/report"): {"all-of-it"},
+    ("GET", "/internal/v1/load"): {"all-of-it", "internal-only"},
     ("GET", "/v1/plan"): {"all-of-it"},
     ("PUT", "/v1/draft"): {"all-of-it"},
     ("PUT", "/v1/plan"): {"all-of-it"},
@@ -138,7 +139,7 @@ ROUTES = {
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_token_opens_only_the_routes_of_its_scope(mounted: tuple[WorkerProcess, Path], method: str, path: str) -> None:
     worker, _ = mounted
-    for token in ("all-of-it", "reports-only", "segments-only"):
+    for token in ("all-of-it", "internal-only", "segments-only"):
         status = httpx.request(method, worker.admin + path, headers=bearer(token), content=b"{}").status_code
         assert (status != 403) == (token in ROUTES[method, path]), (token, status)
     for headers in ({}, bearer("wrong")):
@@ -147,7 +148,7 @@ def test_token_opens_only_the_routes_of_its_scope(mounted: tuple[WorkerProcess, 
 
 def test_replaced_admin_token_applies_without_a_restart(mounted: tuple[WorkerProcess, Path]) -> None:
     worker, folder = mounted
-    mount(folder / "tokens", {"operator": "new-token", "router": "reports-only", "capture": "segments-only"})
+    mount(folder / "tokens", {"operator": "new-token", "router": "internal-only", "capture": "segments-only"})
 
     def status(token: str) -> int:
         return httpx.get(f"{worker.admin}/v1/plan", headers=bearer(token)).status_code
@@ -156,7 +157,7 @@ def test_replaced_admin_token_applies_without_a_restart(mounted: tuple[WorkerPro
     print(f"a replaced admin token applies after {took:.2f} s")
     assert took <= RELOAD_SECONDS
     assert status("all-of-it") == 401
-    mount(folder / "tokens", {"operator": "all-of-it", "router": "reports-only", "capture": "segments-only"})
+    mount(folder / "tokens", {"operator": "all-of-it", "router": "internal-only", "capture": "segments-only"})
     seconds_until(lambda: status("all-of-it") == 200)
 
 

@@ -15,9 +15,12 @@ import pytest
 from specdecode_worker.contract import Route
 from specdecode_worker.contract.internal_stream import (
     INTERNAL_STREAMS,
+    ROUTER_HEADER,
+    WORKER_LOAD,
     Alive,
     Error,
     Moved,
+    decode_load,
     encode_request,
 )
 from specdecode_worker.engine.ipc.engine_client import EngineClient
@@ -71,6 +74,18 @@ async def test_cancelled_stream_frees_its_place(admin: httpx.AsyncClient, servic
         pass
     assert service.engine.in_flight == 0
     assert (await service.report()).running == 0
+
+
+async def test_a_load_has_the_requests_by_tenant_and_the_routers_that_ask(
+    admin: httpx.AsyncClient, service: Service
+) -> None:
+    async with _running(admin, service, 3):
+        for router in ("router-b", "router-a"):
+            answer = await admin.get(WORKER_LOAD, headers={ROUTER_HEADER: router})
+        load = decode_load(answer.content)
+        assert (load.clients, load.routers) == ({"": 3}, ("router-a", "router-b"))
+        assert load.max_num_seqs == (await service.report()).max_num_seqs
+        assert load.compatibility_key == service.compatibility_key
 
 
 async def test_alive_frames_follow_the_heartbeat(

@@ -146,7 +146,7 @@ class ServerConfig(Written):
     endpoint_delay_seconds: float = Field(default=5, ge=0)
     """Time after SIGTERM during which new requests are served, until endpoints no longer list this pod."""
     grace_period_seconds: float = Field(default=60, ge=0)
-    """Time after SIGTERM for running requests to finish."""
+    """Time after the endpoint delay for running requests to finish."""
     api_keys_path: str | None = None
     """Folder (a mounted Secret: one key a file, under its name) or file (``name=key`` or ``key`` a line).
 

@@ -1,4 +1,4 @@
-"""Internal stream: the answer to one request, sent by a worker to a router frame by frame.
+"""Internal stream: the answer to one request, sent by a worker to a router frame by frame; and a worker's load.
 
 A router posts an ``OpenStream`` as msgpack to ``INTERNAL_STREAMS`` on the admin port of a worker, with a token of the
 scope router. The answer is a sequence of frames: four bytes with the length (unsigned, big-endian), then one message
@@ -14,10 +14,16 @@ This module needs msgspec, which the rest of the contract does not.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 INTERNAL_STREAMS = "/internal/v1/streams"
 """Path of internal streams on the admin port."""
+WORKER_LOAD = "/internal/v1/load"
+"""Path of a worker's ``WorkerLoad`` on the admin port, as msgpack."""
+ROUTER_HEADER = "X-Specdecode-Router"
+"""Name of the router that asks for a ``WorkerLoad``. The worker counts it among its routers from then on."""
 CONTENT_TYPE = "application/vnd.specdecode.frames"
 ALIVE_SECONDS = 0.25
 """Interval of ``Alive`` frames."""
@@ -160,6 +166,8 @@ class OpenStream(msgspec.Struct, frozen=True, kw_only=True):
     """Time that is left until the deadline of the request; None for the worker's own limit."""
     tenant: str = ""
     """Name of the client, as the router authenticated it. Waiting requests of different tenants take turns."""
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Weight of the tenant's turns. The worker orders waiting requests by it as the routers do."""
     priority: int = 0
     """Requests with a smaller number come first, as in vLLM."""
     cache_salt: str = ""
@@ -174,6 +182,44 @@ class OpenStream(msgspec.Struct, frozen=True, kw_only=True):
 
     The steps up to there have no events. The worker generates their tokens again, unless ``resume`` has them.
     """
+
+
+class PlanTask(msgspec.Struct, frozen=True, array_like=True):
+    """Task of a worker's plan."""
+
+    name: str
+    match: str | None = None
+    """Text in the prompt of requests that belong to the task."""
+    draft: str = ""
+    """Name of its own draft, if the worker has loaded it; empty for the first draft."""
+
+
+class StepKindTime(msgspec.Struct, frozen=True, array_like=True):
+    """Number and seconds of the steps of one kind since the worker's start: a ``StepCell`` without its moments."""
+
+    tokens_bucket: int
+    draft_passes: int
+    prefill: bool
+    context_bucket: int
+    count: int
+    seconds: float
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What routers ask a worker for every few seconds: the part of its report that they use, and its routers."""
+
+    routers: tuple[str, ...]
+    """Names of the routers that asked lately, in order. They share the worker's places."""
+    settled: bool
+    """False while the worker is new, so that not every router has asked yet."""
+    clients: dict[str, int]
+    """Sequences of each client, running and waiting. Their sum is the load of the worker."""
+    max_num_seqs: int
+    draining: bool
+    compatibility_key: str
+    model: str
+    tasks: tuple[PlanTask, ...] = ()
+    steps: tuple[StepKindTime, ...] = ()
 
 
 class FrameReader:
@@ -214,6 +260,11 @@ def encode_frame(frame: Frame) -> bytes:
     return len(message).to_bytes(_LENGTH_BYTES, "big") + message
 
 
+def encode_load(load: WorkerLoad) -> bytes:
+    """Return a load as the body of its answer."""
+    return _encoder.encode(load)
+
+
 def encode_request(request: OpenStream) -> bytes:
     """Return a request as the body of its POST."""
     return _encoder.encode(request)
@@ -225,3 +276,11 @@ def decode_request(body: bytes) -> OpenStream:
         return msgspec.msgpack.decode(body, type=OpenStream)
     except msgspec.MsgspecError as error:
         raise ValueError(f"the body is no request for an internal stream: {error}") from None
+
+
+def decode_load(body: bytes) -> WorkerLoad:
+    """Return the load in an answer. Raises ValueError if it is none."""
+    try:
+        return msgspec.msgpack.decode(body, type=WorkerLoad)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the body is no load: {error}") from None

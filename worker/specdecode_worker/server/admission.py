@@ -32,6 +32,11 @@ class AdmissionQueue:
         self._places: Counter[str] = Counter()
         self._last_seen: dict[str, float] = {}
 
+    @property
+    def places(self) -> dict[str, int]:
+        """Running and waiting generations of each client."""
+        return dict(self._places)
+
     def record_start(self, client: str) -> None:
         """Record that a generation of ``client`` takes a place."""
         self._places[client] += 1

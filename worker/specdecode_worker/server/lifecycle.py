@@ -107,7 +107,7 @@ class Shutdown:
         self, lifecycle: Lifecycle, config: ServerConfig, running: Callable[[], int], exit_now: asyncio.Event
     ) -> None:
         self._lifecycle = lifecycle
-        self._delay_seconds = min(config.endpoint_delay_seconds, config.grace_period_seconds)
+        self._delay_seconds = config.endpoint_delay_seconds
         self._grace_seconds = config.grace_period_seconds
         self._running = running
         self._exit_now = exit_now
@@ -129,9 +129,9 @@ class Shutdown:
         return self._drained
 
     async def _drain(self, delay_seconds: float) -> int:
-        began = time.monotonic()
         await self._pause(delay_seconds)
         self._lifecycle.drain()
+        began = time.monotonic()
         while self._running() and not self._exit_now.is_set() and time.monotonic() - began < self._grace_seconds:
             await self._pause(_TICK_SECONDS)
         return self._running()

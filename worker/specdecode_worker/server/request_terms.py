@@ -19,6 +19,8 @@ class RequestTerms:
 
     client: str = ""
     """Name of the API key; empty without keys."""
+    weight: float = 1.0
+    """Weight of the client's turns while requests wait."""
     deadline_seconds: float = 0.0
     queue_deadline_seconds: float = 0.0
     cache_salt: str = ""

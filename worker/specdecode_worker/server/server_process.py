@@ -158,7 +158,8 @@ async def _run(
         task.cancel()
     if drain:
         loading.cancel()
-        deadline.set(service.config.server.grace_period_seconds + _EXIT_SECONDS)
+        server = service.config.server
+        deadline.set(server.endpoint_delay_seconds + server.grace_period_seconds + _EXIT_SECONDS)
         return await _shut_down(service, shutdown)
     if loading.done() and (error := loading.exception()) is not None:
         if isinstance(error, ServerError | ModelError):

@@ -129,6 +129,11 @@ class Service:
         assert self._prompts is not None
         return self._prompts
 
+    @property
+    def generations(self) -> dict[str, int]:
+        """Running and waiting generations of each client."""
+        return self._queue.places
+
     def close(self) -> None:
         """End the work on texts. The engine client is closed by its owner."""
         if self._prompts is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from specdecode_operator.kube.kinds import APPLIED
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Manifest, Observation, Worker, Workload
 from specdecode_router.__main__ import _parser as router_parser
-from specdecode_router.settings import RouterSettings
+from specdecode_router.settings import LiveSettings, RouterSettings
 from specdecode_worker.contract import Report
 from support.operators.fleet import DEFAULTS, deployment_with, workload_with
 
@@ -68,7 +69,7 @@ def test_children_of_routers_are_owned_and_have_the_role_of_routers() -> None:
         child for child in children(**TWO).values() if child["metadata"]["labels"]["specdecode.io/role"] == "router"
     ]
     assert {child["kind"] for child in mine} <= APPLIED.keys()
-    assert len(mine) == 6
+    assert len(mine) == 7
     for child in mine:
         assert child["metadata"]["ownerReferences"][0]["uid"] == "u1"
         assert child["metadata"]["labels"]["specdecode.io/name"] == "demo"
@@ -143,10 +144,7 @@ def test_flags_name_workers_demand_and_bounds() -> None:
         "deployment": "demo",
         "demand-config-map": "demo-demand",
         "admin-token-file": "/etc/specdecode/tokens/router",
-        "hold-seconds": "900",
-        "no-worker-seconds": "900",
-        "min-silence-seconds": "0.5",
-        "max-silence-seconds": "4",
+        "live-settings-file": "/etc/specdecode/settings/settings.json",
         "endpoint-delay-seconds": "7",
         "grace-period-seconds": "90",
     }
@@ -175,7 +173,7 @@ def test_keys_and_certificates_of_workers_are_used_by_routers() -> None:
     assert {probe["httpGet"]["scheme"] for probe in (container["readinessProbe"], container["livenessProbe"])} == {
         "HTTPS"
     }
-    assert {volume["name"] for volume in pod(**spec)["volumes"]} == {"tokens", "api-keys", "tls", "tmp"}
+    assert {volume["name"] for volume in pod(**spec)["volumes"]} == {"tokens", "api-keys", "tls", "settings", "tmp"}
 
 
 def test_a_router_meets_the_restricted_security_profile() -> None:
@@ -208,8 +206,8 @@ def test_shares_of_other_deployments_become_flags_and_mounted_tokens() -> None:
     command = made["containers"][0]["command"]
     folder = "/etc/specdecode/other-tokens"
     assert [word for word in command if word.startswith("--backend=")] == [
-        f"--backend=name=next,percent=10,service=next-workers,token-file={folder}/next/router",
-        f"--backend=name=small,percent=0,service=small-workers,token-file={folder}/small/router",
+        f"--backend=name=next,service=next-workers,token-file={folder}/next/router",
+        f"--backend=name=small,service=small-workers,token-file={folder}/small/router",
     ]
     assert "--deployment=demo" in command
     volumes = {volume["name"]: volume.get("secret", {}) for volume in made["volumes"]}
@@ -220,14 +218,38 @@ def test_shares_of_other_deployments_become_flags_and_mounted_tokens() -> None:
         assert secret["items"] == [{"key": "router", "path": "router"}]
 
 
-def test_the_router_understands_its_flags() -> None:
-    split = [{"deployment": "next", "percent": 10}]
-    command = pod(router={"replicas": 2, "trafficSplit": split})["containers"][0]["command"]
-    given = router_parser().parse_args(command[1:])
-    settings = RouterSettings.model_validate({name: value for name, value in vars(given).items() if name != "command"})
+def routed(percent: int, hold: int, least: float) -> dict[str, Any]:
+    return {
+        "replicas": 2,
+        "holdSeconds": hold,
+        "suspicion": {"minSeconds": least, "maxSeconds": 4},
+        "trafficSplit": [{"deployment": "next", "percent": percent}],
+    }
+
+
+def test_the_router_understands_its_flags_and_settings(tmp_path: Path) -> None:
+    router = routed(10, 900, 0.5)
+    given = router_parser().parse_args(pod(router=router)["containers"][0]["command"][1:])
+    (tmp_path / "settings.json").write_text(
+        children(router=router)["ConfigMap", "demo-router"]["data"]["settings.json"]
+    )
+    values = {name: value for name, value in vars(given).items() if name != "command"}
+    assert values["live_settings_file"] == "/etc/specdecode/settings/settings.json"
+    values["live_settings_file"] = str(tmp_path / "settings.json")
+    settings = LiveSettings(RouterSettings.model_validate(values)).current
     (backend,) = settings.backends
     assert (backend.name, backend.percent, backend.service) == ("next", 10, "next-workers")
+    assert (settings.hold_seconds, settings.no_worker_seconds) == (900, 900)
+    assert (settings.min_silence_seconds, settings.max_silence_seconds) == (0.5, 4)
     assert settings.deployment == "demo"
+
+
+def test_split_hold_and_suspicion_change_without_a_rollout() -> None:
+    before, after = (children(router=router) for router in (routed(10, 600, 1), routed(25, 900, 0.5)))
+    assert before["Deployment", "demo-router"] == after["Deployment", "demo-router"]
+    assert before["ConfigMap", "demo-router"]["data"] != after["ConfigMap", "demo-router"]["data"]
+    order = list(after)
+    assert order.index(("ConfigMap", "demo-router")) < order.index(("Deployment", "demo-router")), "pods mount it"
 
 
 def test_a_share_for_the_deployment_itself_is_left_out() -> None:

@@ -25,7 +25,7 @@ async def two_deployments(old: Script, new: Script, percent: int, token_file: Pa
     async with contextlib.AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in (old, new)]
         settings = RouterSettings.model_validate({
-            "deployment": "old", "workers": [workers[0].url], "no_worker_seconds": 0.5, "report_seconds": 0.5,
+            "deployment": "old", "workers": [workers[0].url], "no_worker_seconds": 0.5, "load_seconds": 0.5,
             "backends": [f"name=new,percent={percent},worker={workers[1].url},token-file={token_file}"],
         })  # fmt: skip
         listener = socket.create_server(("127.0.0.1", 0))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_router.placement.affinity import Affinity
-from specdecode_router.placement.choose import LOAD_FACTOR, PlacementOutcome, choose, load_of, place
+from specdecode_router.placement.choose import LOAD_FACTOR, PlacementOutcome, load_of, place
 from specdecode_router.workers.worker import Endpoint, WorkerView
 
 
@@ -28,9 +28,9 @@ def affinity(number: int, task: str = "") -> Affinity:
 
 
 def name_of(workers: Sequence[WorkerView], key: Affinity, **more: Any) -> str:
-    chosen = choose(workers, key, **more)
-    assert chosen is not None
-    return chosen.endpoint.name
+    placement = place(workers, key, **more)
+    assert placement is not None
+    return placement.worker.endpoint.name
 
 
 NAMES = st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=8, unique=True)
@@ -51,7 +51,7 @@ def test_a_worker_that_joins_or_leaves_moves_only_its_own_keys(
 def test_choice_does_not_depend_on_the_order_of_workers(names: list[str], seed: int, loads: list[int]) -> None:
     workers = [worker(name, load) for name, load in zip(names, loads, strict=False)]
     mixed = random.Random(seed).sample(workers, len(workers))
-    assert choose(workers, affinity(seed)) == choose(mixed, affinity(seed))
+    assert place(workers, affinity(seed)) == place(mixed, affinity(seed))
 
 
 def test_keys_are_shared_by_weight() -> None:
@@ -69,8 +69,9 @@ def test_keys_are_shared_by_weight() -> None:
 )
 def test_no_worker_gets_more_than_its_bound(loads: list[int], weights: list[float], number: int) -> None:
     workers = [worker(f"w{i}", load, weight=weights[i]) for i, load in enumerate(loads)]
-    chosen = choose(workers, affinity(number))
-    assert chosen is not None
+    placement = place(workers, affinity(number))
+    assert placement is not None
+    chosen = placement.worker
     share = chosen.endpoint.weight / sum(weights[: len(loads)])
     assert load_of(chosen) + 1 <= math.ceil(LOAD_FACTOR * (sum(loads) + 1) * share + 1e-9)
 
@@ -89,7 +90,7 @@ def test_the_next_worker_of_the_rank_takes_over_from_a_loaded_one() -> None:
 def test_the_load_that_a_worker_reported_counts() -> None:
     idle = [worker(name) for name in "abcd"]
     first = name_of(idle, affinity(7))
-    loaded = [worker(name, reported_requests=9 if name == first else 2) for name in "abcd"]
+    loaded = [worker(name, requests=9 if name == first else 2) for name in "abcd"]
     assert name_of(loaded, affinity(7)) != first
 
 
@@ -102,9 +103,9 @@ def test_a_full_batch_is_avoided_while_another_worker_has_a_free_row() -> None:
 
 
 def test_nothing_is_chosen_without_an_eligible_worker() -> None:
-    assert choose([], affinity(1)) is None
-    assert choose([worker("a", terminating=True)], affinity(1)) is None
-    assert choose([worker("a")], affinity(1), exclude=frozenset({"a"})) is None
+    assert place([], affinity(1)) is None
+    assert place([worker("a", terminating=True)], affinity(1)) is None
+    assert place([worker("a")], affinity(1), exclude=frozenset({"a"})) is None
 
 
 def test_terminating_and_excluded_workers_are_never_chosen() -> None:
@@ -128,7 +129,7 @@ def test_a_continuation_needs_the_compatibility_key() -> None:
         assert name_of([other, unknown, equal], affinity(number), compatibility_key="k") == "e"
         assert name_of([other, unknown], affinity(number), compatibility_key="k") == "u"
         assert name_of([other, unknown, suspect], affinity(number), compatibility_key="k") == "e"
-        assert choose([other], affinity(number), compatibility_key="k") is None
+        assert place([other], affinity(number), compatibility_key="k") is None
 
 
 def test_tasks_go_to_the_workers_that_the_plan_assigns() -> None:

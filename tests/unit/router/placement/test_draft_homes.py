@@ -11,7 +11,8 @@ import pytest
 from specdecode_router.placement.affinity import Affinity
 from specdecode_router.placement.choose import place
 from specdecode_router.placement.draft_homes import MIN_REQUESTS, DraftHomes, plan_tasks_of
-from specdecode_router.workers.worker import Endpoint, PlanTask, WorkerView
+from specdecode_router.workers.worker import Endpoint, WorkerView
+from specdecode_worker.contract.internal_stream import PlanTask
 
 CODE, CHAT = PlanTask("code", "```", "coder"), PlanTask("chat")
 

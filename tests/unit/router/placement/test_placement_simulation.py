@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from specdecode_router.placement.affinity import Affinity
-from specdecode_router.placement.choose import LOAD_FACTOR, choose
+from specdecode_router.placement.choose import LOAD_FACTOR, place
 from specdecode_router.placement.prefix_table import PrefixTable
 from specdecode_router.workers.worker import Endpoint, WorkerView
 
@@ -178,9 +178,9 @@ class Simulation:
 
 
 def by_affinity(views: Sequence[WorkerView], affinity: Affinity, expected: dict[str, float]) -> str:
-    chosen = choose(views, affinity, expected=expected)
-    assert chosen is not None
-    return chosen.endpoint.name
+    placement = place(views, affinity, expected=expected)
+    assert placement is not None
+    return placement.worker.endpoint.name
 
 
 def round_robin() -> Policy:

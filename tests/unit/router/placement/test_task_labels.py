@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from specdecode_router.placement.task_labels import task_of
-from specdecode_router.workers.worker import PlanTask
 from specdecode_worker.contract import OTHER_TASK, Plan, TaskMatch
+from specdecode_worker.contract.internal_stream import PlanTask
 from specdecode_worker.server.plan_store import PlanStore
 
 TASKS = (PlanTask("code", "def "), PlanTask("chat"), PlanTask("table", "id,name"))

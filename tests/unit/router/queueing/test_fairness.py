@@ -16,10 +16,11 @@ from support.virtual_loop import run_virtual
 PLACES = 8
 SERVICE_SECONDS = 2.0
 """Mean time of a request, so all places together serve four requests per second."""
+TOKENS_PER_SECOND = 50
 SMALL_RATE = 1.4
 """Requests per second of the small tenant: 70 % of its fair share, which is half of the places."""
 LARGE_RATE = 10 * SMALL_RATE
-SECONDS = 1500.0
+SECONDS = 1000.0
 
 
 @dataclass
@@ -45,6 +46,7 @@ async def times_of_small(large_rate: float, places: int = PLACES, weight: float 
             return
         with place:
             await asyncio.sleep(seconds)
+            place.output_tokens = int(seconds * TOKENS_PER_SECOND)
         if tenant.name == "small":
             times.waits.append(place.waited_seconds)
             times.latencies.append(place.waited_seconds + seconds)

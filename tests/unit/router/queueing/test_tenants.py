@@ -79,7 +79,7 @@ def test_other_headers_get_401_as_from_a_worker(folder: Path, header: str) -> No
 
 
 def test_the_table_holds_no_key_in_clear(folder: Path) -> None:
-    table = TenantTable(folder, {"fixed": "key-of-flag"})
+    table = TenantTable(folder)
     state = repr([vars(table), table._tenants])
     assert "key-of-alice" not in state
     assert "key-of-bob" not in state
@@ -96,13 +96,6 @@ def test_a_file_of_lines_names_tenants(tmp_path: Path) -> None:
     file.write_text("alice=one\n\nbob = two\nunnamed==\nalice=three\n")
     table = TenantTable(file)
     assert [name_of(table, key) for key in ("one", "two", "unnamed==", "three")] == ["alice", "bob", "key-1", "alice"]
-
-
-def test_fixed_keys_are_added_to_those_of_the_folder(folder: Path) -> None:
-    table = TenantTable(folder, {"key-1": "flag"})
-    assert (name_of(table, "flag"), name_of(table, "key-of-bob")) == ("key-1", "bob")
-    assert name_of(TenantTable(None, {"key-1": "flag"}), "flag") == "key-1"
-    assert not is_known(TenantTable(None, {"key-1": "flag"}), "other")
 
 
 def test_settings_are_read_and_have_defaults(folder: Path) -> None:
@@ -125,10 +118,10 @@ def test_the_example_of_the_documentation_is_valid(folder: Path) -> None:
 def test_a_key_rotates_without_a_refused_request(folder: Path) -> None:
     table = TenantTable(folder)
     mount(folder, {"alice": "key-of-alice\nnew-key\n", "bob": "key-of-bob"})
-    table.reload()
+    table.refresh()
     assert name_of(table, "key-of-alice") == name_of(table, "new-key") == "alice"
     mount(folder, {"alice": "new-key", "bob": "key-of-bob"})
-    table.reload()
+    table.refresh()
     assert name_of(table, "new-key") == "alice"
     assert not is_known(table, "key-of-alice")
 
@@ -136,7 +129,7 @@ def test_a_key_rotates_without_a_refused_request(folder: Path) -> None:
 def test_a_removed_tenant_is_refused_after_the_reload(folder: Path) -> None:
     table = TenantTable(folder)
     mount(folder, {"alice": "key-of-alice"})
-    table.reload()
+    table.refresh()
     assert not is_known(table, "key-of-bob")
 
 
@@ -163,14 +156,14 @@ def test_a_bad_file_stops_the_start_and_later_leaves_the_table(
     with pytest.raises(CannotStart, match=message):
         TenantTable(folder)
     for _ in range(3):
-        table.reload()
+        table.refresh()
     assert name_of(table, "key-of-bob") == "bob"
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
     assert "last good table stays" in errors[0]
     assert "two words" not in errors[0]
     mount(folder, {"carol": "c"})
-    table.reload()
+    table.refresh()
     assert name_of(table, "c") == "carol"
 
 
@@ -178,17 +171,6 @@ def test_settings_without_a_key_are_reported(folder: Path, caplog: pytest.LogCap
     mount(folder, {"alice": "a", "tenants.json": '{"tenants": {"dave": {}}}'})
     TenantTable(folder)
     assert "dave" in caplog.text
-
-
-def test_changed_files_are_read_in_the_background(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHECK_SECONDS", 0.01)
-    table = TenantTable(folder)
-    with table.watching():
-        mount(folder, {"carol": "c"})
-        deadline = time.monotonic() + 30
-        while not is_known(table, "c") and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert is_known(table, "c")
 
 
 def test_a_missing_path_stops_the_start(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from specdecode_router.relay.client_stream import RefusedByWorker
 from support.relay_harness import chat, harness
-from support.stand_in_worker import Script, text_of
+from support.stand_in_worker import Script, error_frame, text_of
 
 BODY = chat()
 TEXT = text_of(BODY, 20)
@@ -122,3 +123,57 @@ async def test_slow_client_is_no_silent_worker(write_seconds: float) -> None:
         over.client.write_seconds = write_seconds
         assert (await over.run(BODY)).text() == text_of(BODY, 3)
         assert not over.workers[1].requests
+
+
+@pytest.mark.parametrize("before_open", [True, False])
+async def test_refusal_of_the_second_attempt_leaves_the_first_one_running(before_open: bool) -> None:
+    """The first worker was only silent, so the request is not to end by what the second one answers."""
+    first = Script(open_delay_seconds=0.9) if before_open else Script(silent_at=5)
+    async with harness(first, Script(refuse=error_frame(500, "engine_error", retryable=False))) as over:
+        task = asyncio.create_task(over.run(BODY))
+        async with asyncio.timeout(5):
+            while not over.workers[1].requests:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        over.workers[0].voice.set()
+        client = await task
+        assert client.text() == TEXT
+        assert over.metric("hedges_total", outcome="failed") >= 1
+
+
+async def test_crashes_of_further_workers_leave_a_slow_stream_running() -> None:
+    crash = Script(refuse=error_frame(500, "engine_error", retryable=True))
+    async with harness(Script(silent_at=5), crash, crash, crash) as over:
+        task = asyncio.create_task(over.run(BODY))
+        async with asyncio.timeout(5):
+            while not (over.workers[1].requests and over.workers[2].requests):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.6)
+        assert not over.workers[3].requests, "the request may be the cause, so it is not given to a third one"
+        over.workers[0].voice.set()
+        assert (await task).text() == TEXT
+
+
+async def test_refusals_of_all_attempts_end_the_request() -> None:
+    refused = error_frame(400, "invalid_value", retryable=False)
+    async with harness(Script(open_delay_seconds=0.9, refuse=refused, refuse_at=1), Script(refuse=refused)) as over:
+        with pytest.raises(RefusedByWorker):
+            await over.run(BODY)
+
+
+async def test_a_winner_whose_client_reads_slowly_is_not_hedged() -> None:
+    async with harness(Script(silent_at=5), Script()) as over:
+        relay = over.relay(BODY)
+        task = asyncio.create_task(relay.run())
+        async with asyncio.timeout(5):
+            while len(over.client.events) < 6:
+                await asyncio.sleep(0.001)
+        over.client.write_seconds = 30
+        await asyncio.sleep(0.9)
+        assert [attempt.is_paused for attempt in relay._running.values()] == [True]
+        relay._wake.set()  # as the end of the loser of the first hedge does
+        await asyncio.sleep(0.1)
+        assert len(relay._running) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task

@@ -10,8 +10,8 @@ from specdecode_router.placement.placement_state import PlacementState
 from specdecode_router.placement.traffic_split import TrafficSplit
 from specdecode_router.relay.worker_choice import WorkerChoice
 from specdecode_router.telemetry.metrics import RouterMetrics
-from specdecode_router.workers.worker import Endpoint, PlanTask, WorkerView
-from specdecode_worker.contract.internal_stream import End
+from specdecode_router.workers.worker import Endpoint, WorkerView
+from specdecode_worker.contract.internal_stream import End, PlanTask
 
 CHAT = "/v1/chat/completions"
 TASKS = (PlanTask("code", "def ", "coder"), PlanTask("chat"))

@@ -100,6 +100,15 @@ async def test_shutdown_ends_after_the_grace_period_or_a_second_signal(exit_now:
     assert time.monotonic() - began < 5
 
 
+async def test_the_grace_period_begins_after_the_endpoint_delay() -> None:
+    lifecycle, began = at(State.SERVING), time.monotonic()
+    drained = shutdown(lifecycle, [1], delay=0.4, grace=0.2).begin()
+    await asyncio.sleep(0.3)
+    assert lifecycle.state is State.LEAVING, "new requests are still served"
+    assert await drained == 1
+    assert 0.55 < time.monotonic() - began < 5
+
+
 async def test_shutdown_before_ready_skips_the_endpoint_delay() -> None:
     lifecycle = at(State.LOADING)
     assert await asyncio.wait_for(shutdown(lifecycle, [0], delay=50, grace=60).begin(), 1) == 0

@@ -60,6 +60,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Time at which the engine cancels the request if it was never admitted to the batch; 0 for none."""
     client: str = ""
     """Name of the API key; empty without keys. Waiting requests of different clients take turns."""
+    weight: float = 1.0
+    """Weight of the client: its tokens are divided by it."""
     emitted: tuple[int, ...] | None = None
     """Output tokens of an earlier attempt, which this request continues as after a preemption; None if it is new.
 

@@ -1,5 +1,7 @@
 """Queue of waiting requests: clients take turns by the tokens they used; within a client, first come first served.
 
+A client's tokens are divided by its weight, so that clients of routers keep the shares that the routers gave them.
+
 Turns follow start-time fair queueing (Goyal et al. 1996) with the token costs of VTC (Sheng et al. 2024). The client
 with the fewest tokens is next. A client that was absent starts at the level of the client served last, so that it
 neither saves up turns nor waits for the others. With one client the order is the order of arrival.
@@ -83,9 +85,9 @@ class WaitingQueue:
         """Remove a request that starts to run and charge its prompt to its client."""
         self.remove(request)
         if request.epoch == 0:
-            client = request.submit.client
+            client, weight = request.submit.client, request.submit.weight
             self._level = max(self._level, self._used.get(client, 0.0))
-            self._used[client] = self._used.get(client, self._level) + request.expected_prefill
+            self._used[client] = self._used.get(client, self._level) + request.expected_prefill / weight
             self._forget_absent()
 
     def remove(self, request: Request) -> None:
@@ -103,8 +105,8 @@ class WaitingQueue:
 
     def charge_output(self, request: Request) -> None:
         """Charge the output tokens of a request that ended to its client."""
-        client = request.submit.client
-        self._used[client] = max(self._used.get(client, 0.0), self._level) + OUTPUT_COST * request.generated
+        client, tokens = request.submit.client, OUTPUT_COST * request.generated
+        self._used[client] = max(self._used.get(client, 0.0), self._level) + tokens / request.submit.weight
         self._forget_absent()
 
     def _lane(self, line: _Line, request: Request) -> list[Request]:

@@ -14,7 +14,7 @@ class Scope(StrEnum):
     operator = "operator"
     """Every route except the reading of captured segments, also routes that a later version adds."""
     router = "router"
-    """Reports, and the internal streams below INTERNAL_PREFIX."""
+    """The routes below INTERNAL_PREFIX: internal streams, and the worker's load."""
     capture = "capture"
     """Reading of captured segments, and nothing else."""
 
@@ -27,7 +27,7 @@ _OPERATOR_AND_ROUTER = frozenset({Scope.operator, Scope.router})
 _CAPTURE = frozenset({Scope.capture})
 
 ROUTE_SCOPES: Mapping[tuple[str, str], frozenset[Scope]] = {
-    ("GET", Route.report): _OPERATOR_AND_ROUTER,
+    ("GET", Route.report): _OPERATOR,
     ("GET", Route.plan): _OPERATOR,
     ("PUT", Route.plan): _OPERATOR,
     ("GET", Route.draft): _OPERATOR,

@@ -205,6 +205,7 @@ def _call_of(request: contract.OpenStream, service: Service) -> Call:
         capture=request.capture,
         terms=RequestTerms(
             client=request.tenant,
+            weight=request.weight,
             deadline_seconds=now + (limit if timeout is None else min(timeout, limit)),
             queue_deadline_seconds=now + config.queue_timeout_seconds,
             cache_salt=request.cache_salt,

@@ -109,6 +109,7 @@ def _submit(choice: StartingChoice, origin: Origin) -> Submit:
         deadline_seconds=origin.terms.deadline_seconds,
         queue_deadline_seconds=origin.terms.queue_deadline_seconds,
         client=origin.terms.client,
+        weight=origin.terms.weight,
         cache_salt=origin.cache_salt,
         emitted=choice.emitted,
     )

@@ -15,9 +15,10 @@ from specdecode_worker.engine.request import Request
 SHORT = 10
 
 
-def waiting(queue: WaitingQueue, order: int, tokens: int, client: str = "") -> Request:
+def waiting(queue: WaitingQueue, order: int, tokens: int, client: str = "", weight: float = 1.0) -> Request:
     """Add a request with ``tokens`` tokens to prefill."""
-    submit = Submit(request_id=str(order), prompt=(1,), sampling=Sampling(max_tokens=1, seed=0), client=client)
+    sampling = Sampling(max_tokens=1, seed=0)
+    submit = Submit(request_id=str(order), prompt=(1,), sampling=sampling, client=client, weight=weight)
     one = Request.of(submit, (), arrived_seconds=0)
     one.order, one.expected_prefill = order, tokens
     queue.add(one)
@@ -53,6 +54,15 @@ def test_long_prompts_can_be_skipped() -> None:
     assert queue.first(skip_long=True) is short
     queue.admit(short)
     assert queue.first(skip_long=True) is None
+
+
+def test_tokens_are_divided_by_the_weight() -> None:
+    queue = WaitingQueue(SHORT)
+    for order in range(0, 80, 2):
+        waiting(queue, order, 5, "heavy", weight=3)
+        waiting(queue, order + 1, 5, "light")
+    heavy = [order for order in served(queue, 40, emitted=7) if order % 2 == 0]
+    assert 29 <= len(heavy) <= 31
 
 
 def test_clients_take_turns() -> None:

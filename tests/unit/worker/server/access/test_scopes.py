@@ -28,7 +28,7 @@ def test_every_admin_route_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "scopes"),
     [
-        ("GET", Route.report, {Scope.operator, Scope.router}),
+        ("GET", Route.report, {Scope.operator}),
         ("GET", "/internal/steps", {Scope.operator, Scope.router}),
         ("POST", Route.report, {Scope.operator}),
         ("PUT", Route.draft, {Scope.operator}),
