@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,19 +10,14 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from specdecode_worker.contract import Plan, TaskMatch
-from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
 from specdecode_worker.server.access.scopes import Scope
-from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
+from specdecode_worker.server.lifecycle import Shutdown
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
-from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.text.tokenizer import Tokenizer
 from support import small_model
-from support.worker import fake_engine
-from support.worker_process import worker_config
+from support.worker.services import over_fake_engine
 
 TOKEN = "token-of-the-tests"
 
@@ -33,21 +27,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     small_model.write_tokenizer(folder)
     return folder
-
-
-@contextlib.asynccontextmanager
-async def over_fake_engine(model_folder: Path) -> AsyncIterator[Service]:
-    """Yield a service over a process with the fake engine, once it is loaded."""
-    config = worker_config(model_folder)
-    plan = Plan(uid="uid-1", draft="d", version=3, tasks=(TaskMatch(name="code", match="def "), TaskMatch(name="chat")))
-    engine = EngineClient(config, plan, build=fake_engine.build)
-    made = Service(config, engine, Lifecycle(), plan)
-    try:
-        made.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
-        yield made
-    finally:
-        made.close()
-        await engine.close()
 
 
 @pytest.fixture

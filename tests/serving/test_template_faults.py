@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from conftest import over_fake_engine
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.text import template_pool
 from support import small_model
+from support.worker.services import over_fake_engine
 
 TEMPLATE = (
     "{% set said = messages[0].content %}"

@@ -1,0 +1,31 @@
+"""A service in this process, over an engine process with the fake engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from specdecode_worker.contract import Plan, TaskMatch
+from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.server.lifecycle import Lifecycle
+from specdecode_worker.server.served_model import Model
+from specdecode_worker.server.service import Service
+from specdecode_worker.server.text.tokenizer import Tokenizer
+from support.worker import fake_engine
+from support.worker_process import worker_config
+
+
+@contextlib.asynccontextmanager
+async def over_fake_engine(model_folder: Path) -> AsyncIterator[Service]:
+    """Yield a service over a process with the fake engine, once it is loaded."""
+    config = worker_config(model_folder)
+    plan = Plan(uid="uid-1", draft="d", version=3, tasks=(TaskMatch(name="code", match="def "), TaskMatch(name="chat")))
+    engine = EngineClient(config, plan, build=fake_engine.build)
+    made = Service(config, engine, Lifecycle(), plan)
+    try:
+        made.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
+        yield made
+    finally:
+        made.close()
+        await engine.close()
