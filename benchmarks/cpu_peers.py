@@ -26,11 +26,11 @@ import torch
 from machine import described
 
 from specdecode_worker.commands.bench import QUESTIONS
-from specdecode_worker.commands.common.flags import add_model_flags
-from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt, local_engine
-from specdecode_worker.commands.common.transformers_peer import transformers_tokens_per_second
+from specdecode_worker.commands.comparison import transformers_tokens_per_second
+from specdecode_worker.commands.flags import add_model_flags
+from specdecode_worker.commands.local_engine import LocalEngine, Prompt, local_engine
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.ipc.messages import Sampling
+from specdecode_worker.core.messages import Sampling
 
 
 def main() -> int:

@@ -32,29 +32,32 @@ from machine import described
 
 from specdecode_worker.__main__ import main as command
 from specdecode_worker.capture import ReadStats, Record, read_records
-from specdecode_worker.capture.record import encode
+from specdecode_worker.capture.records import encode
 from specdecode_worker.capture.segments import SegmentWriter
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine, Prompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.artifacts.export import write_head
-from specdecode_worker.training.data.batches import DataSet, batches
-from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.distillation.mixture import Weighted, compose
-from specdecode_worker.training.distillation.sample_shards import read_samples
-from specdecode_worker.training.distillation.splits import split_of
-from specdecode_worker.training.distillation.student_training import StudentSettings, train_settings
-from specdecode_worker.training.evaluation.acceptance_replay import StepCounts
-from specdecode_worker.training.evaluation.draft_verdict import Domain, compute_verdict
-from specdecode_worker.training.evaluation.golden_set import by_conversation
-from specdecode_worker.training.evaluation.paired_step_times import step_costs
-from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
-from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
-from specdecode_worker.training.optimization.trainer import Trainer
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.fetch import default_cache_dir, resolve
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.acceptance import StepCounts
+from specdecode_worker.training.artifacts import write_head
+from specdecode_worker.training.conversations import Conversation, DataSet, batches
+from specdecode_worker.training.distillation.judge import by_conversation
+from specdecode_worker.training.distillation.pool import Weighted, compose
+from specdecode_worker.training.distillation.records import read_samples, split_of
+from specdecode_worker.training.distillation.students import StudentSettings, train_settings
+from specdecode_worker.training.evaluation import (
+    CalibratedDraft,
+    Domain,
+    Sample,
+    compute_verdict,
+    count_steps,
+    step_costs,
+)
+from specdecode_worker.training.heads import prepare_eagle3_head
+from specdecode_worker.training.trainer import Trainer
 
 SHAPE = TreeShape.chain(3)
 CPU = torch.device("cpu")

@@ -27,9 +27,9 @@ from typing import Any
 
 from machine import described
 
-from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt
-from specdecode_worker.commands.common.sampler_comparison import Walks
+from specdecode_worker.commands.flags import EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine, Prompt
+from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import (
     DraftConfig,
     Dtype,
@@ -39,8 +39,8 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.models.fetch import default_cache_dir, resolve
 
 DEPTHS = tuple(range(1, 9))
 LOADS = (1, 2, 4, 8)

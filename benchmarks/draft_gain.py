@@ -24,11 +24,11 @@ import torch
 from machine import described
 from scipy.stats import t as student_t
 
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import Answer, LocalEngine, Prompt
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import Answer, LocalEngine, Prompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
-from specdecode_worker.engine.ipc.messages import Sampling, Tokens
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir
+from specdecode_worker.core.messages import Sampling, Tokens
+from specdecode_worker.models.fetch import default_cache_dir
 
 SHAPE = TreeShape.chain(3)
 BEFORE, AFTER = "", "after"

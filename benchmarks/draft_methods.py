@@ -22,7 +22,7 @@ import torch
 from machine import described
 
 from specdecode_worker.__main__ import main as command
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT
 
 DRAFT_FREE = {"ngram": "prompt lookup", "suffix": "suffix decoding"}
 

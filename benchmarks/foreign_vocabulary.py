@@ -24,14 +24,14 @@ from typing import Any
 
 from machine import described
 
-from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import LocalEngine
-from specdecode_worker.commands.common.sampler_comparison import Walks
+from specdecode_worker.commands.flags import EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine
+from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import DraftConfig, Dtype, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.engine.ipc.messages import Sampling
-from specdecode_worker.models.checkpoints.draft_vocabulary import match_draft_model
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
-from specdecode_worker.models.configs.model_config import llama_config, read_config
+from specdecode_worker.core.messages import Sampling
+from specdecode_worker.models.config import llama_config, read_config
+from specdecode_worker.models.drafts import match_draft_model
+from specdecode_worker.models.fetch import default_cache_dir, resolve
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 

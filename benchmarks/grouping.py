@@ -17,10 +17,10 @@ from typing import Any
 from machine import described
 
 from specdecode_worker.commands.bench import QUESTIONS
-from specdecode_worker.commands.common.flags import add_model_flags
-from specdecode_worker.commands.common.local_engine import LocalEngine, local_engine
+from specdecode_worker.commands.flags import add_model_flags
+from specdecode_worker.commands.local_engine import LocalEngine, local_engine
 from specdecode_worker.contract import Plan, PlanRow, TaskMatch, TreeShape
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.core.messages import Sampling, Submit
 
 PLAIN = TreeShape(())
 

@@ -18,10 +18,9 @@ from typing import Any
 
 import jsonschema
 
-from specdecode_worker.commands.common.local_engine import LocalEngine
-from specdecode_worker.guided.errors import GrammarRefused
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.guided.grammars import json_grammar
+from specdecode_worker.commands.local_engine import LocalEngine
+from specdecode_worker.guided.grammars import GrammarCompiler, json_grammar
+from specdecode_worker.guided.guide import GrammarRefused
 
 
 def question(schema: Any) -> str:

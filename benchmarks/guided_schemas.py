@@ -28,8 +28,8 @@ from typing import Any
 from guided_cases import CHOSEN, Case, choose, is_valid, read_cases, write_archive, write_choice
 from guided_report import report
 
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import LocalEngine
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import (
     DraftConfig,
     EngineConfig,
@@ -40,10 +40,10 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.core.messages import Sampling, Submit
 from specdecode_worker.guided.guide import Guide
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir
-from specdecode_worker.speculation.sampling.token_masks import TokenMasks
+from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.sampling.masks import TokenMasks
 
 LOOKUP = "lookup"
 """Name of the draft that looks up the prompt."""

@@ -46,7 +46,7 @@ class NoDevice:
     def capture(self, work: Any) -> Any:
         import torch
 
-        from specdecode_worker.engine.graphs.capture_backends import Captured
+        from specdecode_worker.engine.cuda_graphs import Captured
 
         step = work.__self__
         depth = step.key.passes
@@ -65,24 +65,24 @@ def engine_of(rows: int) -> Any:
     import torch
 
     from specdecode_worker.contract import DraftState
-    from specdecode_worker.engine.drafts.draft_loader import paged_cache
-    from specdecode_worker.engine.drafts.draft_registry import (  # type: ignore[attr-defined]  # as older versions have it
+    from specdecode_worker.control.plan import Dispatcher
+    from specdecode_worker.core.batch import ShapeSelector
+    from specdecode_worker.core.device_state import DeviceState
+    from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
+    from specdecode_worker.drafts.eagle import EagleDrafter
+    from specdecode_worker.drafts.registry import (  # type: ignore[attr-defined]  # as older versions have it
         DraftRegistry,
         LoadedDraft,
+        paged_cache,
     )
-    from specdecode_worker.engine.drafts.eagle import EagleDrafter
+    from specdecode_worker.engine.cuda_graphs import StepGraphs
     from specdecode_worker.engine.engine import Engine, EngineParts
-    from specdecode_worker.engine.graphs.step_graphs import StepGraphs
-    from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
     from specdecode_worker.engine.scheduler import Limits, Scheduler
-    from specdecode_worker.engine.shape_selector import ShapeSelector
-    from specdecode_worker.engine.stats.report_builder import WorkerIdentity
-    from specdecode_worker.engine.step.device_state import DeviceState
-    from specdecode_worker.engine.step.target_pass import Target
-    from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
-    from specdecode_worker.models.networks.eagle3 import Eagle3Head
-    from specdecode_worker.models.networks.llama import Llama
-    from specdecode_worker.speculation.dispatch import Dispatcher
+    from specdecode_worker.engine.stats import WorkerIdentity
+    from specdecode_worker.engine.target import Target
+    from specdecode_worker.models.config import eagle3_config, llama_config
+    from specdecode_worker.models.eagle import Eagle3Head
+    from specdecode_worker.models.llama import Llama
 
     cpu, blocks = torch.device("cpu"), rows * (MAX_LENGTH // BLOCK_SIZE + 2) + 1
     target = Llama(llama_config(SHAPE)).requires_grad_(False)
@@ -112,7 +112,7 @@ def engine_of(rows: int) -> Any:
 def running(shape: str, rows: int) -> Any:
     """Return an engine that decodes ``rows`` requests, half of them sampled, past its first steps."""
     from specdecode_worker.contract import Plan, TreeShape
-    from specdecode_worker.engine.ipc.messages import Sampling, Submit
+    from specdecode_worker.core.messages import Sampling, Submit
 
     engine = engine_of(rows)
     engine.set_plan(Plan(draft="d", version=1, initial=TreeShape.parse(shape), explore=0, guard=True))
@@ -145,7 +145,7 @@ def measure_allocation() -> float:
     Sequences begin with a chunk, grow block by block in turn, register all blocks and end in random order, until all
     blocks were taken TURNOVERS times. The cached blocks that are evicted for a chunk are then scattered over the pool.
     """
-    from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
+    from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
 
     pool, random, digests = BlockPool(POOL_BLOCKS), Random(0), count()
     chunk, sequences, parents = CHUNK_TOKENS // BLOCK_SIZE, list[list[int]](), list[bytes]()

@@ -20,8 +20,8 @@ from typing import Any
 from suffix import agent, editing
 
 from specdecode_worker.commands.bench import QUESTIONS
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import LocalEngine
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import (
     DraftConfig,
     EngineConfig,
@@ -31,8 +31,8 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.models.fetch import default_cache_dir
 
 
 def mixed(local: LocalEngine) -> list[tuple[Sequence[int], str]]:

@@ -18,11 +18,11 @@ from statistics import median
 from typing import Any
 
 from specdecode_worker.commands.bench import QUESTIONS
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import LocalEngine
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
-from specdecode_worker.engine.ipc.messages import Sampling
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir
+from specdecode_worker.core.messages import Sampling
+from specdecode_worker.models.fetch import default_cache_dir
 
 PLACEMENTS = {"shared": "", "own": "own"}
 """Name of the draft by its placement."""

@@ -16,15 +16,15 @@ from typing import Any, get_args
 import torch
 from machine import described
 
-from specdecode_worker.commands.common.flags import add_model_flags, add_shape_flags, method_and_draft
+from specdecode_worker.commands.flags import add_model_flags, add_shape_flags, method_and_draft
 from specdecode_worker.contract import DraftQuantization, TreeShape
-from specdecode_worker.models.checkpoints.model_store import resolve
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
+from specdecode_worker.models.fetch import resolve
 from specdecode_worker.models.optimize import quantise_draft
-from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.data.question_sources import greedy, read_prompts
-from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.evaluation.draft_evaluation import evaluate
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.conversations import Chat
+from specdecode_worker.training.evaluation import evaluate
+from specdecode_worker.training.prompts import greedy, read_prompts
+from specdecode_worker.training.rollout import Rollout, RolloutSettings
 
 _CPU = torch.device("cpu")
 MOST_LOST = 0.03

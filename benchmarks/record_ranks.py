@@ -4,7 +4,7 @@
 
 The text does not depend on the draft, so one teacher-forced pass a depth over the target's greedy answers to
 prompts/heldout.jsonl gives the rank at every root and depth
-(specdecode_worker.training.evaluation.acceptance_replay). ``ranks`` of an answer has one word per depth, a digit per
+(specdecode_worker.training.acceptance). ``ranks`` of an answer has one word per depth, a digit per
 root: 0-7 is the rank, 8 a miss. About three minutes on one core.
 """
 
@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from machine import described
 
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.model_store import resolve
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.data.question_sources import greedy, read_prompts
-from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.evaluation.acceptance_replay import target_token_ranks
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.models.fetch import model_hash, resolve
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.acceptance import target_token_ranks
+from specdecode_worker.training.conversations import Chat
+from specdecode_worker.training.prompts import greedy, read_prompts
+from specdecode_worker.training.rollout import Rollout, RolloutSettings
 
 DEPTH = 8
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"

@@ -36,7 +36,7 @@ from specdecode_router.discovery.static import StaticDiscovery
 from specdecode_router.process import running_router
 from specdecode_router.settings import RouterSettings
 from specdecode_worker.contract import Env
-from specdecode_worker.training.data import prompts
+from specdecode_worker.training import prompts
 from support.worker_process import WorkerProcess, real
 
 TOKEN = "token-of-the-benchmark"

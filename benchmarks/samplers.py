@@ -20,16 +20,15 @@ from typing import Any
 
 import torch
 
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt
-from specdecode_worker.commands.common.sampler_comparison import Walks
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine, Prompt
+from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir
-from specdecode_worker.speculation.acceptance import Outcome
-from specdecode_worker.speculation.sampling.multi_round import MultiRound
-from specdecode_worker.speculation.sampling.sampler import SAMPLERS
-from specdecode_worker.speculation.trees import Forest
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.sampling.acceptance import Outcome
+from specdecode_worker.sampling.sampler import SAMPLERS, MultiRound
+from specdecode_worker.sampling.trees import Forest
 
 SHAPES = ("chain:3", "chain:5", "tree:3,2,1", "tree:4,2,1")
 TEMPERATURES = (0.0, 0.6, 0.8, 1.0)

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import LocalEngine
+from specdecode_worker.commands.flags import EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, Method, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.drafts.registry import DraftRegistry
 from specdecode_worker.guided.grammars import json_grammar
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir
+from specdecode_worker.models.fetch import default_cache_dir
 
 METHODS: tuple[Method, ...] = ("ngram", "suffix")
 WITHIN_95_PERCENT = 1.96

@@ -20,8 +20,8 @@ import httpx
 
 from specdecode_worker.capture import opening_hash
 from specdecode_worker.contract import Env, Plan, TaskMatch, TreeShape
-from specdecode_worker.training.data import prompts
-from specdecode_worker.training.distillation.splits import split_of
+from specdecode_worker.training import prompts
+from specdecode_worker.training.distillation.records import split_of
 
 OLD, NEW = "qa", "csv"
 GOLDEN_DOMAINS = ("qa", "code")

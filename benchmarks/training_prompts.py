@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
-from specdecode_worker.server.text.tokenizer import Tokenizer
-from specdecode_worker.training.data import prompts
-from specdecode_worker.training.data.shards import read_shard
+from specdecode_worker.models.fetch import default_cache_dir, resolve
+from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.training import prompts
+from specdecode_worker.training.conversations import read_shard
 
 NOUNS = {
     4: "act", 5: "animal", 6: "artifact", 8: "body", 9: "cognition", 10: "communication", 11: "event", 12: "feeling",

@@ -22,20 +22,21 @@ from typing import Any
 import torch
 from machine import described
 
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.models.checkpoints.model_store import resolve
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.training.data.batches import DataSet
-from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.data.normalizers import normalisers
-from specdecode_worker.training.data.question_sources import TrainingQuestions
-from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.data.shards import read_shard, shard_paths
-from specdecode_worker.training.data.state_recording import read_states
-from specdecode_worker.training.heads.trainable_drafts import batch_for, logits_of, unrolled
-from specdecode_worker.training.optimization.objective import LossSettings, loss_of, root_counts
-from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
-from specdecode_worker.training.optimization.validation import validation_line
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.models.fetch import resolve
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.conversations import Chat, DataSet, read_shard, shard_paths
+from specdecode_worker.training.prompts import TrainingQuestions, normalisers
+from specdecode_worker.training.rollout import Rollout, RolloutSettings, read_states
+from specdecode_worker.training.trainer import (
+    LossSettings,
+    Trainer,
+    TrainSettings,
+    loss_of,
+    root_counts,
+    validation_line,
+)
+from specdecode_worker.training.unroll import batch_for, logits_of, unrolled
 
 STEPS = 2
 

@@ -32,14 +32,13 @@ from specdecode_worker.contract import (
     TreeShape,
 )
 from specdecode_worker.contract import WorkerConfig as Config
+from specdecode_worker.core.kv_cache import BLOCK_SIZE
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.request import Request
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import assemble
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
-from specdecode_worker.engine.memory.memory_budget import Budget, Device, Network
-from specdecode_worker.engine.memory.model_inventory import bounds_of
-from specdecode_worker.engine.request import Request
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.engine.memory import Budget, Device, Network, bounds_of
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
 
 SECOND_TASK = "second"

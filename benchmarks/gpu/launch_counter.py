@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from specdecode_kernels import dispatch
 from specdecode_kernels.tree_attention import plan
 from specdecode_kernels.verify import kernel as verify
-from specdecode_worker.models.networks import collectives
+from specdecode_worker.models import collectives
 
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "bincount")
 """Operations that read a value of the device on the host."""

@@ -18,25 +18,21 @@ from shapes import LLAMA_8B, Shapes
 from torch import nn
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.drafts.draft_loader import paged_cache
-from specdecode_worker.engine.drafts.eagle import EagleDrafter
-from specdecode_worker.engine.graphs.captured_step import CapturedStep, StepParts
-from specdecode_worker.engine.graphs.feature_tables import MaskTable
-from specdecode_worker.engine.graphs.graph_key import NO_FEATURES, Features, GraphKey, key_of, key_outside
-from specdecode_worker.engine.parallel.leader_target import LeaderTarget
-from specdecode_worker.engine.parallel.rank_graphs import RankStep
-from specdecode_worker.engine.parallel.rank_group import RankGroup
-from specdecode_worker.engine.parallel.step_exchange import StepShape
-from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.target_pass import Target
-from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
-from specdecode_worker.models.configs.target_states import NO_STATES
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.drafts.eagle import EagleDrafter
+from specdecode_worker.drafts.registry import paged_cache
+from specdecode_worker.engine.captured_step import CapturedStep, StepParts
+from specdecode_worker.engine.step_tables import NO_FEATURES, Features, GraphKey, MaskTable, key_of, key_outside
+from specdecode_worker.engine.target import Target
+from specdecode_worker.engine.tensor_parallel import LeaderTarget, RankGroup, RankStep, StepShape
+from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.linear import Linear, Shard, Split
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.tensor_parallel import share, split_config
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
-from specdecode_worker.speculation.trees import tree_of
+from specdecode_worker.models.target_states import NO_STATES
+from specdecode_worker.models.tensor_parallel import share, split_config
+from specdecode_worker.sampling.trees import tree_of
 
 TABLE = Path(__file__).with_name("launches.json")
 CUDA = torch.device("cuda")

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from shapes import Shapes
 from torch import Tensor, nn
 
-from specdecode_worker.models.checkpoints.tensor_placement import meta_init
-from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.checkpoint import meta_init
+from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.llama import Llama
 
 ANSWER = 7
 _LOUD = 1000.0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from specdecode_worker.engine import factory
-from specdecode_worker.engine.graphs.capture_backends import EagerBackend
+from specdecode_worker.engine.cuda_graphs import EagerBackend
 
 SHORTEST_MILLISECONDS = 1e-3
 """Least time between two events, so that no stage divides by zero."""

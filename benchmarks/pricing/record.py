@@ -22,18 +22,17 @@ from torch import Tensor
 
 from specdecode_kernels.noise.op import gumbel
 from specdecode_worker.capture import Record, opening_hash
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_model_flags
-from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt, local_engine
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_model_flags
+from specdecode_worker.commands.local_engine import LocalEngine, Prompt, local_engine
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.drafts.calibration_file import read_calibration
-from specdecode_worker.engine.ipc.messages import Sampling
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.model_store import resolve
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.distillation.record_replay import Replayed, replay
-from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft
-from specdecode_worker.training.heads.unroll import make_batch, unroll
+from specdecode_worker.core.messages import Sampling
+from specdecode_worker.drafts.draft_files import read_calibration
+from specdecode_worker.models.fetch import model_hash, resolve
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.evaluation import CalibratedDraft
+from specdecode_worker.training.replay import Replayed, replay
+from specdecode_worker.training.unroll import make_batch, unroll
 
 DEPTH = 7
 _PROMPTS = Path(__file__).parents[1] / "prompts" / "heldout.jsonl"

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from specdecode_worker.contract import StepTime, SyntheticKnobs
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.model_store import resolve
+from specdecode_worker.models.fetch import model_hash, resolve
 from support.e2e.client_threads import ClientThreads
 from support.e2e.draft_files import GOOD_URI, write_noised_head
 from support.e2e.endpoint import EQUAL_STEPS, MODEL, Endpoint

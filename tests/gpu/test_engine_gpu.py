@@ -13,9 +13,9 @@ import torch
 
 from specdecode_kernels import dispatch
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine import runner as step_launcher
+from specdecode_worker.engine.cuda_graphs import CaptureFailed, CudaGraphBackend
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.capture_backends import CaptureFailed, CudaGraphBackend
-from specdecode_worker.engine.step import step_launcher
 from support.small_llama import Networks, engine_of, networks, plan_of, submit, texts
 
 SHAPE = {

@@ -12,9 +12,8 @@ from specdecode_kernels import dispatch
 from specdecode_kernels.small_linear import op as small_linear
 from specdecode_kernels.tree_attention import plan
 from specdecode_kernels.verify import kernel as verify
-from specdecode_worker.engine.graphs.capture_backends import EagerBackend
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.guided.grammars import regex_grammar
+from specdecode_worker.engine.cuda_graphs import EagerBackend
+from specdecode_worker.guided.grammars import GrammarCompiler, regex_grammar
 from support.char_tokenizer import END, tokenizer_json
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 

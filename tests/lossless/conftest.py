@@ -16,51 +16,44 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
-from specdecode_worker.engine.drafts.draft_loader import paged_cache
-from specdecode_worker.engine.drafts.draft_model import ModelDrafter
-from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
-from specdecode_worker.engine.drafts.drafter import Drafter
-from specdecode_worker.engine.drafts.eagle import EagleDrafter
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
-from specdecode_worker.engine.drafts.lookup.ngram import NgramDrafter
-from specdecode_worker.engine.drafts.lookup.suffix import SuffixDrafter
-from specdecode_worker.engine.drafts.medusa import MedusaDrafter
-from specdecode_worker.engine.drafts.parallel.dflash import DFlashDrafter
-from specdecode_worker.engine.drafts.parallel.peagle import PEagleDrafter
+from specdecode_worker.control.plan import Dispatcher
+from specdecode_worker.core.batch import ShapeSelector
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.kv_cache import BlockPool
+from specdecode_worker.core.messages import Sampling, Submit, Tokens
+from specdecode_worker.core.paged_attention import PagedCache
+from specdecode_worker.drafts.base import Drafter, LoadedDraft
+from specdecode_worker.drafts.draft_model import ModelDrafter
+from specdecode_worker.drafts.eagle import EagleDrafter
+from specdecode_worker.drafts.lookup import NgramDrafter, SuffixDrafter
+from specdecode_worker.drafts.medusa import MedusaDrafter
+from specdecode_worker.drafts.parallel import DFlashDrafter, PEagleDrafter
+from specdecode_worker.drafts.registry import DraftRegistry, paged_cache
+from specdecode_worker.drafts.suffix_index import SuffixStore
+from specdecode_worker.engine.cuda_graphs import EagerBackend, StepGraphs
 from specdecode_worker.engine.engine import Engine, EngineParts
-from specdecode_worker.engine.graphs.capture_backends import EagerBackend
-from specdecode_worker.engine.graphs.step_graphs import StepGraphs
-from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
-from specdecode_worker.engine.kv_cache.block_pool import BlockPool
-from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.shape_selector import ShapeSelector
-from specdecode_worker.engine.stats.report_builder import WorkerIdentity
-from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.target_pass import Target
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.models.configs.draft_config import eagle_config, medusa_config
-from specdecode_worker.models.configs.model_config import (
+from specdecode_worker.engine.stats import WorkerIdentity
+from specdecode_worker.engine.target import Target
+from specdecode_worker.guided.grammars import GrammarCompiler
+from specdecode_worker.models.config import (
     LlamaConfig,
     dflash_config,
     eagle3_config,
+    eagle_config,
     llama_config,
+    medusa_config,
     peagle_config,
 )
-from specdecode_worker.models.configs.target_states import TargetStates
-from specdecode_worker.models.networks.dflash import DFlashHead
-from specdecode_worker.models.networks.eagle import EagleHead
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.layers import Attend
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.medusa import MedusaHeads
-from specdecode_worker.models.networks.peagle import PEagleHead
-from specdecode_worker.models.networks.vocabulary_map import VocabularyMap
-from specdecode_worker.models.vocabulary.vocabulary_match import VocabularyMatch
-from specdecode_worker.speculation.dispatch import Dispatcher
-from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.sampler import SamplerFactory
-from specdecode_worker.speculation.suffix_store import SuffixStore
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
+from specdecode_worker.models.layers import Attend
+from specdecode_worker.models.llama import Llama, VocabularyMap
+from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.models.vocabulary import VocabularyMatch
+from specdecode_worker.sampling.coupling import Coupling
+from specdecode_worker.sampling.sampler import SamplerFactory
 
 if TYPE_CHECKING:  # of the folder that is added to the path below
     from support.lossless.own_drafts import OwnDrafts

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from specdecode_kernels.noise.reference import gumbel
 from specdecode_kernels.sample.reference import processed
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import Answer, LocalEngine, distinct_4grams
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import Answer, LocalEngine, distinct_4grams
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.state_recording import read_states
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_llama
+from specdecode_worker.training.rollout import read_states
 from support.tiers import by_effort
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(3600)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdecode_kernels.noise.reference import gumbel
 from specdecode_kernels.sample.reference import processed
 from specdecode_worker.contract import MAX_RANKS, Plan, SyntheticKnobs, TreeShape
-from specdecode_worker.engine.ipc.messages import Submit
+from specdecode_worker.core.messages import Submit
 from support.lossless.plain_decoding import PlainDecoding, dense
 
 pytestmark = pytest.mark.core

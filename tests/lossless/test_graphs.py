@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from specdecode_worker.contract import DraftState, Report, SyntheticKnobs, TaskMatch, TreeShape
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
+from specdecode_worker.core.device_state import STATE_RING_POSITIONS
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.drafts.base import LoadedDraft
+from specdecode_worker.engine.captured_step import CapturedStep
+from specdecode_worker.engine.cuda_graphs import OutsideReason, StepPlanner
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.captured_step import CapturedStep
-from specdecode_worker.engine.graphs.step_plan import OutsideReason, StepPlanner
-from specdecode_worker.engine.ipc.messages import Submit
-from specdecode_worker.engine.step.device_state import STATE_RING_POSITIONS
 
 BUCKETS = (1, 2, 4, 8)
 CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:2,2,1"), TreeShape(())

@@ -14,17 +14,17 @@ import torch
 from msgspec import structs
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
-from specdecode_worker.engine.batch import Row
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
-from specdecode_worker.engine.graphs import feature_tables
-from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
-from specdecode_worker.engine.stats.step_recorder import RowResult, StepRecorder
-from specdecode_worker.engine.step import step_launcher
+from specdecode_worker.core.batch import Row
+from specdecode_worker.core.messages import Sampling, Submit, Tokens
+from specdecode_worker.drafts.base import LoadedDraft
+from specdecode_worker.engine import runner as step_launcher
+from specdecode_worker.engine import step_tables as feature_tables
+from specdecode_worker.engine.stats import RowResult, StepRecorder
 from specdecode_worker.guided import grammars
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.guided.guide import Guide
-from specdecode_worker.speculation.sampling.multi_round import MultiRound
-from specdecode_worker.speculation.sampling.token_masks import TokenMasks
+from specdecode_worker.sampling.masks import TokenMasks
+from specdecode_worker.sampling.sampler import MultiRound
 from support.char_tokenizer import END, tokenizer_json
 from support.lossless.draft_names import DRAFTS
 from support.lossless.guided_decoding import GuidedDecoding

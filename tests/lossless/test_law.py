@@ -20,15 +20,15 @@ from specdecode_kernels.noise.reference import COIN_STREAM
 from specdecode_kernels.sample.reference import adjusted, processed
 from specdecode_kernels.verify import op as verify
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation.sampling import coupling as coupling_module
-from specdecode_worker.speculation.sampling import logits_processing, token_counts
-from specdecode_worker.speculation.sampling import multi_round as multi_round_module
-from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.multi_round import MultiRound
-from specdecode_worker.speculation.sampling.params import SamplingParams
-from specdecode_worker.speculation.sampling.sampler import SamplerFactory
-from specdecode_worker.speculation.sampling.token_counts import BatchTokens
-from specdecode_worker.speculation.trees import Forest, tree_of
+from specdecode_worker.sampling import columns as token_counts
+from specdecode_worker.sampling import coupling as coupling_module
+from specdecode_worker.sampling import logits as logits_processing
+from specdecode_worker.sampling import sampler as multi_round_module
+from specdecode_worker.sampling.columns import BatchTokens
+from specdecode_worker.sampling.coupling import Coupling
+from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.sampler import MultiRound, SamplerFactory
+from specdecode_worker.sampling.trees import Forest, tree_of
 from support.tiers import by_effort
 
 DRAWS = by_effort(quick=100_000, full=100_000, nightly=200_000)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
-from specdecode_worker.engine.graphs.graph_logprobs import LogprobOutputs
-from specdecode_worker.engine.ipc.messages import Logprobs, Sampling, Submit, Tokens
-from specdecode_worker.engine.step import logprobs
+from specdecode_worker.core.messages import Logprobs, Sampling, Submit, Tokens
+from specdecode_worker.engine import logprobs
+from specdecode_worker.engine.captured_step import LogprobOutputs
 from support.lossless.plain_decoding import PlainDecoding
 
 NEAR = 1e-4

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from specdecode_worker.contract import FEATURES, DraftState, TaskMatch, TreeShape, draft_passes
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
-from specdecode_worker.engine.ipc.messages import Submit
-from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.drafts.base import LoadedDraft
+from specdecode_worker.models.target_states import TargetStates
 from support.lossless.draft_names import DRAFTS
 from support.lossless.plain_decoding import dense
 

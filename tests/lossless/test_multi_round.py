@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from scipy.stats import chi2
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
-from specdecode_worker.engine.graphs.graph_multi_round import GraphRounds
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from specdecode_worker.engine.shape_selector import ShapeSelector
-from specdecode_worker.speculation.sampling import multi_round
-from specdecode_worker.speculation.sampling.multi_round import MultiRound
+from specdecode_worker.core.batch import ShapeSelector
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.engine.captured_step import GraphRounds
+from specdecode_worker.sampling import sampler as multi_round
+from specdecode_worker.sampling.sampler import MultiRound
 from support.lossless.plain_decoding import PlainDecoding
 from support.tiers import by_effort
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.drafts.merged.step_proposals import Proposed
-from specdecode_worker.engine.drafts.parallel.dflash import DFlashDrafter
+from specdecode_worker.drafts.merged import Proposed
+from specdecode_worker.drafts.parallel import DFlashDrafter
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.models.configs.target_states import TargetStates
-from specdecode_worker.models.networks.dflash import DFlashHead
-from specdecode_worker.speculation.trees import Forest
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.sampling.trees import Forest
 from support.lossless.plain_decoding import dense
 
 SHAPES = [TreeShape.parse(text) for text in ("chain:5", "none", "chain:1", "tree:3,2,1", "chain:3")]

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.graphs import adjustment, feature_tables
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from specdecode_worker.speculation.sampling import token_counts
-from specdecode_worker.speculation.sampling.param_columns import ParamColumns
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.engine import captured_step as adjustment
+from specdecode_worker.engine import step_tables as feature_tables
+from specdecode_worker.sampling import columns as token_counts
+from specdecode_worker.sampling.columns import ParamColumns
 from support.lossless.plain_decoding import PlainDecoding
 
 TOKENS, VOCABULARY = 30, 61
@@ -133,7 +134,7 @@ def _with_short_history(right: Any) -> Any:
 
 def _plant_in_tables(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write other values to the tables of graphs."""
-    right = feature_tables.ints_of
+    right = feature_tables.feature_ints
 
     def wrong(requests: Any, key: Any) -> dict[str, list[int]]:
         tables = right(requests, key)
@@ -143,7 +144,7 @@ def _plant_in_tables(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
             tables["min_tokens"] = [count + 2 if count else 0 for count in tables["min_tokens"]]
         return tables
 
-    monkeypatch.setattr(feature_tables, "ints_of", wrong)
+    monkeypatch.setattr(feature_tables, "feature_ints", wrong)
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["in-turn", "pipelined"])

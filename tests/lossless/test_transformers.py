@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine, Prompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.engine.ipc.messages import Sampling
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
+from specdecode_worker.core.messages import Sampling
+from specdecode_worker.models.fetch import default_cache_dir, resolve
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(1800)]
 

@@ -10,8 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
-from specdecode_worker.server.access.scopes import Scope
+from specdecode_worker.server.access import ReloadedSecrets, Scope
 from specdecode_worker.server.lifecycle import Shutdown
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app

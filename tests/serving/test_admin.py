@@ -12,9 +12,9 @@ import pytest
 
 from specdecode_worker.contract import Header, Plan, Report, Route
 from specdecode_worker.server.lifecycle import Shutdown, State
+from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.text.prompts import Prompt
 from support.worker import fake_engine
 
 PLAN: dict[str, Any] = {"uid": "uid-1", "draft": "d", "version": 4, "initial": "chain:2", "max_depth": 2}

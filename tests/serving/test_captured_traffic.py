@@ -9,11 +9,10 @@ import httpx
 import torch
 
 from specdecode_worker.capture import ReadStats, read_records
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.training.data.shards import read_shard, shard_paths
-from specdecode_worker.training.distillation.record_shards import CaptureSelection, prepare_shards
-from specdecode_worker.training.distillation.sample_shards import read_samples
+from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.models.weights import load_llama
+from specdecode_worker.training.conversations import read_shard, shard_paths
+from specdecode_worker.training.distillation.records import CaptureSelection, prepare_shards, read_samples
 from support import small_model
 from support.worker_process import real
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from specdecode_worker.server.requests.structured_outputs import GRAMMAR, REGEX
-from specdecode_worker.server.requests.tools import JSON_OBJECT
+from specdecode_worker.server.requests import GRAMMAR, JSON_OBJECT, REGEX
 from support import small_model
 from support.tiers import by_effort
 from support.worker_process import WorkerProcess, real

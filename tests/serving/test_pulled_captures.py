@@ -15,10 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from specdecode_worker.capture.errors import PullFailed
-from specdecode_worker.capture.retention import stored_retention
-from specdecode_worker.capture.segment_format import segment_name
-from specdecode_worker.capture.segment_puller import PullResult, pull_segments, pull_source
+from specdecode_worker.capture.puller import PullResult, pull_segments, pull_source
+from specdecode_worker.capture.records import PullFailed
+from specdecode_worker.capture.segments import segment_name, stored_retention
 from specdecode_worker.contract import Route
 from support.capturing_workers import MAX_AGE_SECONDS, capturing, free_port
 from support.tiers import skip_reason

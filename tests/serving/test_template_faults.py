@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from specdecode_worker.server import chat_template as template_pool
 from specdecode_worker.server.routes.public import public_app
-from specdecode_worker.server.text import template_pool
 from support import small_model
 from support.worker.services import over_fake_engine
 

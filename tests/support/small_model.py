@@ -86,8 +86,8 @@ def write_target(
     import torch
     from safetensors.torch import save_file
 
-    from specdecode_worker.models.configs.model_config import llama_config
-    from specdecode_worker.models.networks.llama import Llama
+    from specdecode_worker.models.config import llama_config
+    from specdecode_worker.models.llama import Llama
 
     write_tokenizer(folder, config=config, template=template, added=added)
     torch.manual_seed(0)
@@ -104,8 +104,8 @@ def write_varied_target(folder: Path, *, spread: float = 0.3, context: int = 256
     import torch
     from safetensors.torch import save_file
 
-    from specdecode_worker.models.configs.model_config import llama_config
-    from specdecode_worker.models.networks.llama import Llama
+    from specdecode_worker.models.config import llama_config
+    from specdecode_worker.models.llama import Llama
 
     config = {"tie_word_embeddings": False, "num_hidden_layers": 2, "max_position_embeddings": context}
     write_tokenizer(folder, config=config)
@@ -122,8 +122,8 @@ def write_draft(folder: Path, seed: int = 1, config: Mapping[str, Any] = _NOTHIN
     import torch
     from safetensors.torch import save_file
 
-    from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
-    from specdecode_worker.models.networks.eagle3 import Eagle3Head
+    from specdecode_worker.models.config import eagle3_config, llama_config
+    from specdecode_worker.models.eagle import Eagle3Head
 
     target = llama_config({**CONFIG, **config})
     config = {**CONFIG, **config, "num_hidden_layers": 1, "draft_vocab_size": target.vocab_size}

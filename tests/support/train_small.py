@@ -16,11 +16,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from specdecode_worker.training.data.batches import DataSet
-from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.heads.initialization import new_head
-from specdecode_worker.training.optimization.data_parallel import join
-from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
+from specdecode_worker.training.conversations import Conversation, DataSet
+from specdecode_worker.training.heads import new_head
+from specdecode_worker.training.trainer import Trainer, TrainSettings, join
 from support.training_fixtures import small_target
 
 

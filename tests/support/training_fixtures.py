@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdecode_worker.models.configs.model_config import LlamaConfig
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.data.state_recording import read_states
-from specdecode_worker.training.heads.initialization import new_head
+from specdecode_worker.models.config import LlamaConfig
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.heads import new_head
+from specdecode_worker.training.rollout import read_states
 
 VOCABULARY = 64
 TRAIN_SMALL = Path(__file__).with_name("train_small.py")

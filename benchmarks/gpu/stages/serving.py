@@ -13,7 +13,7 @@ from given import Run
 from harness import Bench, build
 from shapes import LLAMA_8B
 
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.core.messages import Sampling, Submit
 from stages.profiles import parse
 from stages.steps import CONTEXT, Wanted, asked_of
 

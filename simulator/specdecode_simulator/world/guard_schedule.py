@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdecode_worker.speculation.guard import (
+from specdecode_worker.control.guard import (
     CHECK_STEPS,
     EARLY_STOP_RULES,
     MIN_REPORTED_STEPS,

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.model_store import resolve
+from specdecode_worker.models.fetch import model_hash, resolve
 from support.e2e.draft_files import GOOD_URI, TARGET_URI, bound_claim, write_noised_head
 from support.e2e.endpoint import EQUAL_STEPS, MEMORY, Endpoint
 from support.e2e.kube import Namespace

@@ -22,7 +22,7 @@ from localcluster.settings import NODE_ADDRESS
 
 from specdecode_operator.times import seconds_of_timestamp
 from specdecode_worker.contract.capture import CaptureReport
-from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.models.fetch import model_hash
 from support.e2e.askers import Askers
 from support.e2e.draft_files import GOOD_URI, bound_claim, write_head_without_tables, write_noised_head
 from support.e2e.endpoint import EQUAL_STEPS, MEMORY, MODEL, Endpoint

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from specdecode_worker.server.shared_call import SHARE_SECONDS
+from specdecode_worker.server.service import SHARE_SECONDS
 from support.faults import raw_clients
 from support.faults.bounds import (
     HALF_OPEN_SECONDS,

@@ -28,8 +28,7 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.model_store import resolve
+from specdecode_worker.models.fetch import model_hash, resolve
 from support.faults.bounds import healthy
 from support.worker_process import WorkerProcess, real
 

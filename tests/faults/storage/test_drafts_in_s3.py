@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, Route, ServerConfig, WorkerConfig
-from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.models.fetch import model_hash
 from support import small_model
 from support.storage_servers.s3_server import S3Server, s3_server
 from support.worker_process import StartWorker, WorkerProcess
@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 def _upload(server: S3Server, folder: Path, uri: str) -> str:
     """Upload a small head and return its hash."""
-    from specdecode_worker.models.checkpoints import object_store
+    from specdecode_worker.models import object_store
 
     folder.mkdir()
     small_model.write_draft(folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from specdecode_worker.capture import ReadStats, read_records
-from specdecode_worker.capture.segment_format import segment_name
+from specdecode_worker.capture.segments import segment_name
 from specdecode_worker.contract import Plan, Report, Route
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 from support.faults.bounds import healthy

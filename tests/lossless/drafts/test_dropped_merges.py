@@ -11,12 +11,12 @@ from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.cells import MergeChoice
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Defaults, Deployment, Observation, Worker
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import LocalEngine
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, Plan, WorkerConfig
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir
-from specdecode_worker.server.plan_store import PlanStore, parse_plan
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.server.service import PlanStore, parse_plan
 
 pytestmark = [pytest.mark.embedded]
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
-from specdecode_worker.commands.common.local_engine import Answer, LocalEngine
+from specdecode_worker.commands.flags import EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import Answer, LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.engine.drafts.draft_hash import draft_hash
-from specdecode_worker.engine.ipc.messages import Sampling
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
+from specdecode_worker.core.messages import Sampling
+from specdecode_worker.drafts.draft_files import draft_hash
+from specdecode_worker.models.fetch import default_cache_dir, resolve
 from support.lossless.permuted_draft import write_permuted_draft
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(1800)]

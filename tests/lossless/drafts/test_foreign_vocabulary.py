@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation.sampling.multi_round import MultiRound
+from specdecode_worker.sampling.sampler import MultiRound
 
 SHAPES = [TreeShape.parse(text) for text in ("chain:4", "tree:3,2,1,1", "none", "chain:1")]
 

@@ -9,11 +9,10 @@ import pytest
 from msgspec import structs
 
 from specdecode_worker.contract import DraftState, MergedDraft, TaskMatch, TreeShape
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
-from specdecode_worker.engine.graphs.step_plan import OutsideReason
-from specdecode_worker.engine.queueing import prompt_shares
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.guided.grammars import choice_grammar, regex_grammar
+from specdecode_worker.drafts.base import LoadedDraft
+from specdecode_worker.engine import scheduler as prompt_shares
+from specdecode_worker.engine.cuda_graphs import OutsideReason
+from specdecode_worker.guided.grammars import GrammarCompiler, choice_grammar, regex_grammar
 from support.char_tokenizer import END, tokenizer_json
 
 MIX = [TreeShape.parse(text) for text in ("chain:3", "tree:3,2,1", "none", "tree:4", "chain:1")]

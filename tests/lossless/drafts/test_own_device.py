@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from specdecode_worker.contract import DraftState, TreeShape
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
-from specdecode_worker.engine.graphs.step_plan import OutsideReason
-from specdecode_worker.engine.ipc.messages import Submit
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.drafts.base import LoadedDraft
+from specdecode_worker.engine.cuda_graphs import OutsideReason
 
 LOCAL = {"own-eagle3": "eagle3-steep", "own-model": "draft-model"}
 """Shared form of each draft that runs in a process of its own."""

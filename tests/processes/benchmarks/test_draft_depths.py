@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.training.artifacts.export import write_draft
-from specdecode_worker.training.heads.initialization import new_dflash
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.models.fetch import default_cache_dir, resolve
+from specdecode_worker.models.weights import load_llama
+from specdecode_worker.training.artifacts import write_draft
+from specdecode_worker.training.heads import new_dflash
 
 ROOT = Path(__file__).parents[3]
 

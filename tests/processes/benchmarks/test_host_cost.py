@@ -34,7 +34,7 @@ def test_every_step_emits_all_tokens_of_its_trees(host_cost: Any, shape: str, to
 
 
 def test_the_blocks_of_a_chunk_come_from_a_warm_cache(host_cost: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdecode_worker.engine.kv_cache.block_pool import BlockPool
+    from specdecode_worker.core.kv_cache import BlockPool
 
     evicted: list[int] = []
     evict = BlockPool.evict

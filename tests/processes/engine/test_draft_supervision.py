@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.engine.drafts.own_device import process_supervisor
-from specdecode_worker.engine.drafts.own_device.draft_messages import Propose
-from specdecode_worker.engine.drafts.own_device.draft_process import DraftProcess, Regions
-from specdecode_worker.engine.drafts.own_device.process_supervisor import ProcessSupervisor
-from specdecode_worker.engine.drafts.own_device.tensor_region import TensorRegion
+from specdecode_worker.drafts import own_device as process_supervisor
+from specdecode_worker.drafts.own_device import DraftProcess, ProcessSupervisor, Regions
+from specdecode_worker.drafts.own_device_process import Propose, TensorRegion
 from specdecode_worker.models.errors import ModelError
 from support.worker.draft_children import die, double, refuse
 

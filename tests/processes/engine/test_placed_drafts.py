@@ -14,13 +14,11 @@ import torch
 from specdecode_worker.contract import DraftConfig, ModelConfig, NamedDraft, WorkerConfig
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
-from specdecode_worker.engine.memory.memory_budget import DRAFT_PROCESS_BYTES, Device
-from specdecode_worker.engine.memory.model_inventory import take_inventory
-from specdecode_worker.models.configs.draft_config import eagle_config
-from specdecode_worker.models.configs.model_config import llama_config
+from specdecode_worker.engine.memory import DRAFT_PROCESS_BYTES, Device, take_inventory
+from specdecode_worker.models.config import eagle_config, llama_config
+from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.networks.eagle import EagleHead
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
 from support.worker.small_engine import drain, plan_of, submit, texts
 from support.worker.small_folders import SHAPE, config_of, write, write_head, write_target, write_tokenizer
 

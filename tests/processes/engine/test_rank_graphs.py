@@ -20,17 +20,15 @@ import pytest
 import torch
 
 from specdecode_worker.contract import DraftConfig
+from specdecode_worker.core.errors import RankLost
+from specdecode_worker.core.paged_attention import PagedCache
 from specdecode_worker.engine import factory
+from specdecode_worker.engine import tensor_parallel as rank_graphs
+from specdecode_worker.engine import tensor_parallel as rank_group
+from specdecode_worker.engine.cuda_graphs import EagerBackend, StagedBackend, StepGraphs, Work
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.factory import load_engine
-from specdecode_worker.engine.graphs.capture_backends import EagerBackend, StagedBackend, Work
-from specdecode_worker.engine.graphs.step_graphs import StepGraphs
-from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
-from specdecode_worker.engine.parallel import rank_graphs, rank_group
-from specdecode_worker.engine.parallel.leader_backend import LeaderBackend
-from specdecode_worker.engine.parallel.rank_graphs import RankGraphs
-from specdecode_worker.engine.parallel.step_exchange import StepShape
+from specdecode_worker.engine.tensor_parallel import LeaderBackend, RankGraphs, StepShape
 from support.worker.graph_ranks import FailingBackend, ShortBackend, fail_to_record, fail_to_rehearse, serve, set_plan
 from support.worker.small_engine import submit
 from support.worker.small_folders import exact_config_of, write_head, write_target

@@ -15,14 +15,12 @@ import msgspec
 import pytest
 
 from specdecode_worker.contract import WorkerConfig
+from specdecode_worker.core.errors import RankLost
+from specdecode_worker.engine import tensor_parallel as rank_process
+from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.factory import load_engine
-from specdecode_worker.engine.ipc.engine_client import EngineClient
-from specdecode_worker.engine.parallel import rank_process
-from specdecode_worker.engine.parallel.leader_target import LeaderTarget
-from specdecode_worker.engine.parallel.rank_group import RankGroup
-from specdecode_worker.engine.parallel.rank_messages import Assignment
+from specdecode_worker.engine.tensor_parallel import Assignment, LeaderTarget, RankGroup
 from specdecode_worker.models.errors import ConfigMismatch
 from support.worker import graph_ranks
 from support.worker.small_engine import drain, plan_of, submit, texts

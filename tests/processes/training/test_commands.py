@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.commands.common import engine_evaluation, sampler_comparison
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
-from specdecode_worker.models.configs.model_config import llama_config
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.commands import comparison as engine_evaluation
+from specdecode_worker.commands import sampler_comparison
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.models.headers import infer_method, read_tensor_headers
+from specdecode_worker.models.llama import Llama
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

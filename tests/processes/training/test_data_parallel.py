@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.shards import Conversation, write_shard
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.conversations import Conversation, write_shard
 from support.training_fixtures import TRAIN_SMALL
 
 

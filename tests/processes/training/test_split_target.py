@@ -11,14 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.question_sources import Question
-from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.data.state_recording import read_states
-from specdecode_worker.training.evaluation.draft_evaluation import ZeroContextAttention
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.models.weights import load_llama
+from specdecode_worker.training.evaluation import ZeroContextAttention
+from specdecode_worker.training.prompts import Question
+from specdecode_worker.training.rollout import Rollout, RolloutSettings, read_states
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
 from support import small_model
 

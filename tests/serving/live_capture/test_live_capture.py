@@ -16,8 +16,7 @@ import httpx
 import pytest
 
 from specdecode_worker.capture import ReadStats, Record, read_records
-from specdecode_worker.capture.retention import RETENTION_FILE
-from specdecode_worker.capture.segment_format import MAGIC, list_segments, segment_name
+from specdecode_worker.capture.segments import MAGIC, RETENTION_FILE, list_segments, segment_name
 from specdecode_worker.contract import Env, Plan, Report, Route, TaskMatch
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 from support.worker_process import WorkerProcess, fake, worker_config

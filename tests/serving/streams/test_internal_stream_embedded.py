@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, ServerConfig, WorkerConfig
 from specdecode_worker.contract.internal_stream import OpenStream
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
+from specdecode_worker.models.fetch import default_cache_dir, resolve
 from support.stream_workers import StreamWorker, check_cuts, start_worker
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]

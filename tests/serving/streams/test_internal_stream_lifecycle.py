@@ -23,8 +23,8 @@ from specdecode_worker.contract.internal_stream import (
     decode_load,
     encode_request,
 )
-from specdecode_worker.engine.ipc.engine_client import EngineClient
-from specdecode_worker.engine.ipc.heartbeat import Heartbeat, Phase
+from specdecode_worker.engine.client import EngineClient
+from specdecode_worker.engine.heartbeat import Heartbeat, Phase
 from specdecode_worker.server.lifecycle import Shutdown
 from specdecode_worker.server.service import Service
 from support.internal_client import Journal, frames, opened

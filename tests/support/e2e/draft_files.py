@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specdecode_worker.models.checkpoints.model_store import resolve
+from specdecode_worker.models.fetch import resolve
 from support.e2e.kube import Namespace
 
 TARGET_URI = "embedded://smollm2-135m-instruct"

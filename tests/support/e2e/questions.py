@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from specdecode_worker.capture import opening_hash
-from specdecode_worker.training.data import prompts
-from specdecode_worker.training.distillation.splits import split_of
+from specdecode_worker.training import prompts
+from specdecode_worker.training.distillation.records import split_of
 
 _LONGEST = 300
 _THINGS = (

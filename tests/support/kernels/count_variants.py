@@ -42,7 +42,7 @@ from specdecode_kernels.tree_attention import kernel as tree_attention
 from specdecode_kernels.tree_attention.plan import plan
 from specdecode_kernels.verify import kernel as verify
 from specdecode_kernels.verify import rounds
-from specdecode_worker.engine.graphs.capture_backends import Captured, Work
+from specdecode_worker.engine.cuda_graphs import Captured, Work
 from support.small_llama import engine_of, networks, plan_of
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdecode_kernels.noise.reference import gumbel
 from specdecode_kernels.sample.reference import processed
-from specdecode_worker.engine.ipc.messages import Submit
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.models.llama import Llama
 from support.char_tokenizer import END, tokenizer_json
 from support.lossless.plain_decoding import PlainDecoding, _adjusted
 

@@ -8,19 +8,14 @@ from functools import partial
 import torch
 
 from specdecode_worker.contract import DraftState
-from specdecode_worker.engine.drafts.draft_loader import paged_cache
-from specdecode_worker.engine.drafts.draft_model import ModelDrafter
-from specdecode_worker.engine.drafts.eagle import EagleDrafter
-from specdecode_worker.engine.drafts.own_device.draft_child import BuiltDraft
-from specdecode_worker.engine.drafts.own_device.draft_messages import Ready
-from specdecode_worker.engine.drafts.own_device.draft_process import DraftProcess
-from specdecode_worker.engine.drafts.own_device.draft_server import DraftServer
-from specdecode_worker.engine.drafts.own_device.own_drafter import OwnDrafter
-from specdecode_worker.engine.drafts.own_device.placed_loader import drafter_of, message_regions
-from specdecode_worker.engine.drafts.own_device.process_supervisor import ProcessSupervisor
-from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.drafts.draft_model import ModelDrafter
+from specdecode_worker.drafts.eagle import EagleDrafter
+from specdecode_worker.drafts.own_device import DraftProcess, OwnDrafter, ProcessSupervisor, drafter_of, message_regions
+from specdecode_worker.drafts.own_device_process import BuiltDraft, DraftServer, Ready
+from specdecode_worker.drafts.registry import paged_cache
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.llama import Llama
 
 CPU = torch.device("cpu")
 SLOTS, LENGTH, BLOCKS = 48, 256, 1000

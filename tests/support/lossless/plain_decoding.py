@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from specdecode_kernels.noise.reference import gumbel
 from specdecode_kernels.sample.reference import adjusted, processed
-from specdecode_worker.engine.ipc.messages import Submit
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.models.llama import Llama
 
 
 class PlainDecoding:

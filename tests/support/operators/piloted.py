@@ -8,12 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from specdecode_worker.contract import OTHER_TASK, DraftState, PhaseSeconds, Plan, Report, TreeShape
+from specdecode_worker.control.plan import Dispatcher
+from specdecode_worker.core.batch import ShapeSelector
 from specdecode_worker.engine.scheduler import Counters
-from specdecode_worker.engine.shape_selector import ShapeSelector
-from specdecode_worker.engine.stats.report_builder import WorkerIdentity, WorkerSnapshot, build_report
-from specdecode_worker.engine.stats.statistics import AcceptanceCategory, Statistics
-from specdecode_worker.engine.stats.step_costs import StepSize
-from specdecode_worker.speculation.dispatch import Dispatcher
+from specdecode_worker.engine.stats import (
+    AcceptanceCategory,
+    Statistics,
+    StepSize,
+    WorkerIdentity,
+    WorkerSnapshot,
+    build_report,
+)
 from support.operators.fleet import Loop, Truth, deployment_with
 
 SORT = AcceptanceCategory(OTHER_TASK, False, "d1")

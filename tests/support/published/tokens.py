@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 from tokenizers import Tokenizer
 
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.server.text.tokenizer import with_text_tags
+from specdecode_worker.guided.grammars import GrammarCompiler
+from specdecode_worker.server.tokenizer import with_text_tags
 from support import small_model
 
 TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "</s>", "[TOOL_CALLS]", "<a b>")

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from specdecode_worker.capture import Record
-from specdecode_worker.capture.record import encode
+from specdecode_worker.capture.records import encode
 from specdecode_worker.capture.segments import SegmentWriter
 
 

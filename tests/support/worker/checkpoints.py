@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.configs.model_config import LlamaConfig
+from specdecode_worker.models.config import LlamaConfig
 
 CPU = torch.device("cpu")
 SLOTS = torch.arange(1, 14)

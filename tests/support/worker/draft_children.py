@@ -6,8 +6,7 @@ import os
 import signal
 from multiprocessing.connection import Connection
 
-from specdecode_worker.engine.drafts.own_device.draft_child import BuiltDraft
-from specdecode_worker.engine.drafts.own_device.tensor_region import TensorRegion, TensorShape
+from specdecode_worker.drafts.own_device_process import BuiltDraft, TensorRegion, TensorShape
 
 
 def refuse() -> BuiltDraft:

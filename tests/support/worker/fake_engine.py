@@ -29,12 +29,11 @@ from specdecode_worker.contract import (
     TrialState,
     WorkerConfig,
 )
-from specdecode_worker.engine.drafts.draft_hash import draft_hash
-from specdecode_worker.engine.drafts.draft_swap import SwapStatus
-from specdecode_worker.engine.ipc.messages import Loaded, Logprobs, Submit, Tokens
-from specdecode_worker.models.checkpoints.model_store import resolve
+from specdecode_worker.core.messages import Loaded, Logprobs, Submit, Tokens
+from specdecode_worker.drafts.draft_files import draft_hash
+from specdecode_worker.drafts.swap import BlockCosts, SwapStatus
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.speculation.trial_costs import BlockCosts
+from specdecode_worker.models.fetch import resolve
 from support import small_model
 
 TEXT = "Grüße an alle: 你好, world! ✨ " * 4

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from specdecode_worker.engine import tensor_parallel as rank_process
+from specdecode_worker.engine.cuda_graphs import EagerBackend, Work
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.capture_backends import EagerBackend, Work
-from specdecode_worker.engine.parallel import rank_process
-from specdecode_worker.engine.parallel.rank_messages import CaptureState, Ready
+from specdecode_worker.engine.tensor_parallel import CaptureState, Ready
 from support.worker.small_engine import drain, plan_of, submit, texts
 
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from specdecode_worker.capture import ReadStats, Record, Recorder, read_records
-from specdecode_worker.capture.live.control_thread import Limits
-from specdecode_worker.capture.record import decode
-from specdecode_worker.capture.segment_format import list_segments, read_bodies
+from specdecode_worker.capture.live import Limits
+from specdecode_worker.capture.records import decode
+from specdecode_worker.capture.segments import list_segments, read_bodies
 from specdecode_worker.contract.capture import CaptureRules
 from support.worker.captured import record
 

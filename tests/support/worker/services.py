@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from specdecode_worker.contract import Plan, TaskMatch
-from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.server.tokenizer import Tokenizer
 from support.worker import fake_engine
 from support.worker_process import worker_config
 

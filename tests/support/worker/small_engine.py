@@ -11,24 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
-from specdecode_worker.engine.drafts.draft_loader import paged_cache
-from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
-from specdecode_worker.engine.drafts.eagle import EagleDrafter
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
+from specdecode_worker.control.plan import Dispatcher
+from specdecode_worker.core.batch import ShapeSelector
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.kv_cache import BlockPool
+from specdecode_worker.core.messages import Sampling, Submit, Tokens
+from specdecode_worker.core.request import Request
+from specdecode_worker.drafts.base import LoadedDraft
+from specdecode_worker.drafts.eagle import EagleDrafter
+from specdecode_worker.drafts.registry import DraftRegistry, paged_cache
 from specdecode_worker.engine.engine import Engine, EngineParts
-from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
-from specdecode_worker.engine.kv_cache.block_pool import BlockPool
-from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.shape_selector import ShapeSelector
-from specdecode_worker.engine.stats.report_builder import WorkerIdentity
-from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.target_pass import Target
-from specdecode_worker.models.configs.model_config import llama_config
-from specdecode_worker.models.configs.target_states import TargetStates
-from specdecode_worker.models.networks.layers import Attend
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.speculation.dispatch import Dispatcher
+from specdecode_worker.engine.stats import WorkerIdentity
+from specdecode_worker.engine.target import Target
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.layers import Attend
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.target_states import TargetStates
 
 CPU = torch.device("cpu")
 VOCABULARY = 41

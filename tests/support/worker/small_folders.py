@@ -13,9 +13,9 @@ from tokenizers.models import WordLevel
 from torch import nn
 
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
-from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.llama import Llama
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,7 +8,7 @@ import pytest
 from specdecode_simulator.records.acceptance_walks import PLAIN, chain, form_of
 from specdecode_simulator.records.recordings import Library
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.training.evaluation.acceptance_replay import accepted
+from specdecode_worker.training.acceptance import accepted
 
 SHAPES = [TreeShape.chain(1), TreeShape.chain(5), TreeShape.levels(3, 2, 1), TreeShape((0, 0, 1, 1, 2))]
 

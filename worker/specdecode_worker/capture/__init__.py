@@ -6,11 +6,9 @@ server ──enqueue──> Recorder: bounded queue ──thread──> redactio
 The rules of the `Recorder` come from the worker's configuration, or from the plan, which switches it on and off.
 """
 
-from specdecode_worker.capture.counters import CaptureCounts, Dropped
-from specdecode_worker.capture.errors import CaptureError
-from specdecode_worker.capture.record import Record, opening_hash
 from specdecode_worker.capture.recorder import Recorder
-from specdecode_worker.capture.segment_reader import ReadStats, read_records
+from specdecode_worker.capture.records import CaptureCounts, CaptureError, Dropped, Record, opening_hash
+from specdecode_worker.capture.segments import ReadStats, read_records
 
 __all__ = [
     "CaptureCounts",

@@ -7,15 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from specdecode_worker.capture.counters import CaptureCounts, Dropped
-from specdecode_worker.capture.errors import FolderUnusable
-from specdecode_worker.capture.live.control_thread import ControlThread, Limits
-from specdecode_worker.capture.live.live_store import LiveStore
-from specdecode_worker.capture.live.rules_state import CurrentRules
-from specdecode_worker.capture.record import Record
-from specdecode_worker.capture.record_queue import QueuedRecord, RecordQueue
-from specdecode_worker.capture.retention import Retention
-from specdecode_worker.capture.subject_keys import SubjectKeys, UserHashes
+from specdecode_worker.capture.live import ControlThread, CurrentRules, Limits, LiveStore
+from specdecode_worker.capture.records import CaptureCounts, Dropped, FolderUnusable, QueuedRecord, Record, RecordQueue
+from specdecode_worker.capture.segments import Retention, SubjectKeys, UserHashes
 from specdecode_worker.capture.user_deletion import DeletionCounts
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules, Consent
 

@@ -1,30 +1,455 @@
-"""Writer of segment files: crash-safe, shared by several workers, bounded in bytes and age.
-
-Every worker writes its own segments and deletes the oldest segments of all workers, so that the bounds hold for the
-folder. A writer starts another segment if its current one was deleted or rewritten. A write that fails, as on a full
-disk, leaves only whole frames behind.
-"""
+"""Segment files of captured records: writing, reading, listing, retention, and deletion of single records."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
+import hmac
+import json
 import logging
 import os
+import re
+import secrets
+import stat
+import struct
 import time
 import uuid
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
-from specdecode_worker.capture.errors import FolderUnusable
-from specdecode_worker.capture.retention import PARTS, Retention, store_retention, sweep
-from specdecode_worker.capture.segment_format import FRAME_OVERHEAD, MAGIC, frame_of, locked, segment_name
+import msgspec
+from pydantic import Field
+
+from specdecode_worker.capture.records import FolderUnusable, Record, SegmentNotFound, decode
+from specdecode_worker.contract.wire import Received
+
+log = logging.getLogger(__name__)
+
+# Format of segment files of captured records.
+#
+# A segment is MAGIC followed by frames. A frame is the length and the CRC-32 of its body (little-endian u32 each), then
+# the body. A truncated or corrupt frame ends its segment. The name of a segment starts with the time of its oldest
+# record in microseconds.
+
+MAGIC = b"SDCAP01\n"
+SUFFIX = ".segment"
+_HEAD = struct.Struct("<II")
+FRAME_OVERHEAD = _HEAD.size
+"""Bytes of a frame in addition to its body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One segment file; ``began_seconds`` is the Unix time of its oldest record."""
+
+    path: Path
+    size: int
+    began_seconds: float
+
+
+def segment_name(began_seconds: float) -> str:
+    """Return the unique name of a new segment."""
+    return f"{int(began_seconds * 1e6):018}-{uuid.uuid4().hex[:12]}{SUFFIX}"
+
+
+def list_segments(folder: Path) -> list[Segment]:
+    """Return the segments of a folder, oldest first."""
+    segments = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        began = path.name.partition("-")[0]
+        with contextlib.suppress(FileNotFoundError):
+            if began.isdigit():
+                segments.append(Segment(path, path.stat().st_size, int(began) / 1e6))
+    return segments
+
+
+def frame_of(body: bytes) -> bytes:
+    """Return the frame of a body."""
+    return _HEAD.pack(len(body), zlib.crc32(body)) + body
+
+
+def read_bodies(file: BinaryIO) -> Iterator[bytes | None]:
+    """Yield the bodies of a segment's frames, and None at the end if the rest cannot be read.
+
+    One frame is in memory at a time. After each body, ``file`` is at the end of its frame.
+    """
+    size = os.fstat(file.fileno()).st_size
+    at = len(MAGIC)
+    if file.read(len(MAGIC)) != MAGIC:
+        yield None
+        return
+    while at < size:
+        body = _next_body(file, size - at)
+        yield body
+        if body is None:
+            return
+        at += FRAME_OVERHEAD + len(body)
+
+
+def _next_body(file: BinaryIO, left: int) -> bytes | None:
+    """Return the body of the next frame, or None if the frame is truncated or corrupt."""
+    head = file.read(FRAME_OVERHEAD)
+    if len(head) < FRAME_OVERHEAD:
+        return None
+    length, checksum = _HEAD.unpack(head)
+    if length > left - FRAME_OVERHEAD:
+        return None
+    body = file.read(length)
+    return body if len(body) == length and zlib.crc32(body) == checksum else None
+
+
+@contextlib.contextmanager
+def locked(file: int) -> Iterator[None]:
+    """Hold the lock of an open segment, so that nothing is appended to it while it is rewritten.
+
+    File systems without locks are used without.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+# Retention of captured records: the maximum age, stored in the folder, and the deletion of expired segments.
+#
+# Every worker stores the bounds that it was started with, so that they hold while no worker runs: readers and the
+# command ``capture sweep`` delete what has expired since.
+
+RETENTION_FILE = "retention.json"
+REWRITE_SUFFIX = ".rewrite"
+"""Suffix of the file that replaces a segment after a deletion. A crash leaves it behind."""
+_REWRITE_SECONDS = 3600.0
+"""Age at which such a file is certainly left over from a crash."""
+PARTS = 16
+"""A segment is closed at this fraction of either bound, so a sweep never deletes more than that at once."""
+MAX_OPEN_SECONDS = 300.0
+"""Age at which a segment is closed at the latest. Only closed segments can be pulled for distillation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Bounds of a folder of segments: the age of records in seconds and the size of all segments in bytes."""
+
+    max_age_seconds: float
+    max_bytes: int
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size at which a segment is closed."""
+        return self.max_bytes // PARTS
+
+    @property
+    def segment_seconds(self) -> float:
+        """Age at which a segment is closed."""
+        return min(self.max_age_seconds / PARTS, MAX_OPEN_SECONDS)
+
+    def is_expired(self, segment: Segment, now: float) -> bool:
+        """Return whether the oldest record of a segment is about to exceed its age."""
+        return segment.began_seconds < now - self.max_age_seconds + self.segment_seconds
+
+
+def store_retention(folder: Path, retention: Retention) -> None:
+    """Write the bounds to the folder, in place of those of a worker that started before. Raise OSError on failure."""
+    partial = folder / f".{uuid.uuid4().hex}"
+    try:
+        partial.write_text(json.dumps(asdict(retention)) + "\n")
+        partial.replace(folder / RETENTION_FILE)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def stored_retention(folder: Path) -> Retention | None:
+    """Return the bounds of the worker that started last in this folder, or None if they are not known."""
+    try:
+        stored = json.loads((folder / RETENTION_FILE).read_bytes())
+        return Retention(float(stored["max_age_seconds"]), int(stored["max_bytes"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def sweep(folder: Path, retention: Retention, now: float) -> int:
+    """Delete segments beyond the bounds of age and size, oldest first, and return the remaining bytes.
+
+    Raises:
+        OSError: A segment cannot be deleted.
+    """
+    segments = list_segments(folder)
+    total_bytes = sum(segment.size for segment in segments)
+    # Leave room for the records that all workers write until their next sweep.
+    bound = retention.max_bytes - retention.segment_bytes
+    for segment in segments:
+        if retention.is_expired(segment, now) or total_bytes > bound:
+            segment.path.unlink(missing_ok=True)
+            total_bytes -= segment.size
+    _delete_leftovers(folder, now)
+    return total_bytes
+
+
+def delete_expired(folder: Path, max_age_seconds: float, now: float) -> int:
+    """Delete the segments whose records exceed the age, and return how many.
+
+    Raises:
+        OSError: A segment cannot be deleted.
+    """
+    retention = Retention(max_age_seconds, 0)
+    expired = [segment for segment in list_segments(folder) if retention.is_expired(segment, now)]
+    for segment in expired:
+        segment.path.unlink(missing_ok=True)
+    _delete_leftovers(folder, now)
+    return len(expired)
+
+
+def _delete_leftovers(folder: Path, now: float) -> None:
+    for path in folder.glob(f"*{REWRITE_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_mtime < now - _REWRITE_SECONDS:
+                path.unlink()
+
+
+# Keyed hashes of users, and the keys by which the records of a user are found again.
+#
+# The key is derived from the admin token with the scope operator, so that it is the same in all workers of a
+# deployment. A key is stored in the folder before the first record that needs it, and stays there until those records
+# have expired. A rotated token therefore prevents no deletion. Tokens cannot be computed from stored keys.
+
+KEY_SUFFIX = ".subject-key"
+_KEY_BYTES = 32
+_ID_DIGITS = 8
+_PURPOSE = b"specdecode captured users"
+_MARGIN_SECONDS = 86400.0
+"""Time for which a key outlives the records: no request takes longer."""
+
+
+def derived_key(token: str) -> bytes:
+    """Return the key of a token."""
+    return hmac.digest(token.encode(), _PURPOSE, hashlib.sha256)
+
+
+def key_id(key: bytes) -> str:
+    """Return the identifier of a key, which precedes every hash that was made with it."""
+    return hashlib.sha256(key).hexdigest()[:_ID_DIGITS]
+
+
+def keyed_hash(key: bytes, user: str) -> str:
+    """Return the identifier of the key and 32 hex digits of the HMAC-SHA256 of a user's identifier."""
+    return f"{key_id(key)}-{hmac.digest(key, _encoded(user), hashlib.sha256).hex()[:32]}"
+
+
+def unkeyed_hash(user: str) -> str:
+    """Return the hash that records of earlier versions have: those with a list of users can compute it."""
+    return hashlib.sha256(b"user\0" + _encoded(user)).hexdigest()[:32]
+
+
+def stored_keys(folder: Path) -> dict[str, bytes]:
+    """Return the keys of a folder by their identifiers. Files that hold none are left out."""
+    keys = {}
+    for path in folder.glob(f"*{KEY_SUFFIX}"):
+        with contextlib.suppress(OSError, ValueError):
+            key = bytes.fromhex(path.read_text())
+            if key_id(key) == path.name.removesuffix(KEY_SUFFIX):
+                keys[key_id(key)] = key
+    return keys
+
+
+class UserHashes:
+    """Hashes that records of one user may have."""
+
+    def __init__(self, user: str, keys: Iterable[bytes]) -> None:
+        known = list(keys)
+        self.hashes = {unkeyed_hash(user), *(keyed_hash(key, user) for key in known)}
+        self._ids = {key_id(key) for key in known}
+
+    def matches(self, stored: str) -> bool:
+        """Return whether a record with the hash ``stored`` is of this user."""
+        return stored in self.hashes
+
+    def is_undecidable(self, stored: str) -> bool:
+        """Return whether a hash was made with a key that is not known. The record may be of this user."""
+        identifier, dash, _ = stored.partition("-")
+        return bool(dash) and identifier not in self._ids
+
+
+class SubjectKeys:
+    """Key of one worker's folder. Without a token the key is random.
+
+    ``hash_of`` may be called from the event loop; the other methods block.
+    """
+
+    def __init__(self, folder: Path, read_token: Callable[[], str | None] = lambda: None) -> None:
+        self._folder, self._read_token = folder, read_token
+        token = read_token()
+        self._key = derived_key(token) if token else secrets.token_bytes(_KEY_BYTES)
+        self._used: dict[str, bytes] = {key_id(self._key): self._key}
+        self._stored: set[str] = set()
+
+    def hash_of(self, user: str | None) -> str:
+        """Return the hash of a user; empty without one."""
+        return keyed_hash(self._key, user) if user else ""
+
+    def refresh(self) -> None:
+        """Use the key of the current token, if the token was replaced."""
+        token = self._read_token()
+        if token and (key := derived_key(token)) != self._key:
+            self._used[key_id(key)] = key
+            self._key = key
+
+    def store_for(self, stored_hash: str) -> None:
+        """Store the key of a hash in the folder before a record with this hash is written. Raise OSError."""
+        identifier, dash, _ = stored_hash.partition("-")
+        if dash and identifier not in self._stored and identifier in self._used:
+            _store(self._folder / f"{identifier}{KEY_SUFFIX}", self._used[identifier])
+            self._stored.add(identifier)
+
+    def known(self) -> Mapping[str, bytes]:
+        """Return the keys of this worker and those of the folder, by identifier."""
+        return {**stored_keys(self._folder), **self._used}
+
+    def expire(self, max_age_seconds: float) -> None:
+        """Delete keys that no stored record can need any more, and keep the current one."""
+        current = self._folder / f"{key_id(self._key)}{KEY_SUFFIX}"
+        with contextlib.suppress(OSError):
+            os.utime(current)
+        for path in self._folder.glob(f"*{KEY_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                if path != current and path.stat().st_mtime < time.time() - max_age_seconds - _MARGIN_SECONDS:
+                    path.unlink()
+
+    def forget_stored(self) -> None:
+        """Store keys again before the next record: the folder was emptied."""
+        self._stored.clear()
+
+
+def _store(path: Path, key: bytes) -> None:
+    """Write a key that only this user can read. Several workers may write the same one."""
+    partial = path.with_name(f".{uuid.uuid4().hex}")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key.hex())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _encoded(user: str) -> bytes:
+    return user.encode(errors="surrogatepass")
+
+
+# Deletion of single records from a segment file, while its writer may append to it.
+
+_COPY_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Rewriting:
+    """Result for one segment."""
+
+    deleted: int = 0
+    """Records that were deleted."""
+    changed: bool = False
+    """True if the segment was replaced or deleted."""
+    readable: bool = True
+    """False if the file is no segment. It stays as it is."""
+
+
+def delete_records(path: Path, is_unwanted: Callable[[bytes], bool]) -> Rewriting:
+    """Delete the records for whose encoded bodies ``is_unwanted`` holds from one segment.
+
+    The segment is replaced by one without them, of the same name, owner and mode, or deleted if none remain. A
+    truncated end is dropped, because it may hold such a record.
+
+    Raises:
+        OSError: The segment cannot be read or replaced.
+    """
+    while True:
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return Rewriting()
+        with file, locked(file.fileno()):
+            if os.fstat(file.fileno()).st_nlink:
+                return _delete_from(file, path, is_unwanted)
+
+
+def _delete_from(file: BinaryIO, path: Path, is_unwanted: Callable[[bytes], bool]) -> Rewriting:
+    if file.read(len(MAGIC)) != MAGIC:
+        return Rewriting(readable=False)
+    file.seek(0)
+    wanted: list[tuple[int, int]] = []
+    deleted, is_torn, at = 0, False, len(MAGIC)
+    for body in read_bodies(file):
+        if body is None:
+            is_torn = True
+            break
+        size = FRAME_OVERHEAD + len(body)
+        if is_unwanted(body):
+            deleted += 1
+        elif wanted and sum(wanted[-1]) == at:
+            wanted[-1] = (wanted[-1][0], wanted[-1][1] + size)
+        else:
+            wanted.append((at, size))
+        at += size
+    if not deleted and not is_torn:
+        return Rewriting()
+    _replace(path, file, wanted)
+    return Rewriting(deleted, changed=True)
+
+
+def _replace(path: Path, source: BinaryIO, ranges: list[tuple[int, int]]) -> None:
+    """Replace a segment by one with these ranges of bytes; delete it if there are none."""
+    if not ranges:
+        path.unlink(missing_ok=True)
+        return
+    status = os.fstat(source.fileno())
+    other = path.with_suffix(REWRITE_SUFFIX)
+    try:
+        with open(other, "wb", opener=_private) as file:
+            os.fchmod(file.fileno(), status.st_mode & 0o777)
+            with contextlib.suppress(PermissionError):
+                os.fchown(file.fileno(), status.st_uid, status.st_gid)
+            file.write(MAGIC)
+            for at, size in ranges:
+                _copy(source, file, at, size)
+            file.flush()
+            os.fsync(file.fileno())
+        other.replace(path)
+    except OSError:
+        other.unlink(missing_ok=True)
+        raise
+
+
+def _copy(source: BinaryIO, target: BinaryIO, at: int, size: int) -> None:
+    source.seek(at)
+    while size > 0:
+        piece = source.read(min(size, _COPY_BYTES))
+        target.write(piece)
+        size -= len(piece)
+        if not piece:
+            return
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+# Writer of segment files: crash-safe, shared by several workers, bounded in bytes and age.
+#
+# Every worker writes its own segments and deletes the oldest segments of all workers, so that the bounds hold for the
+# folder. A writer starts another segment if its current one was deleted or rewritten. A write that fails, as on a full
+# disk, leaves only whole frames behind.
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _TRIES = 3
 """Segments to try for one record. A fresh segment is gone only if the folder is emptied at that moment."""
-
-log = logging.getLogger(__name__)
 
 
 class SegmentWriter:
@@ -184,3 +609,182 @@ def _write_whole(file: int, content: bytes) -> None:
     written = os.write(file, content)
     if written != len(content):
         raise OSError(errno.ENOSPC, f"only {written} of {len(content)} bytes could be written")
+
+
+# Reader of the records in segment files. Workers may write to the folders at the same time.
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """Counters of one read of the folders."""
+
+    segments: int = 0
+    torn: int = 0
+    """Segments that end in a truncated frame, or do not start with MAGIC."""
+    unreadable: int = 0
+    """Complete frames that do not decode as a record."""
+
+
+def read_records(folders: Sequence[Path], stats: ReadStats, clock: Callable[[], float] = time.time) -> Iterator[Record]:
+    """Yield all records of the folders, by segment in the order of creation.
+
+    Segments that have expired since the last worker ran are deleted, and left out if they cannot be deleted.
+
+    Raises:
+        FolderUnusable: one of ``folders`` is not a folder.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise FolderUnusable(f"{folder} is no folder; name the one that `serve --capture` was given")
+        for segment in _valid_segments(folder, clock()):
+            try:
+                file = segment.path.open("rb")
+            except FileNotFoundError:
+                continue  # deleted by a writer since the listing
+            with file:
+                stats.segments += 1
+                yield from _records(file, stats)
+
+
+def _valid_segments(folder: Path, now: float) -> list[Segment]:
+    """Return the segments that have not expired, and delete the others."""
+    retention = stored_retention(folder)
+    if retention is None:
+        return list_segments(folder)
+    with contextlib.suppress(OSError):  # a folder may be mounted for reading only
+        delete_expired(folder, retention.max_age_seconds, now)
+    return [segment for segment in list_segments(folder) if not retention.is_expired(segment, now)]
+
+
+def _records(file: BinaryIO, stats: ReadStats) -> Iterator[Record]:
+    for body in read_bodies(file):
+        if body is None:
+            stats.torn += 1
+            return
+        try:
+            yield decode(body)
+        except msgspec.MsgspecError:
+            stats.unreadable += 1
+
+
+# Finished segments of a folder, as a worker lists and serves them for distillation.
+#
+# A segment is finished when no writer appends to it any more. Writers close a segment after
+# ``Retention.segment_seconds``, so its name, which has its time, is enough to know. The only writer of a folder closes
+# its segment for a listing, so that the listing has all records.
+
+SEGMENT_NAME = r"^[0-9]{18}-[0-9a-f]{12}\.segment$"
+MAX_SEGMENT_BYTES = 2**31
+MAX_LISTED = 4096
+"""Segments of a listing, the newest: 14 days of segments of 5 minutes each."""
+READ_BYTES = 256 * 1024
+"""Bytes read at once, which bound the memory of hashing and of a transfer."""
+FINISH_MARGIN_SECONDS = 10.0
+"""Time after which a write that began before its segment was closed has ended."""
+
+_Status = tuple[int, int, int]
+"""Inode, time of modification and size: another one means that the segment must be hashed again."""
+
+
+class ListedSegment(Received):
+    """One finished segment."""
+
+    name: str = Field(pattern=SEGMENT_NAME)
+    size: int = Field(ge=0, le=MAX_SEGMENT_BYTES)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class SegmentListing(Received):
+    """The finished segments of a worker's folder, oldest first, and the maximum age of their records."""
+
+    segments: tuple[ListedSegment, ...] = Field(default=(), max_length=MAX_LISTED)
+    max_age_seconds: float = Field(gt=0, allow_inf_nan=False)
+
+
+class OnlyWriter(Protocol):
+    """Writer of a folder that no other process writes."""
+
+    def close_segment(self) -> None:
+        """Close the open segment. The next record begins another one. Blocks, and never raises OSError."""
+
+    def is_closed(self, name: str) -> bool:
+        """Return whether the segment ``name`` of the folder is not open."""
+
+
+class FinishedSegments:
+    """Reader of the finished segments of ``folder``. Its methods block, and ``listing`` reads all new segments.
+
+    ``writer`` is None if other processes may write to the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        writer: OnlyWriter | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder, self._writer, self._clock = folder, writer, clock
+        self.retention = retention
+        """Bounds in force. They may be replaced."""
+        self._hashes: dict[str, tuple[_Status, str]] = {}
+
+    def listing(self) -> SegmentListing:
+        """Return the newest finished segments that have not expired. A segment is hashed once."""
+        if self._writer is not None:
+            self._writer.close_segment()
+        now = self._clock()
+        segments = [one for one in list_segments(self._folder) if not self.retention.is_expired(one, now)]
+        listed = []
+        hashes: dict[str, tuple[_Status, str]] = {}
+        for segment in segments[-MAX_LISTED:]:
+            name = segment.path.name
+            # A segment may be deleted at any time.
+            with contextlib.suppress(SegmentNotFound), self.open(name) as file:
+                status = _status(file)
+                known = self._hashes.get(name)
+                sha256 = known[1] if known and known[0] == status else hash_file(file)
+                hashes[name] = (status, sha256)
+                listed.append(ListedSegment(name=name, size=status[2], sha256=sha256))
+        self._hashes = hashes
+        return SegmentListing(segments=tuple(listed), max_age_seconds=self.retention.max_age_seconds)
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a finished segment.
+
+        Raises:
+            SegmentNotFound: The folder has no finished segment of this name. A link or another path is none.
+        """
+        if re.fullmatch(SEGMENT_NAME, name) is None or not self._is_finished(name):
+            raise SegmentNotFound(f"there is no finished segment {name[:64]}")
+        try:
+            # Without O_NONBLOCK, opening a named pipe would wait.
+            file = os.fdopen(
+                os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb", buffering=0
+            )
+        except OSError:
+            raise SegmentNotFound(f"there is no finished segment {name}") from None
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_SEGMENT_BYTES:
+            file.close()
+            raise SegmentNotFound(f"there is no finished segment {name}")
+        return file
+
+    def _is_finished(self, name: str) -> bool:
+        if self._writer is not None:
+            return self._writer.is_closed(name)
+        began_seconds = int(name.partition("-")[0]) / 1e6
+        return began_seconds + self.retention.segment_seconds + FINISH_MARGIN_SECONDS < self._clock()
+
+
+def hash_file(file: BinaryIO) -> str:
+    """Return the SHA-256 of an open file, read in pieces."""
+    digest = hashlib.sha256()
+    while piece := file.read(READ_BYTES):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _status(file: BinaryIO) -> _Status:
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -9,11 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from specdecode_worker.capture.errors import FolderUnusable
-from specdecode_worker.capture.record import decode_stamp
-from specdecode_worker.capture.segment_format import list_segments
-from specdecode_worker.capture.segment_rewriting import delete_records
-from specdecode_worker.capture.subject_keys import UserHashes, stored_keys
+from specdecode_worker.capture.records import FolderUnusable, decode_stamp
+from specdecode_worker.capture.segments import UserHashes, delete_records, list_segments, stored_keys
 
 
 @dataclass(slots=True)

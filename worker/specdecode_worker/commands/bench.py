@@ -12,17 +12,22 @@ from typing import Any
 
 import torch
 
-from specdecode_worker.commands.common.bench_results import tables, write_files
-from specdecode_worker.commands.common.comparison import Variant, compare
-from specdecode_worker.commands.common.flags import (
+from specdecode_worker.commands.comparison import (
+    Variant,
+    compare,
+    is_installed,
+    tables,
+    transformers_tokens_per_second,
+    write_files,
+)
+from specdecode_worker.commands.flags import (
     add_model_flags,
     add_output_flags,
     add_placement_flag,
     add_sampling_flags,
     add_shape_flags,
 )
-from specdecode_worker.commands.common.local_engine import DEFAULT_SHAPE, NGRAM, LocalEngine, Prompt, local_engine
-from specdecode_worker.commands.common.transformers_peer import is_installed, transformers_tokens_per_second
+from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, NGRAM, LocalEngine, Prompt, local_engine
 from specdecode_worker.contract import MergedDraft, TreeShape
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError

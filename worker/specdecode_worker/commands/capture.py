@@ -10,10 +10,15 @@ import sys
 import time
 from pathlib import Path
 
-from specdecode_worker.capture.errors import CaptureError, FolderUnusable
-from specdecode_worker.capture.record import Record
-from specdecode_worker.capture.retention import RETENTION_FILE, delete_expired, stored_retention
-from specdecode_worker.capture.subject_keys import UserHashes, derived_key, stored_keys
+from specdecode_worker.capture.records import CaptureError, FolderUnusable, Record
+from specdecode_worker.capture.segments import (
+    RETENTION_FILE,
+    UserHashes,
+    delete_expired,
+    derived_key,
+    stored_keys,
+    stored_retention,
+)
 from specdecode_worker.capture.user_deletion import delete_user_records
 
 
@@ -75,7 +80,7 @@ def _keys(args: argparse.Namespace) -> list[bytes]:
 
 def _prune(folder: Path) -> int:
     """Delete a run and those before it, and return the exit code."""
-    from specdecode_worker.training.distillation.run_pruning import began_seconds, delete_runs
+    from specdecode_worker.training.distillation.pruning import began_seconds, delete_runs
 
     if began_seconds(folder) is None:
         raise FolderUnusable(f"{folder} is not named by the time of a run of `distill`")
@@ -90,7 +95,7 @@ def _is_run(folder: Path) -> bool:
 def _delete_from_run(folder: Path, args: argparse.Namespace, keys: list[bytes]) -> int:
     """Delete expired records, or those of a user, from a run of `distill` and return the exit code."""
     # Imported here, because it needs torch, which the deletion of segments does not.
-    from specdecode_worker.training.distillation.run_deletion import delete_from_run
+    from specdecode_worker.training.distillation.deletion import delete_from_run
     from specdecode_worker.training.errors import TrainingError
 
     if args.action == "sweep" and args.max_age is None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from specdecode_worker.commands.common.flags import (
+from specdecode_worker.commands.flags import (
     add_model_flags,
     add_placement_flag,
     default_by_device,
@@ -24,11 +24,9 @@ from specdecode_worker.contract import (
     WorkerConfig,
 )
 from specdecode_worker.engine.factory import device_of
-from specdecode_worker.engine.memory.memory_budget import Device
-from specdecode_worker.engine.memory.memory_verdict import make_verdict
-from specdecode_worker.engine.memory.model_inventory import Inventory, take_inventory
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
+from specdecode_worker.engine.memory import Device, Inventory, make_verdict, take_inventory
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.fetch import default_cache_dir, resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,38 +20,37 @@ from typing import Any, NoReturn
 import torch
 
 from specdecode_worker.capture import CaptureError
-from specdecode_worker.commands.common.capture_sources import (
+from specdecode_worker.commands.capture_sources import (
     add_capture_flags,
     capture_folders,
     check_capture_flags,
     delete_fetched,
 )
-from specdecode_worker.commands.common.distillation_job import (
+from specdecode_worker.commands.distillation_job import (
     MAX_NOT_REPRODUCED,
     add_job_flags,
     check_job_flags,
     run_as_job,
 )
-from specdecode_worker.commands.common.flags import (
+from specdecode_worker.commands.flags import (
     EMBEDDED_DRAFT,
     EMBEDDED_TARGET,
     add_device_flag,
     add_shape_flags,
     add_tensor_parallel_flag,
+    print_progress,
 )
-from specdecode_worker.commands.common.progress import print_progress
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.factory import device_of
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.training.artifacts.distillation_lineage import Ancestor
-from specdecode_worker.training.data.chat_tokens import Chat
+from specdecode_worker.models.fetch import model_hash, resolve
+from specdecode_worker.training.conversations import Chat
+from specdecode_worker.training.distillation.deletion import delete_expired_from_runs, expiry_seconds
+from specdecode_worker.training.distillation.lineage import Ancestor
 from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings, stored_verdict
-from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped
-from specdecode_worker.training.distillation.run_clock import RunClock
-from specdecode_worker.training.distillation.run_deletion import delete_expired_from_runs, expiry_seconds
-from specdecode_worker.training.distillation.student_training import StudentSettings
+from specdecode_worker.training.distillation.publication import RunClock
+from specdecode_worker.training.distillation.records import Interrupted, Stopped
+from specdecode_worker.training.distillation.students import StudentSettings
 from specdecode_worker.training.errors import TimeLimitReached, TrainingError
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
 

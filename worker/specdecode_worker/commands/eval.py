@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from specdecode_worker.commands.common import engine_evaluation, sampler_comparison
-from specdecode_worker.commands.common.flags import (
+from specdecode_worker.commands import comparison as engine_evaluation
+from specdecode_worker.commands import sampler_comparison
+from specdecode_worker.commands.flags import (
     add_model_flags,
     add_output_flags,
     add_shape_flags,
@@ -24,16 +25,15 @@ from specdecode_worker.commands.common.flags import (
     method_and_draft,
 )
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.checkpoints.model_store import resolve
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.fetch import resolve
 from specdecode_worker.models.optimize import quantise_draft, quantise_target
-from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.data.question_sources import greedy, read_prompts
-from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.conversations import Chat, Conversation
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.evaluation.draft_evaluation import evaluate
+from specdecode_worker.training.evaluation import evaluate
+from specdecode_worker.training.prompts import greedy, read_prompts
+from specdecode_worker.training.rollout import Rollout, RolloutSettings
 
 _ROWS = 32
 """Largest number of answers generated at a time."""

@@ -7,14 +7,14 @@ import json
 import sys
 from pathlib import Path
 
-from specdecode_worker.commands.common.flags import (
+from specdecode_worker.commands.flags import (
     add_model_flags,
     add_output_flags,
     add_placement_flag,
     add_sampling_flags,
     add_shape_flags,
 )
-from specdecode_worker.commands.common.local_engine import (
+from specdecode_worker.commands.local_engine import (
     DEFAULT_SHAPE,
     Answer,
     LocalEngine,
@@ -24,8 +24,8 @@ from specdecode_worker.commands.common.local_engine import (
     local_engine,
     sampling_of,
 )
+from specdecode_worker.core.messages import Tokens
 from specdecode_worker.embedded.errors import EmbeddedModelError
-from specdecode_worker.engine.ipc.messages import Tokens
 from specdecode_worker.models.errors import ModelError
 
 

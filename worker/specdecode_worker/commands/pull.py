@@ -18,12 +18,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from specdecode_worker.commands.common.progress import print_progress
+from specdecode_worker.commands.flags import print_progress
 from specdecode_worker.contract import Env, Revisions, WorkerConfig
-from specdecode_worker.engine.assignment.assigned_draft import assigned_uris, worker_name
-from specdecode_worker.models.checkpoints import hub, model_store
+from specdecode_worker.drafts.swap import assigned_uris, worker_name
+from specdecode_worker.models import fetch as hub
+from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.server.plan_store import read_plan
+from specdecode_worker.server.service import read_plan
 from specdecode_worker.termination import write_termination_message
 
 _SECONDS_BETWEEN_LINES = 2.0
@@ -106,7 +107,7 @@ def _fetch(uri: str, cache: Path) -> Path:
     if uri.startswith("hf://"):
         return _hub_pull(uri, cache)
     if uri.startswith("s3://"):
-        from specdecode_worker.models.checkpoints import object_store  # a large library, for these URIs alone
+        from specdecode_worker.models import object_store  # a large library, for these URIs alone
 
         return object_store.fetch(uri, cache, ProgressLines())
     return model_store.resolve(uri, cache)

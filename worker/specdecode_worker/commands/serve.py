@@ -16,15 +16,16 @@ from typing import Any, get_args
 import uvloop
 from pydantic import ValidationError
 
-from specdecode_worker.commands.common.flags import (
+from specdecode_worker.commands.flags import (
+    add_merge_flag,
     add_model_flags,
     add_placement_flag,
     add_shape_flags,
     default_by_device,
+    merged_drafts,
     method_and_draft,
+    take_speculative_config,
 )
-from specdecode_worker.commands.common.merged_drafts import add_merge_flag, merged_drafts
-from specdecode_worker.commands.common.speculative_config import take_speculative_config
 from specdecode_worker.contract import (
     OTHER_TASK,
     CaptureConfig,
@@ -42,7 +43,7 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir
+from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.server.errors import CannotStart
 from specdecode_worker.server.server_process import serve
 from specdecode_worker.termination import write_termination_message

@@ -12,22 +12,20 @@ from pathlib import Path
 
 import torch
 
-from specdecode_worker.commands.common.flags import EMBEDDED_TARGET, add_device_flag, add_tensor_parallel_flag
-from specdecode_worker.commands.common.progress import print_progress
+from specdecode_worker.commands.flags import EMBEDDED_TARGET, add_device_flag, add_tensor_parallel_flag, print_progress
 from specdecode_worker.engine.factory import device_of
-from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, load_draft
-from specdecode_worker.models.checkpoints.model_store import resolve
-from specdecode_worker.models.checkpoints.weights import load_llama
+from specdecode_worker.models.drafts import WeightMethod, load_draft
 from specdecode_worker.models.errors import ModelError, VocabularyMismatch
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.artifacts.export import FAMILIES
-from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.data.question_sources import read_prompts
+from specdecode_worker.models.fetch import resolve
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_llama
+from specdecode_worker.training.artifacts import FAMILIES
+from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.optimization.data_parallel import join
-from specdecode_worker.training.optimization.trainer import TrainSettings
+from specdecode_worker.training.prompts import read_prompts
 from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, train_draft
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
+from specdecode_worker.training.trainer import TrainSettings, join
 
 _DEFAULTS = TrainSettings()
 _METHODS: tuple[WeightMethod, ...] = ("eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model")

@@ -17,36 +17,34 @@ from dataclasses import dataclass
 import torch
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
-from specdecode_worker.engine.batch import Row, decoding_rows
-from specdecode_worker.engine.drafts.draft_problem import describe_failure
-from specdecode_worker.engine.drafts.draft_registry import NO_SWAPS, DraftRegistry
-from specdecode_worker.engine.drafts.draft_swap import SwapStatus
-from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadDraft, LoadedDraft
-from specdecode_worker.engine.graphs.step_graphs import StepGraphs
+from specdecode_worker.control.synthetic import Synthetic
+from specdecode_worker.core.batch import Row, Selection, ShapeSelector, decoding_rows
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.messages import Logprobs, Submit, Tokens
+from specdecode_worker.core.request import Request, check_tokens
+from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft
+from specdecode_worker.drafts.registry import NO_SWAPS, DraftRegistry
+from specdecode_worker.drafts.swap import BlockCosts, SwapStatus, describe_failure
+from specdecode_worker.engine.cuda_graphs import StepGraphs
 from specdecode_worker.engine.guided_trees import with_forced_tokens
-from specdecode_worker.engine.ipc.messages import Logprobs, Submit, Tokens
-from specdecode_worker.engine.queueing.deadlines import Deadlines
-from specdecode_worker.engine.queueing.grammar_queue import GrammarQueue
-from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.sampling_params import check_tokens
-from specdecode_worker.engine.scheduler import Scheduler
-from specdecode_worker.engine.shape_selector import Selection, ShapeSelector
-from specdecode_worker.engine.stats.report_builder import WorkerIdentity, WorkerSnapshot, build_report
-from specdecode_worker.engine.stats.statistics import Statistics
-from specdecode_worker.engine.stats.step_costs import StepCosts
-from specdecode_worker.engine.stats.step_phases import PhaseTimer
-from specdecode_worker.engine.stats.step_recorder import RowResult, StepRecorder
-from specdecode_worker.engine.stats.step_timer import StepTimer
-from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.launched_step import LaunchedStep
-from specdecode_worker.engine.step.step_launcher import StepLauncher
-from specdecode_worker.engine.step.target_pass import Target
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.engine.launched_step import LaunchedStep, StepTimer
+from specdecode_worker.engine.runner import StepLauncher
+from specdecode_worker.engine.scheduler import Deadlines, GrammarQueue, Scheduler
+from specdecode_worker.engine.stats import (
+    PhaseTimer,
+    RowResult,
+    Statistics,
+    StepCosts,
+    StepRecorder,
+    WorkerIdentity,
+    WorkerSnapshot,
+    build_report,
+)
+from specdecode_worker.engine.target import Target
+from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.sampler import SamplerFactory
-from specdecode_worker.speculation.synthetic import Synthetic
-from specdecode_worker.speculation.trial_costs import BlockCosts
+from specdecode_worker.sampling.coupling import Coupling
+from specdecode_worker.sampling.sampler import SamplerFactory
 
 GRAMMAR_WAIT_SECONDS = 0.002
 """Longest wait for a compilation while no request runs, so that the engine still reads its messages."""

@@ -10,40 +10,39 @@ from pathlib import Path
 import torch
 
 from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, WorkerConfig
-from specdecode_worker.engine.assignment.assigned_draft import worker_name
-from specdecode_worker.engine.drafts.draft_loader import DraftLoader, Resolve, paged_cache
-from specdecode_worker.engine.drafts.draft_problem import describe_failure
-from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
-from specdecode_worker.engine.drafts.loaded_draft import DEFAULT_DRAFT, LoadDraft, LoadedDraft, UnusableDraft
-from specdecode_worker.engine.drafts.own_device.placed_loader import OwnDevice, PlacedDraftLoader
+from specdecode_worker.control.plan import Dispatcher
+from specdecode_worker.core.batch import ShapeSelector
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
+from specdecode_worker.core.paged_attention import PagedCache
+from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft, UnusableDraft
+from specdecode_worker.drafts.own_device import OwnDevice, PlacedDraftLoader
+from specdecode_worker.drafts.registry import DraftLoader, DraftRegistry, Resolve, paged_cache
+from specdecode_worker.drafts.swap import describe_failure, worker_name
+from specdecode_worker.engine.cuda_graphs import CaptureBackend, StagedBackend, StepGraphs, capture_backend
 from specdecode_worker.engine.engine import Engine, EngineParts
-from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, StagedBackend, capture_backend
-from specdecode_worker.engine.graphs.step_graphs import StepGraphs
-from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
-from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
-from specdecode_worker.engine.measured_kernels import use_kernel_timings, warm_up_prefill
-from specdecode_worker.engine.memory.device_memory import free_bytes
-from specdecode_worker.engine.memory.draft_memory_check import CheckedDraftLoader
-from specdecode_worker.engine.memory.memory_budget import Budget, kv_tokens
-from specdecode_worker.engine.memory.memory_verdict import memory_state, require_servable
-from specdecode_worker.engine.memory.model_inventory import graph_rows, take_inventory
-from specdecode_worker.engine.parallel.leader_backend import LeaderBackend
-from specdecode_worker.engine.parallel.leader_target import LeaderState, LeaderTarget
-from specdecode_worker.engine.parallel.rank_group import RankGroup
-from specdecode_worker.engine.parallel.rank_messages import Assignment
+from specdecode_worker.engine.kernel_class import use_kernel_timings, warm_up_prefill
+from specdecode_worker.engine.memory import (
+    Budget,
+    CheckedDraftLoader,
+    free_bytes,
+    graph_rows,
+    kv_tokens,
+    memory_state,
+    require_servable,
+    take_inventory,
+)
 from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.shape_selector import ShapeSelector
-from specdecode_worker.engine.stats.report_builder import WorkerIdentity
-from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.target_pass import Target
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.weights import load_llama
+from specdecode_worker.engine.stats import WorkerIdentity
+from specdecode_worker.engine.target import Target
+from specdecode_worker.engine.tensor_parallel import Assignment, LeaderBackend, LeaderState, LeaderTarget, RankGroup
+from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, quantise_target
-from specdecode_worker.speculation.dispatch import Dispatcher
-from specdecode_worker.speculation.sampling.sampler import SAMPLERS
+from specdecode_worker.models.weights import load_llama
+from specdecode_worker.sampling.sampler import SAMPLERS
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.shape_selector import Selection
-from specdecode_worker.speculation.trees import Tree, given_chain
+from specdecode_worker.core.batch import Selection
+from specdecode_worker.core.request import Request
+from specdecode_worker.sampling.trees import Tree, given_chain
 
 
 def with_forced_tokens(selection: Selection, requests: Sequence[Request]) -> Selection:

@@ -1,30 +1,536 @@
-"""Scheduler of the next step: continuous batching with chunked prefill, first come first served.
-
-Decoding requests run first and leave a share of the token budget to prompts, which also use what decoding leaves over.
-With chunked prefill, long prompts leave a share of the prompt budget to short ones (queueing/prompt_shares.py): a
-waiting short prompt may overtake a long one as long as another long prompt is in progress. The oldest waiting long
-prompt is next once none is in progress, and then nothing overtakes it. Requests of several clients wait in turn
-(queueing/waiting_queue.py).
-
-When blocks run out, the youngest request is preempted: it gives its blocks back and later recomputes its keys from its
-tokens, so no token is lost and the text does not change. The oldest request is never preempted, which guarantees
-progress.
-"""
+"""Continuous batching: order of the waiting requests, prefix reuse, chunked prefill, preemption, and deadlines."""
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import attrgetter
+from typing import Literal
 
-from specdecode_worker.engine.batch import Batch, Row
-from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool, blocks_for
-from specdecode_worker.engine.kv_cache.prefix_reuse import PrefixReuse
-from specdecode_worker.engine.queueing.prompt_shares import PrefillLimit, share_prompt_budget, short_prompt_tokens
-from specdecode_worker.engine.queueing.waiting_queue import WaitingQueue
-from specdecode_worker.engine.request import CachedPrefix, Request
-from specdecode_worker.engine.shape_selector import Selection
-from specdecode_worker.speculation.trees import PLAIN, Tree
+from specdecode_worker.core.batch import Batch, Row, Selection
+from specdecode_worker.core.kv_cache import (
+    BLOCK_SIZE,
+    BlockPool,
+    CachedPrefix,
+    blocks_for,
+    extend_digests,
+    root_digest,
+    salted_root,
+)
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.core.request import Request, blocked_tokens
+from specdecode_worker.guided.grammars import GrammarCompiler
+from specdecode_worker.guided.guide import GrammarRefused, Guide, library_message
+from specdecode_worker.sampling.trees import PLAIN, Tree
+
+# Prefix reuse: lookup of cached blocks for a new request and publication of its own full blocks.
+#
+# A block is published once the step that fills it has been launched, which is safe because the device runs steps in
+# order and readers are launched later. A published block is never written again. The block with the last prompt token
+# is never reused, because the logits of that token are needed.
+#
+# The salt of a request is part of the digest of its first block, and so of every block. Keys of drafts and hidden
+# states of the target are found through the same blocks, so requests with different salts share none of them.
+
+_STATES = "states"
+"""Mark of blocks with stored hidden states of their last token. It cannot collide with a draft's mark, a hash."""
+_FOLLOWED = "followed"
+"""Mark of blocks that any draft has processed, even one that was replaced since."""
+
+
+RENEW_EVERY = 4
+"""Of the requests that find a prefix without keys of their draft, every so many-th computes it once more.
+
+A draft drafts worse behind a prefix that it cannot see. After a swap, a prefix of many requests soon has the new
+draft's keys, and those of single conversations cost a quarter of the prefill that a cold cache would.
+"""
+
+
+@dataclass(slots=True)
+class _KnownHit:
+    """Cached prefix of a waiting request, and what it was found by.
+
+    ``watched`` are the digests of the entries that the search read, the missing one at its end included.
+    """
+
+    hit: CachedPrefix
+    tokens: int
+    draft: str
+    draft_prefill: bool
+    watched: frozenset[bytes]
+    version: int
+
+
+class PrefixReuse:
+    """Prefix reuse of one scheduler. If disabled, no block is found or published."""
+
+    def __init__(self, pool: BlockPool, *, enabled: bool, salt: str) -> None:
+        """Work on the blocks of ``pool``. ``salt`` identifies the target that computes the keys."""
+        self.enabled = enabled
+        self._pool, self._index = pool, pool.prefixes
+        self.draft_prefill = False
+        """True if drafts process prompts.
+
+        If they do, prefixes that were cached while no draft ran are computed once more; otherwise the draft could never
+        see these prefixes.
+        """
+        self._root = root_digest(salt)
+        self._filling: set[bytes] = set()
+        self._unseen = 0
+        self._known: dict[Request, _KnownHit] = {}
+        """Hits of the last requests that were next, of which there are two: the first, and the first short prompt."""
+
+    def begin_step(self) -> None:
+        """Start collecting the blocks that the chunks of a new step fill."""
+        self._filling.clear()
+
+    def find_next(self, request: Request) -> CachedPrefix:
+        """Return what `find` returns for a request that is next in the queue.
+
+        While it cannot be admitted it is asked for in every step, so the search is not repeated before an entry changes
+        that it read.
+        """
+        known = self._known.get(request)
+        if known is not None and self._is_current(request, known):
+            return known.hit
+        self._known.pop(request, None)
+        version, hit = self._index.version, self.find(request)
+        most = self._max_reusable_blocks(request)
+        watched = frozenset(request.digests[: min(hit.indexed + 1, most)])
+        draft, prefill = request.draft.draft, self.draft_prefill
+        self._known[request] = _KnownHit(hit, len(request.tokens), draft, prefill, watched, version)
+        if len(self._known) > 2:
+            del self._known[next(iter(self._known))]
+        return hit
+
+    def _is_current(self, request: Request, known: _KnownHit) -> bool:
+        """Return whether a search would return the same hit once more."""
+        before = known.tokens, known.draft, known.draft_prefill
+        if before != (len(request.tokens), request.draft.draft, self.draft_prefill):
+            return False
+        changes = self._index.changes_since(known.version)
+        if changes is None or not known.watched.isdisjoint(changes):
+            return False
+        known.version = self._index.version
+        return True
+
+    def find(self, request: Request) -> CachedPrefix:
+        """Return the cached prefix of a request, which ends before the block with the last token to prefill."""
+        most = self._max_reusable_blocks(request)
+        blocks = self._index.find(self._digests(request, most)[:most])
+        indexed = len(blocks)
+        if self.draft_prefill and request.draft.draft:
+            blocks = self._visible(request, blocks)
+        marked = [self._index.is_marked(block, request.draft.draft) for block in blocks]
+        if marked[-2:] == [True, False]:
+            # The block's first owner ended before the draft had caught up with this last block. Computing one block
+            # again costs less than a draft that cannot see any of the prefix.
+            blocks, marked = blocks[:-1], marked[:-1]
+        drafted = next((i for i, is_marked in enumerate(reversed(marked)) if not is_marked), len(marked))
+        has_state = not blocks or self._index.is_marked(blocks[-1], _STATES)
+        unowned = sum(map(self._index.is_unowned, blocks))
+        return CachedPrefix(blocks, drafted, has_state, unowned, indexed)
+
+    def is_being_filled(self, request: Request, hit: CachedPrefix) -> bool:
+        """Return whether a chunk of the step under construction fills the block that ``request`` needs next.
+
+        The caller then delays the request by one step, after which the block is found in the cache.
+        """
+        after = len(hit.blocks)
+        return after < self._max_reusable_blocks(request) and request.digests[after] in self._filling
+
+    def record_chunk(self, request: Request, start: int, end: int) -> None:
+        """Record that a chunk of this step computes the tokens from ``start`` to ``end`` of the request."""
+        if self.enabled:
+            whole = end // BLOCK_SIZE
+            self._filling.update(self._digests(request, whole)[start // BLOCK_SIZE : whole])
+
+    def publish(self, request: Request, end: int) -> None:
+        """Register the full blocks of the first ``end`` tokens and mark those with valid keys of the draft."""
+        if not self.enabled:
+            return
+        whole = end // BLOCK_SIZE
+        if whole > request.published:
+            digests = self._digests(request, whole)
+            for k in range(request.published, whole):
+                self._replace_useless(digests[k], request.draft.draft)
+                self._pool.register(request.blocks[k], digests[k], digests[k - 1] if k else request.digest_root)
+                self._index.mark(request.blocks[k], _STATES)
+            request.published = whole
+        while request.marked < request.published and request.drafted >= (request.marked + 1) * BLOCK_SIZE:
+            first = max(request.marked * BLOCK_SIZE, 1)  # ``start`` is at least 1: EAGLE drafts have no slot 0.
+            if request.draft.draft and request.draft.start <= first:
+                self._index.mark(request.blocks[request.marked], request.draft.draft)
+                self._index.mark(request.blocks[request.marked], _FOLLOWED)
+            request.marked += 1
+
+    def forget(self, identity: str, *, states: bool) -> None:
+        """Invalidate the cached keys of a draft and, with ``states``, the stored hidden states of the target."""
+        self._index.forget_marks(identity)
+        if states:
+            self._index.forget_marks(_STATES)
+
+    def _visible(self, request: Request, blocks: list[int]) -> list[int]:
+        """Return the blocks to reuse: those that a draft has processed, or those that the request's own draft sees."""
+        seen = list(takewhile(lambda block: self._index.is_marked(block, request.draft.draft), blocks))
+        if len(seen) < len(blocks) and self._renews(request):
+            return seen
+        return list(takewhile(lambda block: self._index.is_marked(block, _FOLLOWED), blocks))
+
+    def _renews(self, request: Request) -> bool:
+        """Return whether this request computes a prefix once more that its draft cannot see."""
+        if request.renews_prefix is None:
+            self._unseen += 1
+            request.renews_prefix = self._unseen % RENEW_EVERY == 0
+        return request.renews_prefix
+
+    def _replace_useless(self, digest: bytes, draft: str) -> None:
+        """Remove the block for ``digest`` from the index if it has no keys of ``draft``.
+
+        The same text can then be registered with a block that has these keys. Requests that own the old block keep it.
+        The draft of an owner may still reach a block that no draft has processed, so such a block stays.
+        """
+        known = self._index.holder(digest)
+        if known is None or not draft or self._index.is_marked(known, draft):
+            return
+        if self._index.is_unowned(known):
+            self._pool.evict(known)
+        elif self._index.is_marked(known, _FOLLOWED):
+            self._index.drop(known)
+
+    def _max_reusable_blocks(self, request: Request) -> int:
+        """Return how many leading blocks may be reused; 0 for prompt logprobs, which need a full prefill."""
+        if not self.enabled or request.submit.sampling.prompt_logprobs is not None:
+            return 0
+        return blocks_for(len(request.tokens)) - 1
+
+    def _digests(self, request: Request, count: int) -> list[bytes]:
+        """Return at least the first ``count`` block digests of the request, computing missing ones."""
+        if not request.digest_root:
+            request.digest_root = salted_root(self._root, request.submit.cache_salt)
+        extend_digests(request.digests, request.tokens, count, request.digest_root, BLOCK_SIZE)
+        return request.digests
+
+
+# Queue of waiting requests: clients take turns by the tokens they used; within a client, first come first served.
+#
+# A client's tokens are divided by its weight, so that clients of routers keep the shares that the routers gave them.
+#
+# Turns follow start-time fair queueing (Goyal et al. 1996) with the token costs of VTC (Sheng et al. 2024). The client
+# with the fewest tokens is next. A client that was absent starts at the level of the client served last, so that it
+# neither saves up turns nor waits for the others. With one client the order is the order of arrival.
+
+OUTPUT_COST = 2
+"""Cost of an output token in prompt tokens, as in VTC: it needs a row of a step, a prompt token only part of one."""
+
+_ORDER = attrgetter("order")
+
+
+@dataclass(slots=True)
+class _Line:
+    """Waiting requests of one client, in order of arrival, short and long prompts apart."""
+
+    short: list[Request] = field(default_factory=list)
+    long: list[Request] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.short or self.long)
+
+    def first(self, *, skip_long: bool) -> Request | None:
+        """Return the oldest request, or the oldest short one."""
+        heads = [lane[0] for lane in ((self.short,) if skip_long else (self.short, self.long)) if lane]
+        return min(heads, key=_ORDER) if heads else None
+
+
+class WaitingQueue:
+    """Waiting requests of all clients. Preempted requests come first, because they were admitted already."""
+
+    def __init__(self, short: int) -> None:
+        """Start empty. Prompts with at most ``short`` expected tokens to prefill are short."""
+        self.short_tokens = 0
+        """Expected tokens to prefill of all short prompts."""
+        self._short = short
+        self._preempted = _Line()
+        self._lines: dict[str, _Line] = {}
+        self._used: dict[str, float] = {}
+        self._level = 0.0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over all requests in order of arrival."""
+        lines = (self._preempted, *self._lines.values())
+        return iter(sorted((one for line in lines for one in (*line.short, *line.long)), key=_ORDER))
+
+    def add(self, request: Request) -> None:
+        """Append a new request, or put a preempted one back. ``expected_prefill`` of the request must be set."""
+        client = request.submit.client
+        if request.epoch:
+            line = self._preempted
+        else:
+            line = self._lines.setdefault(client, _Line())
+            self._used[client] = max(self._used.get(client, 0.0), self._level)
+        insort(self._lane(line, request), request, key=_ORDER)
+        self._count += 1
+        self.short_tokens += request.expected_prefill if request.expected_prefill <= self._short else 0
+
+    def first(self, *, skip_long: bool = False) -> Request | None:
+        """Return the request that is next, or the next short one with ``skip_long``. None if there is none."""
+        preempted = self._preempted.first(skip_long=skip_long)
+        if preempted is not None or len(self._lines) == 0:
+            return preempted
+        heads = [(self._used[client], line.first(skip_long=skip_long)) for client, line in self._lines.items()]
+        ready = [(used, head.order, head) for used, head in heads if head is not None]
+        return min(ready)[2] if ready else None
+
+    def admit(self, request: Request) -> None:
+        """Remove a request that starts to run and charge its prompt to its client."""
+        self.remove(request)
+        if request.epoch == 0:
+            client, weight = request.submit.client, request.submit.weight
+            self._level = max(self._level, self._used.get(client, 0.0))
+            self._used[client] = self._used.get(client, self._level) + request.expected_prefill / weight
+            self._forget_absent()
+
+    def remove(self, request: Request) -> None:
+        """Remove a request, e.g. because it was cancelled. Requests that do not wait are ignored."""
+        client = request.submit.client
+        line = self._preempted if request.epoch else self._lines.get(client)
+        lane = [] if line is None else self._lane(line, request)
+        if line is None or request not in lane:
+            return
+        lane.remove(request)
+        self._count -= 1
+        self.short_tokens -= request.expected_prefill if request.expected_prefill <= self._short else 0
+        if not line and line is not self._preempted:
+            del self._lines[client]
+
+    def charge_output(self, request: Request) -> None:
+        """Charge the output tokens of a request that ended to its client."""
+        client, tokens = request.submit.client, OUTPUT_COST * request.generated
+        self._used[client] = max(self._used.get(client, 0.0), self._level) + tokens / request.submit.weight
+        self._forget_absent()
+
+    def _lane(self, line: _Line, request: Request) -> list[Request]:
+        return line.short if request.expected_prefill <= self._short else line.long
+
+    def _forget_absent(self) -> None:
+        """Drop the counters of absent clients that have no more tokens than a new client would start with."""
+        for client in [one for one, used in self._used.items() if used <= self._level and one not in self._lines]:
+            del self._used[client]
+
+
+# Division of a step's prompt budget between prompts: short prompts do not wait for long ones, and none starves.
+#
+# Prompts form two lanes by the number of tokens left to prefill. The oldest long prompts keep half of the budget, short
+# prompts get the other half, and each lane may use what the other one leaves. Within a lane prompts are served in order
+# of arrival. Equal shares for all prompts would instead delay every long prompt to the end of the last one.
+
+LONG_SHARE = 2
+"""Long prompts keep 1/LONG_SHARE of the prompt budget of a step, so they take at most twice as long as alone."""
+SHORT_PROMPT_TOKENS = 512
+"""Most tokens left to prefill of a short prompt. At least eight such prompts fit the step of a large GPU."""
+STEP_SECONDS = 0.25
+"""Time that a step with prompt chunks should take at most, in seconds.
+
+A request behind a long prompt waits for about one such step, and its tokens then come at this interval. The value keeps
+a short answer well below four seconds where a full step takes longer, i.e. on a CPU. A GPU never reaches it.
+"""
+
+
+def short_prompt_tokens(max_num_batched_tokens: int) -> int:
+    """Return the most tokens left to prefill of a short prompt, for steps of this token budget."""
+    return min(SHORT_PROMPT_TOKENS, max(max_num_batched_tokens // LONG_SHARE, 1))
+
+
+def share_prompt_budget(remaining: Sequence[int], waiting_short_tokens: int, budget: int, short: int) -> list[int]:
+    """Return the tokens that each prompt in progress may prefill in a step.
+
+    Args:
+        remaining: Tokens left to prefill of the prompts in progress, oldest first.
+        waiting_short_tokens: Tokens of the short prompts that may be admitted in this step.
+        budget: Tokens that prompts may use in this step.
+        short: Most tokens left to prefill of a short prompt.
+    """
+    shares = [0] * len(remaining)
+    reserved_for_long = min(sum(tokens for tokens in remaining if tokens > short), -(-budget // LONG_SHARE))
+    left = budget - reserved_for_long
+    for index, tokens in enumerate(remaining):
+        if tokens <= short:
+            shares[index] = min(tokens, left)
+            left -= shares[index]
+    left += reserved_for_long - min(waiting_short_tokens, left)
+    for index, tokens in enumerate(remaining):
+        if tokens > short:
+            shares[index] = min(tokens, left)
+            left -= shares[index]
+    return shares
+
+
+class PrefillLimit:
+    """Limit of the prompt tokens of a step that keeps its duration near STEP_SECONDS.
+
+    The limit follows the measured steps. Text does not depend on it, because it does not depend on the batch.
+    """
+
+    def __init__(self, most: int, least: int, *, timed: bool = False) -> None:
+        """Start without a measurement.
+
+        Args:
+            most: Token budget of a step, which is the limit until a step was measured.
+            least: Smallest limit.
+            timed: Start with ``least`` instead, so that the first prompt causes no long step.
+        """
+        self.tokens = least if timed else most
+        self._most, self._least = most, least
+        self._recent: deque[int] = deque(maxlen=2)
+
+    def record_step(self, prompt_tokens: int, seconds: float) -> None:
+        """Update the limit from the duration of a step with ``prompt_tokens`` tokens of prompts.
+
+        Smaller steps than ``least`` are ignored: most of their time does not depend on the prompt tokens. Of two steps
+        the faster one counts, so that one interrupted step does not lower the limit.
+        """
+        if prompt_tokens < self._least or seconds <= 0:
+            return
+        self._recent.append(int(prompt_tokens * STEP_SECONDS / seconds))
+        self.tokens = min(max(*self._recent, self._least), self._most)
+
+
+# Deadlines of requests, ordered by time, so that a step checks only the earliest one.
+
+Reason = Literal["deadline", "queue_timeout"]
+
+_REBUILD_ENTRIES = 1024
+"""Size from which entries of ended requests are removed. Below it they cost less than the removal."""
+
+
+class Deadlines:
+    """Deadlines of all requests of an engine. The caller passes the time, in seconds of CLOCK_MONOTONIC."""
+
+    def __init__(self) -> None:
+        self.next_seconds = float("inf")
+        """Time of the earliest deadline."""
+        self._heap: list[tuple[float, str, Reason]] = []
+        self._rebuild_at = _REBUILD_ENTRIES
+
+    def add(self, submit: Submit, alive: Container[str]) -> None:
+        """Add the deadlines of a new request. ``alive`` has the ids of all requests that have not ended."""
+        if len(self._heap) >= self._rebuild_at:
+            self._heap = [entry for entry in self._heap if entry[1] in alive]
+            heapq.heapify(self._heap)
+            self._rebuild_at = max(2 * len(self._heap), _REBUILD_ENTRIES)
+        if submit.deadline_seconds:
+            heapq.heappush(self._heap, (submit.deadline_seconds, submit.request_id, "deadline"))
+        if submit.queue_deadline_seconds:
+            heapq.heappush(self._heap, (submit.queue_deadline_seconds, submit.request_id, "queue_timeout"))
+        self._update_next()
+
+    def pop_expired(self, now: float) -> list[tuple[str, Reason]]:
+        """Remove and return the requests whose deadline has passed, earliest first. Some may have ended already."""
+        expired = []
+        while self._heap and self._heap[0][0] <= now:
+            _, request_id, reason = heapq.heappop(self._heap)
+            expired.append((request_id, reason))
+        self._update_next()
+        return expired
+
+    def _update_next(self) -> None:
+        self.next_seconds = self._heap[0][0] if self._heap else float("inf")
+
+
+# Queue of requests whose grammars are being compiled, in a thread, so that steps of other requests go on.
+
+
+class GrammarQueue:
+    """Requests that wait for their grammars. They join the scheduler's queue once these are compiled."""
+
+    def __init__(self, compiler: GrammarCompiler | None, eos_token_ids: tuple[int, ...]) -> None:
+        """Create an empty queue. Without a compiler no request may have a grammar."""
+        self._compiler, self._eos_token_ids = compiler, eos_token_ids
+        self._waiting: dict[str, tuple[Request, Future[Guide]]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._waiting
+
+    def add(self, request: Request) -> None:
+        """Start the compilation of a request's grammar.
+
+        Raises:
+            ValueError: This engine has no tokenizer, so it cannot follow a grammar.
+        """
+        compiler, sampling = self._compiler, request.submit.sampling
+        if compiler is None:
+            raise ValueError("this engine has no tokenizer, so answers cannot follow a grammar")
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        blocked = blocked_tokens(request.submit, self._eos_token_ids)
+
+        def compile_grammar() -> Guide:
+            return compiler.guide(sampling.grammar, min_tokens=sampling.min_tokens, blocked=blocked)
+
+        self._waiting[request.id] = request, self._thread.submit(compile_grammar)
+
+    def discard(self, request: Request) -> None:
+        """Remove a cancelled request. A compilation under way ends by itself."""
+        _, future = self._waiting.pop(request.id)
+        future.cancel()
+
+    def take_ready(self, wait_seconds: float = 0.0) -> Iterator[tuple[Request, str]]:
+        """Remove the requests whose compilations have ended, and yield each with the reason of a refusal.
+
+        The reason is empty for a request that can run; its ``guide`` is set.
+
+        Args:
+            wait_seconds: Time to wait for the first one.
+        """
+        if wait_seconds and self._waiting:
+            wait([future for _, future in self._waiting.values()], wait_seconds, return_when="FIRST_COMPLETED")
+        for request, future in [pair for pair in self._waiting.values() if pair[1].done()]:
+            del self._waiting[request.id]
+            try:
+                guide = future.result()
+            except GrammarRefused as error:
+                yield request, error.message
+                continue
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of the library is not an Exception
+                yield request, f"the grammar library failed: {library_message(str(error))}"
+                continue
+            request.guide = guide
+            # These are the output of an earlier attempt on another worker.
+            guide.advance(request.tokens[len(request.submit.prompt) :])
+            yield request, "the tokens to continue are a complete answer" if guide.ended else guide.error
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+# Scheduler of the next step: continuous batching with chunked prefill, first come first served.
+#
+# Decoding requests run first and leave a share of the token budget to prompts, which also use what decoding leaves
+# over. With chunked prefill, long prompts leave a share of the prompt budget to short ones (queueing/prompt_shares.py):
+# a waiting short prompt may overtake a long one as long as another long prompt is in progress. The oldest waiting long
+# prompt is next once none is in progress, and then nothing overtakes it. Requests of several clients wait in turn
+# (queueing/waiting_queue.py).
+#
+# When blocks run out, the youngest request is preempted: it gives its blocks back and later recomputes its keys from
+# its tokens, so no token is lost and the text does not change. The oldest request is never preempted, which guarantees
+# progress.
 
 PROMPT_SHARE = 8
 """Decoding leaves 1/PROMPT_SHARE of the token budget of a step to prompts that can run."""

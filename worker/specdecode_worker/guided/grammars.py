@@ -1,20 +1,148 @@
-"""Grammars as texts: a JSON schema, a regular expression, a list of choices or a context-free grammar.
-
-A text is what llguidance reads. It says everything about the language of the answer, so it identifies a compiled
-grammar, and it crosses from the server to the engine process.
-"""
+"""Grammars of answers: their texts from JSON schemas, and their compilation."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from specdecode_worker.guided.closed_objects import close_objects
-from specdecode_worker.guided.errors import GrammarRefused
+from specdecode_worker.guided.guide import GrammarRefused, Guide, library_message
+
+# Objects of a JSON schema that are closed: they get no property that the schema does not name.
+#
+# JSON Schema allows any further property where ``additionalProperties`` is absent. A model that may invent properties
+# often does not end, and clients do not expect them. Other engines close such objects too (``strict_mode`` of xgrammar,
+# the default of vLLM; OpenAI's ``strict`` demands it). What a closed schema allows, the schema itself allows.
+
+_REVERSED = ("not", "if", "contains")
+"""Keywords whose schema, if it allowed less, could make the whole schema allow more."""
+_IN_PLACE = ("then", "else")
+_BY_NAME = ("properties", "patternProperties")
+_SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
+_COMBINED = frozenset(
+    ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef", "dependencies",
+     "dependentSchemas")
+)  # fmt: skip
+"""Keywords that apply further schemas to the same value."""
+_SAID = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties"))
+"""Keywords that say which other properties are allowed."""
+_WITHOUT_RULES = frozenset(
+    ("$schema", "$id", "id", "$defs", "definitions", "title", "description", "$comment", "default", "examples", "type")
+)
+"""Keywords that leave the rules for an object's properties to the schemas combined with them."""
+
+
+class _Use(IntEnum):
+    """Use of a schema within another one. Of several uses, the highest value decides."""
+
+    ALONE = 0
+    """No other schema applies to the value: the object can be closed."""
+    COMBINED = 1
+    """Another schema applies to the same value, too: only objects within can be closed."""
+    REVERSED = 2
+    """Neither the object nor those within may be closed, as with ``oneOf``, which counts the branches that match."""
+
+
+def close_objects(schema: Any) -> Any:
+    """Return ``schema`` with ``additionalProperties: false`` in the objects that can be closed.
+
+    An object is closed if it names its properties, if nothing says that others are allowed or required, and if no
+    other schema applies to the same value: closing one part of ``allOf`` would forbid the properties of the other.
+    """
+    uses: dict[int, _Use] = {}
+    stack = [(schema, _Use.ALONE)]
+    while stack:
+        part, use = stack.pop()
+        if not isinstance(part, Mapping) or uses.get(id(part), -1) >= use:
+            continue
+        uses[id(part)] = use
+        for child, below in _parts(part, schema, use):
+            stack.append((child, _Use.REVERSED if use is _Use.REVERSED else below))
+    return _closed(schema, {part for part, use in uses.items() if use is _Use.ALONE})
+
+
+def _parts(part: Mapping[str, Any], root: Any, use: _Use) -> Iterator[tuple[Any, _Use]]:
+    """Yield the schemas that ``part`` applies, each with how it applies."""
+    for key in _BY_NAME:
+        if isinstance(part.get(key), Mapping):
+            yield from ((child, _Use.ALONE) for child in part[key].values())
+    for key in _SINGLE:
+        yield part.get(key), _Use.ALONE
+    for key in ("items", "prefixItems"):
+        if isinstance(part.get(key), list):
+            yield from ((child, _Use.ALONE) for child in part[key])
+    yield from _combined(part, root, use)
+
+
+def _combined(part: Mapping[str, Any], root: Any, use: _Use) -> Iterator[tuple[Any, _Use]]:
+    """Yield the schemas that ``part`` applies to the same value."""
+    keywords = _COMBINED & part.keys()
+    is_only = use is _Use.ALONE and len(keywords) == 1 and part.keys() - keywords <= _WITHOUT_RULES
+    only = _Use.ALONE if is_only else _Use.COMBINED
+    for key, below in (("anyOf", only), ("allOf", only), ("oneOf", _Use.REVERSED)):
+        branches = part.get(key)
+        if isinstance(branches, list):
+            single = below if key != "allOf" or len(branches) == 1 else _Use.COMBINED
+            yield from ((child, single) for child in branches)
+    for key in _IN_PLACE:
+        yield part.get(key), _Use.COMBINED
+    for key in _REVERSED:
+        yield part.get(key), _Use.REVERSED
+    for key in ("dependentSchemas", "dependencies"):
+        if isinstance(part.get(key), Mapping):
+            yield from ((child, _Use.COMBINED) for child in part[key].values())
+    yield _target(part.get("$ref"), root), only
+
+
+def _target(reference: Any, root: Any) -> Any:
+    """Return the schema that a reference within the document names; None for any other reference."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    part = root
+    for step in reference[1:].split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, Mapping):
+            part = part.get(step)
+        elif isinstance(part, list) and step.isdigit() and int(step) < len(part):
+            part = part[int(step)]
+        else:
+            return None
+    return part
+
+
+def _closed(part: Any, chosen: set[int]) -> Any:
+    """Return a copy of ``part`` in which the chosen schemas that can be closed are closed."""
+    if isinstance(part, list):
+        return [_closed(child, chosen) for child in part]
+    if not isinstance(part, Mapping):
+        return part
+    copy = {key: _closed(child, chosen) for key, child in part.items()}
+    if id(part) in chosen and _can_be_closed(part):
+        copy["additionalProperties"] = False
+    return copy
+
+
+def _can_be_closed(part: Mapping[str, Any]) -> bool:
+    """Return whether the schema names all properties that it needs and says nothing about others."""
+    named, required = part.get("properties"), part.get("required", ())
+    if not isinstance(named, Mapping) or not isinstance(required, list | tuple) or part.keys() & (_SAID | _COMBINED):
+        return False
+    least = part.get("minProperties", 0)
+    return set(map(str, required)) <= named.keys() and isinstance(least, int) and least <= len(named)
+
+
+# Grammars as texts: a JSON schema, a regular expression, a list of choices or a context-free grammar.
+#
+# A text is what llguidance reads. It says everything about the language of the answer, so it identifies a compiled
+# grammar, and it crosses from the server to the engine process.
 
 ITEM_SEPARATOR, KEY_SEPARATOR = ", ?", ": ?"
 """White space between JSON tokens, as regular expressions: at most one space, behind a comma or a colon.
@@ -81,3 +209,144 @@ def context_free_grammar(text: str) -> str:
 def lark_grammar(text: str) -> str:
     """Return the grammar of a text in Lark's notation."""
     return str(LLMatcher.grammar_from_lark(text))
+
+
+# Compiler of grammars for one tokenizer, with bounds on time and memory, and a cache of what it compiled.
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+"""Largest grammar. The largest schemas of public collections that compile at all have about 200 KB."""
+CACHED_GRAMMARS = 64
+"""Number of compiled grammars that are cached."""
+TEXT_TAGS = ("<tool_call>", "</tool_call>")
+"""Added tokens that are text even where tokenizer.json marks them as special: clients and parsers need them."""
+
+
+def parser_limits() -> LLParserLimits:
+    """Return the bounds of one grammar.
+
+    Lexer fuel bounds the time: one million units take about 20 ms at compilation, and 200,000 about 14 ms in a mask.
+    Lexer states bound the memory: each takes one to two kilobytes.
+    """
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=25_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class _TokenTexts:
+    """Tokens as the text that clients receive, for llguidance's ``TokenizerWrapper``.
+
+    A special token, or one that ends an answer, has no text: no literal of a grammar matches it, and its name in a
+    literal is spelled with other tokens. Any other added token is its text. llguidance itself takes every added token
+    of the form ``<...>`` for a special one, and still writes literals with it, so that a literal ``<tool_call>`` ends
+    in an error.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
+        document = json.loads(tokenizer_json)
+        added, document["added_tokens"], document["post_processor"] = document["added_tokens"], [], None
+        self._base = LLTokenizer(json.dumps(document), vocab_size)
+        self.eos_token_id = end_tokens[0]
+        self.tokens = [self._base.decode_bytes([token]) for token in range(vocab_size)]
+        special = {token for token in range(vocab_size) if self._base.is_special_token(token)}
+        self._ids: dict[str, int] = {}
+        for token in (token for token in added if token["id"] < vocab_size):
+            self.tokens[token["id"]] = token["content"].encode()
+            if token["id"] in end_tokens or (token["special"] and token["content"] not in TEXT_TAGS):
+                special.add(token["id"])
+            else:
+                special.discard(token["id"])
+                self._ids[token["content"]] = token["id"]
+        self.special_token_ids = sorted(special)
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens with which the tokenizer writes a text, without special ones."""
+        ids: list[int] = []
+        for part in filter(None, self._split.split(text)):
+            ids += [self._ids[part]] if part in self._ids else self._base.tokenize_str(part)
+        return ids
+
+
+class GrammarCompiler:
+    """Compiler for one model. Safe to use from several threads; it holds the interpreter lock only briefly."""
+
+    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, end_tokens: tuple[int, ...]) -> None:
+        """Create a compiler; the tokenizer is read at the first compilation, which takes half a second.
+
+        Args:
+            tokenizer_json: Function that returns the contents of tokenizer.json.
+            vocab_size: Number of token ids of the model.
+            end_tokens: Token ids that end an answer.
+        """
+        self._tokenizer_json, self._vocab_size, self._end_tokens = tokenizer_json, vocab_size, end_tokens
+        self._tokenizer: LLTokenizer | None = None
+        self._cache: OrderedDict[bytes, LLMatcher | str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, grammar: str) -> None:
+        """Compile a grammar. Raises GrammarRefused if it cannot be used."""
+        self._matcher(grammar)
+
+    def compiles(self, grammar: str) -> bool:
+        """Return whether a grammar can be used, without caching the answer."""
+        return not isinstance(self._compile(grammar), str)
+
+    def guide(self, grammar: str, *, min_tokens: int = 0, blocked: tuple[int, ...] = ()) -> Guide:
+        """Compile a grammar and return a guide at the start of its language.
+
+        Args:
+            grammar: Text from ``grammars``.
+            min_tokens: Number of answer tokens before which ``blocked`` tokens are not allowed.
+            blocked: Those tokens.
+
+        Raises:
+            GrammarRefused: The grammar cannot be used.
+        """
+        matcher = self._matcher(grammar).deep_copy()
+        return Guide(matcher, self._end_tokens, self._vocab_size, min_tokens=min_tokens, blocked=blocked)
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        """Return the matcher of a grammar in its initial state, from the cache if possible."""
+        key = hashlib.sha256(grammar.encode()).digest()
+        with self._lock:
+            if key not in self._cache:
+                self._cache[key] = self._compile(grammar)
+            self._cache.move_to_end(key)
+            while len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+            compiled = self._cache[key]
+        if isinstance(compiled, str):
+            raise GrammarRefused(compiled)
+        return compiled
+
+    def _compile(self, grammar: str) -> LLMatcher | str:
+        """Return the matcher of a grammar, or the reason why it cannot be used."""
+        if not self._end_tokens:
+            return "the model has no end-of-text token, so a guided answer could not end"
+        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+            return f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes"
+        try:
+            return self._build(grammar)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is not an Exception
+            return f"the grammar library failed: {library_message(str(error))}"
+
+    def _build(self, grammar: str) -> LLMatcher | str:
+        """Return the matcher of a grammar, or the library's reason to refuse it."""
+        if self._tokenizer is None:
+            texts = _TokenTexts(self._tokenizer_json(), self._vocab_size, self._end_tokens)
+            self._tokenizer = LLTokenizer(TokenizerWrapper(texts), eos_token=list(self._end_tokens))
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            return library_message(matcher.get_error())
+        matcher.compute_bitmask()  # a grammar that is too complex for its first mask is refused, not failed later
+        return library_message(matcher.get_error()) if matcher.is_error() else matcher

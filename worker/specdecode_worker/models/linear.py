@@ -31,7 +31,7 @@ from specdecode_kernels.quantised_linear.op import linear as quantised_linear
 from specdecode_kernels.quantised_linear.reference import Kind, Quantised, dequantise, quantise
 from specdecode_kernels.silu_mul.op import silu_mul
 from specdecode_kernels.small_linear.op import fits, small_linear
-from specdecode_worker.models.networks import collectives
+from specdecode_worker.models import collectives
 
 
 class Split(Enum):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.quantised_linear.reference import Kind, stored_bytes
+from specdecode_worker.models.compiled_cpu import run_blocks_natively, run_norms_natively
 from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.layers import MLP, Attention
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.networks.compiled_cpu import run_blocks_natively, run_norms_natively
-from specdecode_worker.models.networks.layers import MLP, Attention
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
 
 _FP8 = (8, 9)
 """Lowest compute capability of a GPU that converts e4m3."""

@@ -1,17 +1,373 @@
-"""One generation: converts the token stream of one `Submit` into pieces of text."""
+"""Generation of the choices of a request, from its admission to its last token."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specdecode_worker.engine.errors import EngineGone
-from specdecode_worker.engine.ipc.messages import Sampling, Tokens
-from specdecode_worker.engine.ipc.token_streams import Stream
-from specdecode_worker.server.errors import DeadlineExceeded, EngineFailed, EngineLost, QueueTimedOut
+import msgspec
+
+from specdecode_worker.contract import internal_stream as contract
+from specdecode_worker.contract.internal_stream import Counters
+from specdecode_worker.core.errors import EngineGone
+from specdecode_worker.core.messages import Logprobs, Sampling, Submit, Tokens
+from specdecode_worker.core.request import FinishRule
+from specdecode_worker.engine.client import EngineClient, Stream
+from specdecode_worker.metrics import ServerCounters
+from specdecode_worker.server.access import prefix_salt
+from specdecode_worker.server.admission import AdmissionQueue
+from specdecode_worker.server.detokenizer import ChoiceDetokenizer, TextOptions
+from specdecode_worker.server.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineFailed,
+    EngineLost,
+    Incompatible,
+    QueueTimedOut,
+    Unavailable,
+)
+from specdecode_worker.server.prompts import Prompt
+from specdecode_worker.server.request_capture import StartRecord
+from specdecode_worker.server.request_terms import (
+    ModelLimits,
+    RequestTerms,
+    logprobs_of,
+    sampling_of,
+    seeds_of,
+    token_limits,
+)
+from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 from specdecode_worker.server.responses import Choice, ChoicePiece, Statistics
-from specdecode_worker.server.streams.choice_output import ChoiceOutput, split
+from specdecode_worker.server.served_model import Model
+from specdecode_worker.server.tokenizer import Tokenizer
+
+# Output of one choice: converts its tokens into pieces of text, whether they arrive or are replayed.
+
+NO_COUNTS = Counters()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """Output options of one generation. Without ``generates`` only the echo of the prompt is returned."""
+
+    text_options: TextOptions
+    has_logprobs: bool = False
+    """True when the engine returns log-probabilities, for the client or only to rank the choices of best_of."""
+    generates: bool = True
+    counts_prompt: bool = True
+    """False for the further choices of a prompt, so that its tokens count once in the usage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Output of a choice that an earlier attempt on another worker has emitted."""
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    counters: Counters = NO_COUNTS
+
+
+class ChoiceOutput:
+    """Converter of the tokens of one choice, with the counts of all attempts. ``counters`` are those of earlier ones.
+
+    Text, log-probabilities and counts after a token depend on the tokens up to it and not on their messages.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions, counters: Counters = NO_COUNTS
+    ) -> None:
+        self._prompt, self._options = prompt, options
+        self._echo = prompt.echo
+        first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
+        self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, options.text_options, first_offset=first_offset)
+        self._earlier, self._now = counters, counters
+        self.length = 0
+        """Number of output tokens so far. Tokens behind a stop string are not part of the output."""
+        self.finish_reason: str | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability per token; 0 without log-probabilities."""
+        return self._detokenizer.mean_logprob
+
+    @property
+    def counters(self) -> Counters:
+        """Counts of the choice so far."""
+        return self._now
+
+    @property
+    def statistics(self) -> Statistics:
+        """Token and speculation counts so far."""
+        now = self._now
+        return Statistics(
+            prompt_tokens=len(self._prompt.ids),
+            completion_tokens=self._detokenizer.count,
+            cached_tokens=now.cached_tokens,
+            drafts=now.drafts,
+            draft_tokens=now.draft_tokens,
+            accepted=now.accepted,
+            counts_prompt=self._options.counts_prompt,
+        )
+
+    def push(self, tokens: Tokens) -> ChoicePiece:
+        """Return the piece that a message of the engine adds.
+
+        Raises:
+            EngineFailed: Log-probabilities are missing.
+        """
+        self._count(tokens)
+        if self._options.has_logprobs and len(tokens.logprobs) != len(tokens.tokens):
+            raise EngineFailed("the engine returned no log-probabilities")
+        echo = self._echoed(tokens)
+        if not self._options.generates:
+            self.length += len(tokens.tokens)
+            piece = ChoicePiece(echo.text, "length", echo.scored)
+        else:
+            new = self._detokenizer.push(tokens)
+            self.length = self._detokenizer.count
+            piece = ChoicePiece(echo.text + new.text, new.finish_reason, echo.scored + new.scored)
+        self.finish_reason = piece.finish_reason
+        return piece
+
+    def replay(self, progress: Progress, rule: FinishRule) -> list[ChoicePiece]:
+        """Process the output of an earlier attempt token by token, and return its pieces.
+
+        Raises:
+            BadRequest: There are tokens behind the end of the choice, or log-probabilities are missing.
+        """
+        if self._options.has_logprobs and len(progress.logprobs) != len(progress.ids):
+            raise BadRequest("the progress of a choice lacks log-probabilities of its tokens", param="resume")
+        pieces: list[ChoicePiece] = []
+        for tokens in _messages(progress, rule):
+            if self.finish_reason is not None:
+                raise BadRequest("the progress of a choice has tokens behind its end", param="resume")
+            pieces.append(self.push(tokens))
+        return pieces
+
+    def _count(self, tokens: Tokens) -> None:
+        """Add the engine's counters, which are totals of this attempt, to those of earlier attempts."""
+        before = self._earlier
+        self._now = Counters(
+            before.cached_tokens + tokens.cached_tokens,
+            before.drafts + tokens.drafts,
+            before.draft_tokens + tokens.draft_tokens,
+            before.accepted + tokens.accepted,
+        )
+
+    def _echoed(self, tokens: Tokens) -> ChoicePiece:
+        """Return the echoed prompt with the first message, and an empty piece afterwards."""
+        echo, self._echo = self._echo, None
+        if echo is None:
+            return ChoicePiece("", None)
+        if not self._options.text_options.logprobs:
+            return ChoicePiece(echo.text, None)
+        if len(tokens.prompt_logprobs) != len(self._prompt.ids) - 1:
+            raise EngineFailed("the engine returned no log-probabilities of the prompt")
+        return ChoicePiece(echo.text, None, echo.scored(self._prompt.ids, tokens.prompt_logprobs))
+
+
+def split(tokens: Tokens) -> Iterator[Tokens]:
+    """Yield a message as messages of one token each."""
+    last = len(tokens.tokens) - 1
+    if last < 1:
+        yield tokens
+        return
+    for index, token in enumerate(tokens.tokens):
+        yield msgspec.structs.replace(
+            tokens,
+            tokens=(token,),
+            finish=tokens.finish if index == last else None,
+            logprobs=tokens.logprobs[index : index + 1],
+            prompt_logprobs=tokens.prompt_logprobs if index == 0 else (),
+        )
+
+
+def _messages(progress: Progress, rule: FinishRule) -> Iterator[Tokens]:
+    """Yield the messages in which the engine would have sent the output, one for each token."""
+    for index, token in enumerate(progress.ids):
+        yield Tokens(
+            request_id="",
+            tokens=(token,),
+            finish=rule.finish(token, index + 1),
+            logprobs=progress.logprobs[index : index + 1],
+            prompt_logprobs=progress.prompt_logprobs if index == 0 else (),
+        )
+
+
+# Earlier attempt of a request on another worker, as a router sends it: checked and converted for the engine.
+
+_decode_sampling = msgspec.msgpack.Decoder(Sampling).decode
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierChoice:
+    """Choice of an earlier attempt: its sampling parameters and its output so far."""
+
+    sampling: Sampling
+    progress: Progress
+
+
+def earlier_choices(
+    request: GenerationRequest, resume: contract.Resume, key: str, limits: ModelLimits
+) -> list[EarlierChoice]:
+    """Return the choices of an earlier attempt.
+
+    Args:
+        request: The validated request body.
+        resume: Start and progress of the attempt.
+        key: Compatibility key of this worker.
+        limits: Limits of the model.
+
+    Raises:
+        Incompatible: The attempt ran on a worker whose text may differ, or it does not fit this worker.
+        BadRequest: The attempt does not belong to the request.
+    """
+    start = resume.open
+    if start.compatibility_key != key:
+        raise Incompatible("this worker cannot continue the request: its compatibility key differs")
+    prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+    made = request.generated_choices
+    if len(start.prompts) != prompts or not all(start.prompts):
+        raise _no_attempt("the number of prompts")
+    if len(start.choices) != prompts * made or len(resume.choices) != len(start.choices):
+        raise _no_attempt("the number of choices")
+    if [choice.prompt for choice in start.choices] != [index // made for index in range(len(start.choices))]:
+        raise _no_attempt("the prompt of a choice")
+    return [
+        _earlier_choice(choice, start.prompts[choice.prompt], progress, limits)
+        for choice, progress in zip(start.choices, resume.choices, strict=True)
+    ]
+
+
+def sampling_of_rest(sampling: Sampling, emitted: Sequence[int]) -> Sampling:
+    """Return the sampling parameters for the rest of a choice with these tokens.
+
+    The log-probabilities of its prompt came with its first token.
+    """
+    if emitted and sampling.prompt_logprobs is not None:
+        return msgspec.structs.replace(sampling, prompt_logprobs=None)
+    return sampling
+
+
+def contract_logprobs(logprobs: Sequence[Logprobs]) -> tuple[contract.Logprobs, ...]:
+    """Return log-probabilities as frames have them, without the token."""
+    return tuple((one.logprob, one.rank, one.top_tokens, one.top_logprobs) for one in logprobs)
+
+
+def _earlier_choice(
+    choice: contract.ChoiceStart, prompt: Sequence[int], progress: contract.ChoiceProgress, limits: ModelLimits
+) -> EarlierChoice:
+    try:
+        sampling = _decode_sampling(choice.sampling)
+    except msgspec.MsgspecError:
+        raise _no_attempt("the sampling parameters of a choice") from None
+    if len(prompt) + sampling.max_tokens > limits.max_model_len:
+        raise Incompatible("this worker cannot continue the request: its context length is too small")
+    if not all(0 <= token < limits.vocab_size for token in (*prompt, *progress.ids)):
+        raise _no_attempt("a token id")
+    return EarlierChoice(
+        sampling,
+        Progress(
+            ids=progress.ids,
+            logprobs=_with_tokens(progress.ids, progress.logprobs),
+            prompt_logprobs=_with_tokens(prompt[1:], progress.prompt_logprobs),
+            counters=progress.counters,
+        ),
+    )
+
+
+def _with_tokens(ids: Sequence[int], logprobs: Sequence[contract.Logprobs]) -> tuple[Logprobs, ...]:
+    """Return log-probabilities with their tokens; none if there are none."""
+    if logprobs and len(logprobs) != len(ids):
+        raise _no_attempt("the number of log-probabilities")
+    return tuple(Logprobs(token, *one) for token, one in zip(ids, logprobs, strict=False))
+
+
+def _no_attempt(what: str) -> BadRequest:
+    return BadRequest(f"resume is no attempt of this request: {what} is wrong", param="resume", code="invalid_value")
+
+
+# Choices of a request that are ready to start: new ones, and ones that continue an earlier attempt.
+
+
+@dataclass(frozen=True, slots=True)
+class StartingChoice:
+    """Choice that is ready to start."""
+
+    prompt: Prompt
+    sampling: Sampling
+    output: ChoiceOutput
+    generates: bool
+    """False if only the echo of the prompt is returned."""
+    emitted: tuple[int, ...] | None = None
+    """Output tokens of an earlier attempt; None for a new choice."""
+    replayed: Sequence[ChoicePiece] = ()
+    """Pieces of an earlier attempt."""
+
+    @property
+    def engine_sampling(self) -> Sampling:
+        """Sampling parameters for the engine."""
+        return sampling_of_rest(self.sampling, self.emitted or ())
+
+
+def new_choices(model: Model, request: GenerationRequest, prompts: Sequence[Prompt]) -> list[StartingChoice]:
+    """Return the choices of a new request, grouped by prompt.
+
+    Raises:
+        BadRequest: A prompt does not fit the model.
+    """
+    limits = model.limits
+    most_tokens = token_limits(request, [prompt.ids for prompt in prompts], limits)
+    choices = []
+    for prompt, limit in zip(prompts, most_tokens, strict=True):
+        for index, seed in enumerate(seeds_of(request.seed, request.generated_choices)):
+            options = _output_options(request, index)
+            output = ChoiceOutput(model.tokenizer, prompt, options)
+            sampling = sampling_of(request, limit, seed, limits, prompt.grammar)
+            choices.append(StartingChoice(prompt, sampling, output, options.generates))
+    return choices
+
+
+def continued_choices(
+    model: Model, request: GenerationRequest, prompts: Sequence[Prompt], earlier: Sequence[EarlierChoice]
+) -> list[StartingChoice]:
+    """Return the choices that continue an earlier attempt, whose output is replayed.
+
+    Run it outside the event loop, because a long output takes longer than a millisecond.
+
+    Raises:
+        BadRequest: The progress is no output of the request.
+    """
+    made = request.generated_choices
+    choices = []
+    for index, one in enumerate(earlier):
+        prompt, progress, options = prompts[index // made], one.progress, _output_options(request, index % made)
+        output = ChoiceOutput(model.tokenizer, prompt, options, progress.counters)
+        replayed = output.replay(progress, FinishRule.of(one.sampling, model.loaded.eos_token_ids))
+        choices.append(StartingChoice(prompt, one.sampling, output, options.generates, progress.ids, replayed))
+    return choices
+
+
+def _output_options(request: GenerationRequest, choice: int) -> OutputOptions:
+    text_options = TextOptions(
+        stops=tuple(request.stop),
+        include_stop=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        min_tokens=request.min_tokens,
+        logprobs=request.top_logprobs_count is not None,
+    )
+    generates = not isinstance(request, CompletionRequest) or request.max_tokens != 0
+    return OutputOptions(
+        text_options, has_logprobs=logprobs_of(request) is not None, generates=generates, counts_prompt=choice == 0
+    )
+
+
+# One generation: converts the token stream of one `Submit` into pieces of text.
 
 
 class RequestObserver(Protocol):
@@ -156,3 +512,99 @@ class Generation:
                 "this request waited too long for a place in the batch; try again later",
                 retry_after_seconds=self._retry_after_seconds(),
             )
+
+
+# Start of generations: submits the choices of a request to the engine, all or none.
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Facts that all generations of one request share."""
+
+    task: str
+    terms: RequestTerms
+    cache_salt: str
+    """Salt of the prefix cache."""
+    user: str | None
+    """Identifier of the end user, as the client names it."""
+
+    @classmethod
+    def of(cls, request: GenerationRequest, task: str, terms: RequestTerms, *, shared_prefix_cache: bool) -> Origin:
+        """Return the origin of a request."""
+        salt = prefix_salt(
+            terms.client, request.cache_salt or "", shared=shared_prefix_cache, router_salt=terms.cache_salt
+        )
+        return cls(task, terms, salt, request.user)
+
+
+class GenerationStarter:
+    """Starter of generations of one worker."""
+
+    def __init__(self, engine: EngineClient, queue: AdmissionQueue, counts: ServerCounters) -> None:
+        self._engine, self._queue, self._counts = engine, queue, counts
+
+    def start(
+        self, choices: Sequence[StartingChoice], origin: Origin, start_record: StartRecord | None
+    ) -> list[Generation]:
+        """Start all choices of a request. Without ``start_record`` it is not captured.
+
+        Raises:
+            Unavailable: The engine is gone. No choice has started.
+        """
+        with contextlib.ExitStack() as started:
+            generations = []
+            for choice in choices:
+                generation = self._generation(choice, origin, start_record)
+                started.callback(generation.close)
+                generations.append(generation)
+            started.pop_all()
+        return generations
+
+    def _generation(self, choice: StartingChoice, origin: Origin, start_record: StartRecord | None) -> Generation:
+        if choice.output.finish_reason is not None:
+            return Generation(
+                None, choice.output, choice.sampling, observers=(), on_end=lambda: None, replayed=choice.replayed
+            )
+        submit = _submit(choice, origin)
+        try:
+            stream = self._engine.submit(submit)
+        except EngineGone as error:
+            raise Unavailable(f"the engine is gone: {error}", code="engine_gone") from None
+        self._queue.record_start(submit.client)
+        return Generation(
+            stream,
+            choice.output,
+            choice.sampling,
+            observers=self._observers(choice, submit, origin, start_record),
+            on_end=lambda: self._queue.record_end(time.monotonic(), submit.client),
+            retry_after_seconds=lambda: self._queue.wait_seconds(1, time.monotonic()),
+            replayed=choice.replayed,
+        )
+
+    def _observers(
+        self, choice: StartingChoice, submit: Submit, origin: Origin, start_record: StartRecord | None
+    ) -> list[RequestObserver]:
+        earlier_tokens = None if submit.emitted is None else len(submit.emitted)
+        observers: list[RequestObserver] = [
+            self._counts.request_counter(submit.task, len(submit.prompt), submit.client, earlier_tokens)
+        ]
+        if start_record is not None and choice.generates:
+            observer = start_record(choice.prompt, submit.sampling, submit.task, origin.user)
+            observers += [observer] if observer is not None else []
+        return observers
+
+
+def _submit(choice: StartingChoice, origin: Origin) -> Submit:
+    return Submit(
+        request_id=uuid.uuid4().hex,
+        prompt=tuple(choice.prompt.ids),
+        sampling=choice.engine_sampling,
+        task=origin.task,
+        arrival_seconds=time.monotonic(),
+        deadline_seconds=origin.terms.deadline_seconds,
+        queue_deadline_seconds=origin.terms.queue_deadline_seconds,
+        client=origin.terms.client,
+        weight=origin.terms.weight,
+        cache_salt=origin.cache_salt,
+        emitted=choice.emitted,
+    )

@@ -15,9 +15,9 @@ import msgspec
 from specdecode_worker.capture import Dropped, Record, Recorder, opening_hash
 from specdecode_worker.capture.user_deletion import DeletionCounts
 from specdecode_worker.contract import Sampler
-from specdecode_worker.engine.ipc.messages import Sampling, Tokens
+from specdecode_worker.core.messages import Sampling, Tokens
+from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import GenerationRequest
-from specdecode_worker.server.text.prompts import Prompt
 
 StartRecord = Callable[[Prompt, Sampling, str, str | None], "RecordBuilder | None"]
 """Starts the record of one choice from its prompt, sampling parameters, task and user; None if it is not captured."""

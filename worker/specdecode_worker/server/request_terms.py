@@ -1,14 +1,172 @@
-"""Terms of one request besides its body: the client it is served for and its deadlines."""
+"""What a request asks for beside its text: sampling, limits, priority and deadline."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
 
 from specdecode_worker.contract import ServerConfig
+from specdecode_worker.core.messages import Sampling
 from specdecode_worker.server.errors import BadRequest
+from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+
+# Sampling parameters of a request: conversion for the engine, seeds of the choices, checks against the model.
+
+MAX_LOGPROBS_PER_REQUEST = 1_000_000
+"""Most log-probabilities that a request may ask for: choices x tokens x (log-probabilities per token + 1).
+
+An answer holds up to 400 bytes for each of them while it is collected and encoded.
+"""
+# A request without max_tokens gets fewer tokens rather than an error, as long as this many are left.
+_LEAST_DEFAULT_TOKENS = 4096
+_SEEDS = 2**63
+# Increment of SplitMix64: 2**64 divided by the golden ratio, rounded to an odd number.
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def seeds_of(seed: int | None, count: int) -> list[int]:
+    """Return one seed for each of ``count`` choices; the first seed is random when ``seed`` is None.
+
+    The first choice uses the seed of the request, so that a larger ``n`` does not change its text.
+    """
+    first = secrets.randbits(63) if seed is None else seed % _SEEDS
+    return [first, *(_mixed(first + i * _GOLDEN) % _SEEDS for i in range(1, count))]
+
+
+def _mixed(value: int) -> int:
+    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014), so that adjacent seeds give independent streams."""
+    value %= 2**64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+    return value ^ (value >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Limits of the served model: context length in tokens, and number of token ids that it has an embedding for."""
+
+    max_model_len: int
+    vocab_size: int
+    unembedded: Mapping[int, str] = field(default_factory=dict, hash=False)
+    """Tokens of the tokenizer that the model has no embedding for, by id."""
+
+
+def check_ids(request: GenerationRequest, limits: ModelLimits) -> None:
+    """Raise BadRequest if the stop tokens or the logit bias contain an id outside the vocabulary."""
+    _check_tokens(request.stop_token_ids, "stop_token_ids", limits)
+    _check_tokens(map(int, request.logit_bias), "logit_bias", limits)
+
+
+def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: ModelLimits) -> int:
+    """Return the maximum number of output tokens for ``prompt``.
+
+    Raises:
+        BadRequest: The prompt is empty, has ids outside the vocabulary, or exceeds the context length together with
+            the requested output.
+    """
+    field = prompt_field(request)
+    if not prompt:
+        raise _bad("the prompt is empty", field)
+    wanted = max(request.token_limit or 1, request.min_tokens, 1)
+    if len(prompt) + wanted > limits.max_model_len:
+        raise BadRequest(
+            f"this model's maximum context length is {limits.max_model_len} tokens; the prompt has {len(prompt)} and "
+            f"the answer may have {wanted}. Shorten the prompt or lower max_tokens",
+            param=field,
+            code="context_length_exceeded",
+        )
+    if not 0 <= min(prompt) <= max(prompt) < limits.vocab_size:
+        _check_tokens(prompt, field, limits)
+    # The engine emits at least one token; for max_tokens 0 (echo only) the client does not get it.
+    return limits.max_model_len - len(prompt) if request.token_limit is None else max(request.token_limit, 1)
+
+
+def token_limits(request: GenerationRequest, prompts: Sequence[Sequence[int]], limits: ModelLimits) -> list[int]:
+    """Return the maximum number of output tokens for each prompt, with the bound on all log-probabilities together.
+
+    Raises:
+        BadRequest: A prompt does not fit the model, or the request asks for more than MAX_LOGPROBS_PER_REQUEST.
+    """
+    wanted = [token_limit(request, prompt, limits) for prompt in prompts]
+    count = request.top_logprobs_count
+    if count is None:
+        return wanted
+    echoes = isinstance(request, CompletionRequest) and request.echo
+    per_token = request.generated_choices * (count + 1)
+    of_prompts = per_token * sum(map(len, prompts)) if echoes else 0
+    total = of_prompts + per_token * sum(wanted)
+    if total <= MAX_LOGPROBS_PER_REQUEST:
+        return wanted
+    fitting = (MAX_LOGPROBS_PER_REQUEST - of_prompts) // (per_token * len(prompts))
+    if request.token_limit is None and fitting >= max(_LEAST_DEFAULT_TOKENS, request.min_tokens):
+        return [min(one, fitting) for one in wanted]
+    raise _bad(
+        f"the request asks for up to {total} log-probabilities (choices x tokens x (log-probabilities per token + 1)), "
+        f"and may ask for {MAX_LOGPROBS_PER_REQUEST}. Lower max_tokens, the number of choices or of log-probabilities, "
+        "or send fewer prompts",
+        "logprobs",
+    )
+
+
+def prompt_field(request: object) -> str:
+    """Return the name of the field that has the prompt."""
+    return "prompt" if isinstance(request, CompletionRequest) else "messages"
+
+
+def _check_tokens(tokens: Iterable[int], field: str, limits: ModelLimits) -> None:
+    """Raise BadRequest that names the first token outside the vocabulary."""
+    for token in tokens:
+        if token in limits.unembedded:
+            raise _bad(
+                f"{field}: the token {limits.unembedded[token]!r} ({token}) is in the tokenizer, but the model has no "
+                f"embedding for it; its token ids lie in 0..{limits.vocab_size - 1}",
+                field,
+            )
+        if not 0 <= token < limits.vocab_size:
+            raise _bad(f"{field}: there is no token {token}; token ids must lie in 0..{limits.vocab_size - 1}", field)
+
+
+def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: ModelLimits, grammar: str = "") -> Sampling:
+    """Return the sampling parameters of one choice; ``limit`` is its maximum number of output tokens."""
+    return Sampling(
+        max_tokens=limit,
+        seed=seed,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=tuple((int(token), bias) for token, bias in request.logit_bias.items()),
+        min_tokens=request.min_tokens,
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        logprobs=logprobs_of(request),
+        prompt_logprobs=request.top_logprobs_count if isinstance(request, CompletionRequest) and request.echo else None,
+        grammar=grammar,
+    )
+
+
+def logprobs_of(request: GenerationRequest) -> int | None:
+    """Return the number of top log-probabilities to request from the engine; None for none at all.
+
+    With best_of the engine always returns those of the sampled tokens, because they rank the choices.
+    """
+    if request.top_logprobs_count is None and request.generated_choices > request.n:
+        return 0
+    return request.top_logprobs_count
+
+
+def _bad(message: str, field: str) -> BadRequest:
+    return BadRequest(message, param=field, code="invalid_value")
+
+
+# Terms of one request besides its body: the client it is served for and its deadlines.
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 

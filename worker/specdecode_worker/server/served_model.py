@@ -1,21 +1,25 @@
-"""The served model as the HTTP server sees it: tokenizer, limits, fingerprint and tool call format."""
+"""The model that a worker serves, and the key of workers that can continue its streams."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import metadata
 from typing import Any, TypeVar
 
-from specdecode_worker.contract import ToolFormat
-from specdecode_worker.engine.ipc.messages import Loaded
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.server.request_sampling import ModelLimits
+from specdecode_worker.contract import ToolFormat, WorkerConfig
+from specdecode_worker.core.messages import Loaded
+from specdecode_worker.guided.grammars import GrammarCompiler
+from specdecode_worker.server.request_terms import ModelLimits
 from specdecode_worker.server.requests import GenerationRequest
-from specdecode_worker.server.text.tokenizer import Tokenizer
-from specdecode_worker.server.tools.parser_choice import format_of
+from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import format_of
 from specdecode_worker.server.version import VERSION
+
+# The served model as the HTTP server sees it: tokenizer, limits, fingerprint and tool call format.
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
@@ -61,3 +65,29 @@ class Model:
         """Return a compiler that accepts the grammars that the engine accepts."""
         size = self.loaded.vocab_size or self.tokenizer.vocab_size
         return GrammarCompiler(lambda: self.tokenizer.json, size, self.loaded.eos_token_ids)
+
+
+# Compatibility key: digest of everything that the text of a request depends on besides the request itself.
+#
+# A request that began on one worker continues on another one with the same text only if their keys are equal.
+
+_KEY_DIGITS = 32
+
+
+def compatibility_key(config: WorkerConfig, model: Model) -> str:
+    """Return the key of a worker. Drafts are not part of it, because speculation does not change the text."""
+    parts = {
+        "weights": model.loaded.target,
+        "tokenizer": model.tokenizer.digest,
+        "end_tokens": model.loaded.eos_token_ids,
+        "sampling": dict(model.sampling_defaults),
+        "dtype": config.model.dtype,
+        "quantization": config.model.quantization,
+        "sampler": config.engine.sampler,
+        "kernels": model.loaded.kernel_class,
+        "tensor_parallel_size": config.engine.tensor_parallel_size,
+        "grammars": metadata.version("llguidance"),
+        "tool_call_parser": config.server.tool_call_parser,
+        "version": VERSION,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:_KEY_DIGITS]

@@ -21,28 +21,23 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from specdecode_worker.contract import Env, Plan, ServerConfig, SyntheticKnobs, WorkerConfig
-from specdecode_worker.engine.ipc.engine_client import EngineClient
-from specdecode_worker.engine.ipc.engine_interface import Build
+from specdecode_worker.engine.client import EngineClient
+from specdecode_worker.engine.process import Build
 from specdecode_worker.http_edge.tls import TlsCertificate, UnusableCertificate
-from specdecode_worker.models.checkpoints import model_store
-from specdecode_worker.models.configs.text_config import sampling_defaults
+from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ConfigMismatch, ModelError
-from specdecode_worker.server.access.credentials import load_credentials
+from specdecode_worker.models.fields import sampling_defaults
+from specdecode_worker.server.access import load_credentials
 from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
 from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
 from specdecode_worker.server.listening import listening
-from specdecode_worker.server.liveness.engine_watch import watch_engine
-from specdecode_worker.server.liveness.exit_deadline import ExitDeadline
-from specdecode_worker.server.liveness.recorder_thread import close_recorder, open_recorder
-from specdecode_worker.server.liveness.vital_parts import VitalParts
-from specdecode_worker.server.plan_store import read_plan
-from specdecode_worker.server.requests import CompletionRequest
-from specdecode_worker.server.requests.body_parser import parse_contract
+from specdecode_worker.server.liveness import ExitDeadline, VitalParts, close_recorder, open_recorder, watch_engine
+from specdecode_worker.server.requests import CompletionRequest, parse_contract
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.served_model import Model
-from specdecode_worker.server.service import Service
-from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.server.service import Service, read_plan
+from specdecode_worker.server.tokenizer import Tokenizer
 from specdecode_worker.termination import write_termination_message
 
 # Time from the end of the drain, or of the grace period, to the end of the process: 5 s are promised.

@@ -1,7 +1,4 @@
-"""Worker service behind the HTTP routes: engine client, tokenizer, current plan and lifecycle state.
-
-It turns a validated request into generations (all or none) and forwards the calls of the admin port to the engine.
-"""
+"""What the routes call: one object that holds all parts of a running server."""
 
 from __future__ import annotations
 
@@ -9,37 +6,184 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import ValidationError
 
 from specdecode_worker.capture import Recorder
-from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
-from specdecode_worker.engine.errors import CallRefused, EngineGone
-from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.contract import OTHER_TASK, DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
+from specdecode_worker.core.errors import CallRefused, EngineGone
+from specdecode_worker.drafts.draft_files import draft_hash
+from specdecode_worker.drafts.swap import describe_failure
+from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.metrics import ServerCounters
+from specdecode_worker.models import fetch as model_store
 from specdecode_worker.server.admission import AdmissionQueue
-from specdecode_worker.server.draft_swaps import DraftSwapper
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
-from specdecode_worker.server.generation import Generation
-from specdecode_worker.server.grammars.answer_grammars import AnswerGrammars
+from specdecode_worker.server.generation import Generation, GenerationStarter, Origin, StartingChoice, new_choices
+from specdecode_worker.server.grammars import AnswerGrammars
 from specdecode_worker.server.lifecycle import Lifecycle
-from specdecode_worker.server.plan_store import PlanStore
+from specdecode_worker.server.prompts import Prompt, PromptPreparation
 from specdecode_worker.server.request_capture import RequestCapture
-from specdecode_worker.server.request_sampling import (
+from specdecode_worker.server.request_terms import (
     ModelLimits,
+    RequestTerms,
     check_ids,
 )
-from specdecode_worker.server.request_terms import RequestTerms
-from specdecode_worker.server.requests import GenerationRequest
-from specdecode_worker.server.served_model import Model
-from specdecode_worker.server.shared_call import SharedCall
-from specdecode_worker.server.streams.compatibility_key import compatibility_key
-from specdecode_worker.server.streams.generation_starter import GenerationStarter, Origin
-from specdecode_worker.server.streams.starting_choice import StartingChoice, new_choices
-from specdecode_worker.server.text.prompt_preparation import PromptPreparation
-from specdecode_worker.server.text.prompts import Prompt
+from specdecode_worker.server.requests import GenerationRequest, parse_contract
+from specdecode_worker.server.served_model import Model, compatibility_key
 
 log = logging.getLogger(__name__)
+
+# Shared call: callers at the same time wait for one computation, and computations have a minimum interval.
+
+Result = TypeVar("Result")
+
+SHARE_SECONDS = 0.25
+"""Minimum time from the start of one computation to the start of the next.
+
+A client that polls once a second never waits for it. Clients in a tight loop cause four reports a second, together.
+"""
+
+
+class SharedCall(Generic[Result]):
+    """Call whose result is shared by all callers that arrive before it starts.
+
+    The result is always computed after the caller arrived, so no caller gets an old one. The price is that a caller may
+    wait up to the interval.
+    """
+
+    def __init__(self, call: Callable[[], Awaitable[Result]], interval_seconds: float = SHARE_SECONDS) -> None:
+        self._call = call
+        self._interval_seconds = interval_seconds
+        self._one_at_a_time = asyncio.Lock()
+        self._next: asyncio.Task[Result] | None = None
+        self._began = -interval_seconds
+
+    async def result(self) -> Result:
+        """Return the result of the next computation, or raise its error."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._run())
+            # A task whose callers are all gone has nobody to report its error to.
+            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._next)
+
+    async def _run(self) -> Result:
+        async with self._one_at_a_time:
+            await asyncio.sleep(self._began + self._interval_seconds - time.monotonic())
+            self._began = time.monotonic()
+            self._next = None
+            return await self._call()
+
+
+# Current plan of the worker: read from the mounted file, checked against pushes, used to label requests.
+
+
+class PlanStore:
+    """Current plan, with the rules for its replacement.
+
+    A new plan must have the same uid. While the draft stays the same, the version must not decrease. A version has one
+    content for all workers, and one variant for workers with ``quiet`` set.
+    """
+
+    def __init__(self, uid: str, start: Plan) -> None:
+        self._uid = uid
+        self.current = start
+
+    def check(self, plan: Plan) -> None:
+        """Raise Conflict when ``plan`` must not replace the current plan."""
+        if plan.uid != self._uid:
+            raise Conflict(f"this worker belongs to uid {self._uid!r}, the plan to {plan.uid!r}", param="uid")
+        current = self.current
+        if plan.draft == current.draft and plan.version < current.version:
+            raise Conflict(
+                f"version {plan.version} is older than {current.version}, which is in force", param="version"
+            )
+        same = (plan.draft, plan.version, plan.quiet) == (current.draft, current.version, current.quiet)
+        if same and plan != current:
+            raise Conflict(f"version {plan.version} is in force with other content", param="version")
+
+    def task(self, header: str | None, metadata: str | None, prompt: str) -> str:
+        """Return the task label of a request: from the header, else the metadata, else the first rule that matches.
+
+        The header is specific to specdecode, so a label that the plan does not know becomes ``other``. The key in the
+        metadata may have another meaning for the client, so an unknown value there is ignored.
+        """
+        names = {task.name for task in self.current.tasks}
+        if header is not None:
+            return header if header in names else OTHER_TASK
+        if metadata in names:
+            return metadata
+        matching = (task.name for task in self.current.tasks if task.match and task.match in prompt)
+        return next(matching, OTHER_TASK)
+
+
+def parse_plan(body: bytes) -> Plan:
+    """Parse and validate a plan. Raises BadRequest that names the field at fault."""
+    return parse_contract(Plan, body)
+
+
+def read_plan(path: Path, uid: str) -> Plan | None:
+    """Read the plan mounted from the ConfigMap.
+
+    Returns:
+        The plan, or None if it is missing, unreadable or made for another uid. The worker then serves without
+        speculation.
+    """
+    try:
+        plan = Plan.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        log.error("the plan in %s cannot be used: %s", path, error)
+        return None
+    if plan.uid != uid:
+        log.error("the plan in %s is for uid %r, this worker belongs to %r", path, plan.uid, uid)
+        return None
+    return plan
+
+
+# Draft swaps that a client of the admin port asks for: the checks before the engine begins to load the draft.
+
+
+class DraftSwapper:
+    """Starts draft swaps in the order of their requests."""
+
+    def __init__(self, engine: EngineClient, cache_dir: Path) -> None:
+        self._engine, self._cache_dir = engine, cache_dir
+        self._lock = asyncio.Lock()
+
+    async def begin(self, draft: DraftConfig, name: str, expected_hash: str | None) -> str:
+        """Start to replace the draft ``name`` and return the hash that the report shows once ``draft`` runs.
+
+        Raises:
+            Conflict: The files cannot be read, or do not have the expected hash.
+            CallRefused: The engine cannot try the swap.
+            EngineGone: The engine has ended.
+        """
+        async with self._lock:
+            actual_hash = await asyncio.to_thread(self._hash, draft)
+            if expected_hash not in (None, actual_hash):
+                raise Conflict(
+                    f"the files of {draft.uri or draft.method} have the hash {actual_hash}, not {expected_hash}; check "
+                    "the uri, or send the hash that you mean",
+                    param="expected_hash",
+                )
+            await self._engine.begin_draft_swap(draft, name, actual_hash)
+        return actual_hash
+
+    def _hash(self, draft: DraftConfig) -> str:
+        try:
+            return draft_hash(draft, lambda uri: model_store.resolve(uri, self._cache_dir))
+        except Exception as error:
+            raise Conflict(describe_failure(error, draft.uri or draft.method)) from None
+
+
+# Worker service behind the HTTP routes: engine client, tokenizer, current plan and lifecycle state.
+#
+# It turns a validated request into generations (all or none) and forwards the calls of the admin port to the engine.
 
 
 class Service:

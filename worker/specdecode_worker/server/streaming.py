@@ -1,18 +1,235 @@
-"""Streaming responses: merges the pieces of all choices into server-sent events."""
+"""From the body of a request to its answer, whole or as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol, TypeVar
 
+import msgspec
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from specdecode_worker.server.errors import ApiError
-from specdecode_worker.server.generation import Generation
-from specdecode_worker.server.requests.common import StreamOptions
-from specdecode_worker.server.responses import DONE, ChoicePiece, Json, ResponseWriter, event, usage
+from specdecode_worker.contract.internal_stream import Resume
+from specdecode_worker.server.errors import ApiError, ModelNotFound
+from specdecode_worker.server.generation import Generation, continued_choices, earlier_choices
+from specdecode_worker.server.prompts import Prompt
+from specdecode_worker.server.request_capture import capture_permitted
+from specdecode_worker.server.request_terms import RequestTerms
+from specdecode_worker.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+    parse,
+    unsupported,
+)
+from specdecode_worker.server.responses import (
+    DONE,
+    ChatWriter,
+    Choice,
+    ChoicePiece,
+    CompletionWriter,
+    Json,
+    ResponseContext,
+    ResponseWriter,
+    ToolCallOptions,
+    event,
+    usage,
+)
+from specdecode_worker.server.service import Service
+from specdecode_worker.server.tools import parser_for
+
+# Preparation of a generation request: parse, check, render, tokenize, start. Public and internal routes share it.
+
+Result = TypeVar("Result")
+Body = TypeVar("Body", bound=GenerationRequest)
+
+
+class Wait(Protocol):
+    """Function that returns the result of slow work. It may give up with an error if the result is not needed."""
+
+    async def __call__(self, work: Awaitable[Result], /) -> Result:
+        """Return the result of ``work``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Call of a generation route."""
+
+    body: bytes
+    request_id: str
+    created: int
+    """Unix time of the response in seconds."""
+    task: str | None = None
+    """Task label of the header."""
+    capture: str | None = None
+    """Header that permits or forbids capture."""
+    terms: RequestTerms
+    resume: Resume | None = None
+    """Earlier attempt on another worker, which this call continues."""
+    seed: int | None = None
+    """Seed for a body that has none."""
+
+    def parse(self, model: type[Body]) -> Body:
+        """Return the validated body. Raises BadRequest."""
+        body = parse(model, self.body)
+        return body if body.seed is not None or self.seed is None else body.model_copy(update={"seed": self.seed})
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRequest:
+    """Request whose generations have started. They must be closed in every case."""
+
+    body: GenerationRequest
+    prompts: Sequence[Prompt]
+    generations: list[Generation]
+    writer: ResponseWriter
+
+    @property
+    def stream_options(self) -> StreamOptions:
+        """Options of a streaming response."""
+        return self.body.stream_options or StreamOptions()
+
+    async def encode_whole(self, choices: Sequence[Choice]) -> bytes:
+        """Return the body of a response that does not stream."""
+        if self.body.top_logprobs_count is None:
+            return self._encode_whole(choices)
+        # Log-probabilities can take a second to write.
+        return await asyncio.to_thread(self._encode_whole, choices)
+
+    def _encode_whole(self, choices: Sequence[Choice]) -> bytes:
+        return msgspec.json.encode(self._whole(choices))
+
+    def _whole(self, choices: Sequence[Choice]) -> Json:
+        """Return the complete response with all choices, or with the ``n`` best of each prompt for best_of."""
+        made, n = self.body.generated_choices, self.body.n
+        if made == n:
+            return self.writer.whole(choices)
+        by_prompt = [choices[first : first + made] for first in range(0, len(choices), made)]
+        best = [one for some in by_prompt for one in sorted(some, key=lambda c: -c.mean_logprob)[:n]]
+        return self.writer.whole(best, [choice.statistics for choice in choices])
+
+
+async def start_completion(service: Service, call: Call, wait: Wait) -> StartedRequest:
+    """Start the generations of a request to /v1/completions.
+
+    Raises:
+        ApiError: The request is invalid, or the worker cannot serve it.
+    """
+    body = call.parse(CompletionRequest)
+    service.check_model_name(body.model)
+    body = service.model.with_defaults(body)
+    text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
+    writer = CompletionWriter(_context(service, call, body))
+    if call.resume is not None:
+        return await _resume(service, call, call.resume, body, text, writer, wait)
+    with service.preparing(body, len(body.prompt), call.terms.client) as preparation:
+        prompts = await wait(preparation.completion(body))
+    return _start(service, call, body, prompts, text, writer)
+
+
+async def start_chat(service: Service, call: Call, wait: Wait) -> StartedRequest:
+    """Start the generations of a request to /v1/chat/completions.
+
+    Raises:
+        ApiError: The request is invalid, or the worker cannot serve it.
+    """
+    body = call.parse(ChatRequest)
+    service.check_model_name(body.model)
+    body = service.model.with_defaults(body)
+    text = "\n".join(message.content for message in body.messages)
+    writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body))
+    if call.resume is not None:
+        return await _resume(service, call, call.resume, body, text, writer, wait)
+    with service.preparing(body, 1, call.terms.client) as preparation:
+        prompt = await wait(preparation.chat(body))
+    return _start(service, call, body, [prompt], text, writer)
+
+
+START: Mapping[str, Callable[[Service, Call, Wait], Awaitable[StartedRequest]]] = MappingProxyType(
+    {"/v1/completions": start_completion, "/v1/chat/completions": start_chat}
+)
+"""Functions that start a request, by public route."""
+
+
+async def start(service: Service, route: str, call: Call, wait: Wait) -> StartedRequest:
+    """Start the generations of a request to a public route. Raises ApiError."""
+    if route not in START:
+        raise ModelNotFound(f"there is no generation route {route!r}", code="not_found")
+    return await START[route](service, call, wait)
+
+
+def _start(
+    service: Service,
+    call: Call,
+    body: GenerationRequest,
+    prompts: Sequence[Prompt],
+    text: str,
+    writer: ResponseWriter,
+) -> StartedRequest:
+    capture = capture_permitted(call.capture, body)
+    task = service.plans.task(call.task, body.task, text)
+    generations = service.start(body, prompts, task, capture=capture, terms=call.terms)
+    return StartedRequest(body, prompts, generations, writer)
+
+
+async def _resume(
+    service: Service,
+    call: Call,
+    resume: Resume,
+    body: GenerationRequest,
+    text: str,
+    writer: ResponseWriter,
+    wait: Wait,
+) -> StartedRequest:
+    earlier = earlier_choices(body, resume, service.compatibility_key, service.model.limits)
+    with service.preparing(body, len(resume.open.prompts), call.terms.client) as preparation:
+        prompts = await wait(preparation.resumed(body, resume.open.prompts))
+        work = partial(continued_choices, service.model, body, prompts, earlier)
+        choices = await wait(preparation.replay(sum(len(one.progress.ids) for one in earlier), work))
+    task = service.plans.task(call.task, body.task, text)
+    generations = service.resume(body, choices, task, terms=call.terms)
+    return StartedRequest(body, prompts, generations, writer)
+
+
+def _context(service: Service, call: Call, body: GenerationRequest) -> ResponseContext:
+    return ResponseContext(
+        request_id=call.request_id,
+        model=body.model,
+        fingerprint=service.model.fingerprint,
+        vocabulary=service.model.tokenizer.vocabulary,
+        logprobs=body.top_logprobs_count is not None,
+        created=call.created,
+    )
+
+
+def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions | None:
+    """Return the tool call options; None if the request offers no tools.
+
+    Raises:
+        BadRequest: The chat template takes no tools, or its tool call format is unknown.
+    """
+    if not body.shown_tools:
+        return None
+    template = service.model.tokenizer.template
+    if template is None or not template.takes_tools:
+        raise unsupported("this model's chat template takes no tools", "tools")
+    name = service.config.server.tool_call_parser or service.model.tool_format
+    if name is None:
+        raise unsupported("this model's chat template does not tell how calls are written; start the worker with "
+                          "--tool-call-parser", "tools")  # fmt: skip
+    functions = [tool.function.name for tool in body.tools]
+    parser = partial(parser_for, name, functions, streams=body.stream and body.guides_calls)
+    return ToolCallOptions(parser, parallel=body.parallel_tool_calls)
+
+
+# Streaming responses: merges the pieces of all choices into server-sent events.
 
 # Scored tokens of one piece, or pieces, beyond which they are written in a thread: about ten milliseconds.
 _MANY_SCORED_TOKENS = 512

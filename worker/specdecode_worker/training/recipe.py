@@ -21,37 +21,37 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMethod
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.peagle import PEagleHead
-from specdecode_worker.training.artifacts import lineage
-from specdecode_worker.training.artifacts.atomic_files import write_json
-from specdecode_worker.training.artifacts.export import Names, write_draft
-from specdecode_worker.training.data import draft_vocabulary
-from specdecode_worker.training.data.batches import DataSet
-from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.data.normalizers import normalise
-from specdecode_worker.training.data.question_sources import PromptLine, TrainingQuestions
-from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.data.shards import read_shard, shard_paths
-from specdecode_worker.training.data.state_recording import answer_tokens, record, text_conversations
+from specdecode_worker.models.drafts import Draft, WeightMethod
+from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
+from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.artifacts import Names, lineage, write_card, write_curve, write_draft
+from specdecode_worker.training.conversations import (
+    Chat,
+    DataSet,
+    choose,
+    domain_probabilities,
+    read_shard,
+    shard_paths,
+    uncovered,
+)
+from specdecode_worker.training.copy_attention import add_copy_heads
 from specdecode_worker.training.errors import DraftNotTrainable
-from specdecode_worker.training.evaluation.draft_calibration import write_calibration
-from specdecode_worker.training.heads.continued_head import prepare_draft
-from specdecode_worker.training.heads.copy_attention import add_copy_heads
-from specdecode_worker.training.heads.initialization import (
+from specdecode_worker.training.evaluation import write_calibration
+from specdecode_worker.training.files import write_json
+from specdecode_worker.training.heads import (
     new_dflash,
     new_draft_model,
     new_eagle,
     new_head,
     new_medusa,
     new_peagle,
+    prepare_draft,
 )
-from specdecode_worker.training.heads.trainable_drafts import vocabulary_of
-from specdecode_worker.training.optimization.data_parallel import ProcessGroup
-from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
+from specdecode_worker.training.prompts import PromptLine, TrainingQuestions, normalise
+from specdecode_worker.training.rollout import Rollout, RolloutSettings, answer_tokens, record, text_conversations
+from specdecode_worker.training.trainer import ProcessGroup, Trainer, TrainSettings
+from specdecode_worker.training.unroll import vocabulary_of
 
 VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN = 96, 8
 _CALIBRATION_CONVERSATIONS = 32
@@ -179,7 +179,7 @@ def _finish(trainer: Trainer, draft_settings: DraftSettings, out: Path, log: Log
     spread = data.validation[:: max(1, len(data.validation) // _CALIBRATION_CONVERSATIONS)]
     sharpness = write_calibration(trainer.head, spread, output_VE, folder, depth=trainer.settings.depth)
     log(f"calibration: logits of sampled drafts times {sharpness} by depth")
-    document = lineage.lineage(
+    document = lineage(
         method=draft_settings.method,
         target=(draft_settings.target[0], model_hash(draft_settings.target[1])),
         parent=(draft_settings.parent[0], model_hash(draft_settings.parent[1])) if draft_settings.parent else None,
@@ -190,8 +190,8 @@ def _finish(trainer: Trainer, draft_settings: DraftSettings, out: Path, log: Log
         history=trainer.progress.history,
     )
     write_json(folder / "lineage.json", document)
-    lineage.write_card(document, folder)
-    if not lineage.write_curve(trainer.progress.history, folder / "curve.png"):
+    write_card(document, folder)
+    if not write_curve(trainer.progress.history, folder / "curve.png"):
         log("curve.png: install matplotlib to have it drawn")
 
 
@@ -221,7 +221,7 @@ def _choose_vocabulary(out: Path, output_VE: Tensor, draft_settings: DraftSettin
     path, uncovered_path = out / "vocabulary.json", out / "uncovered.json"
     if path.exists() and uncovered_path.exists():
         return
-    probabilities_by_domain = draft_vocabulary.domain_probabilities(shard_paths(out / "recorded"), output_VE)
+    probabilities_by_domain = domain_probabilities(shard_paths(out / "recorded"), output_VE)
     if not path.exists():
         size = (
             min(draft_settings.draft_vocab, len(output_VE))
@@ -232,8 +232,8 @@ def _choose_vocabulary(out: Path, output_VE: Tensor, draft_settings: DraftSettin
         if isinstance(origin, Eagle3Head) and len(origin.target_ids) == size:
             chosen = origin.target_ids  # further training keeps the vocabulary that the draft knows
         else:
-            chosen = draft_vocabulary.choose(probabilities_by_domain, size)
+            chosen = choose(probabilities_by_domain, size)
         write_json(path, chosen.tolist())
-    uncovered = draft_vocabulary.uncovered(probabilities_by_domain, torch.tensor(json.loads(path.read_text())))
-    log(f"vocabulary: probability of what the draft cannot say, by domain: {uncovered}")
-    write_json(uncovered_path, uncovered)
+    missing = uncovered(probabilities_by_domain, torch.tensor(json.loads(path.read_text())))
+    log(f"vocabulary: probability of what the draft cannot say, by domain: {missing}")
+    write_json(uncovered_path, missing)

@@ -25,17 +25,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from specdecode_worker.bound_process import BoundProcess
-from specdecode_worker.engine.parallel.rank_messages import Assignment
-from specdecode_worker.engine.parallel.rank_process import load_rank_shard
-from specdecode_worker.models.checkpoints.weights import load_llama, prepare_llama
-from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.engine.tensor_parallel import Assignment, load_rank_shard
+from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.networks.layers import Attend
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.tensor_parallel import split_config
-from specdecode_worker.training.data.state_recording import causal_attention
-from specdecode_worker.training.evaluation.draft_evaluation import ZeroContextAttention
-from specdecode_worker.training.heads.dense_attention import DenseCache
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.models.tensor_parallel import split_config
+from specdecode_worker.models.weights import load_llama, prepare_llama
+from specdecode_worker.training.evaluation import ZeroContextAttention
+from specdecode_worker.training.heads import DenseCache
+from specdecode_worker.training.rollout import causal_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

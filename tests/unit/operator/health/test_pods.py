@@ -22,7 +22,7 @@ from specdecode_operator.telemetry.deltas import fleet as together
 from specdecode_operator.types import Decision, Deployment, Observation, Worker
 from specdecode_worker.contract import Plan, TreeShape
 from specdecode_worker.server.errors import Conflict
-from specdecode_worker.server.plan_store import PlanStore
+from specdecode_worker.server.service import PlanStore
 from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, linear_time, workload_with
 
 GOOD, BAD = [0.8, 0.7, 0.6, 0.5, 0.4], [0.1] * 5

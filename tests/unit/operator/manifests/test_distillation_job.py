@@ -20,7 +20,7 @@ from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Deployment, Manifest
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import distill
-from specdecode_worker.commands.common import distillation_job as distill_job
+from specdecode_worker.commands import distillation_job as distill_job
 from specdecode_worker.contract import Env
 from support.operators.fleet import DEFAULTS, deployment_with
 

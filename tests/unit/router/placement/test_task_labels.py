@@ -10,7 +10,7 @@ import pytest
 from specdecode_router.placement.task_labels import task_of
 from specdecode_worker.contract import OTHER_TASK, Plan, TaskMatch
 from specdecode_worker.contract.internal_stream import PlanTask
-from specdecode_worker.server.plan_store import PlanStore
+from specdecode_worker.server.service import PlanStore
 
 TASKS = (PlanTask("code", "def "), PlanTask("chat"), PlanTask("table", "id,name"))
 CASES: tuple[tuple[str | None, dict[str, Any]], ...] = (

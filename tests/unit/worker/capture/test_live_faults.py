@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from specdecode_worker.capture import CaptureError, Dropped, Recorder
-from specdecode_worker.capture.live.control_thread import MAX_HUNG_WRITERS
-from specdecode_worker.capture.record_queue import QUEUE_RECORDS
+from specdecode_worker.capture.live import MAX_HUNG_WRITERS
+from specdecode_worker.capture.records import QUEUE_RECORDS
 from specdecode_worker.contract.capture import CaptureRules
 from support.worker.live_captures import LIMITS, RULES, live, now_record, numbers, stored, wait
 
@@ -219,7 +219,7 @@ def test_segment_that_cannot_be_rewritten_is_deleted(tmp_path: Path, monkeypatch
         recorder.enqueue(now_record(0, age=100), recorder.epoch)
         put(recorder, 1)
         stored(recorder, 2)
-        monkeypatch.setattr("specdecode_worker.capture.segment_rewriting._copy", refuse)
+        monkeypatch.setattr("specdecode_worker.capture.segments._copy", refuse)
         recorder.apply(CaptureRules(share=1.0, delete_before=time.time() - 50))
         stored(recorder, 0)
         put(recorder, 2)

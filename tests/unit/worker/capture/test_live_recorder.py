@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from specdecode_worker.capture import Dropped, Recorder
-from specdecode_worker.capture.subject_keys import KEY_SUFFIX
+from specdecode_worker.capture.segments import KEY_SUFFIX
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 from support.worker.captured import record
 from support.worker.live_captures import RULES, live, now_record, numbers, stored, wait

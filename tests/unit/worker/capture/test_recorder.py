@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, read_records
-from specdecode_worker.capture.record_queue import QUEUE_RECORDS
+from specdecode_worker.capture.records import QUEUE_RECORDS
 from specdecode_worker.contract import CaptureRules
 from support.worker.captured import record
 

@@ -11,10 +11,8 @@ import pytest
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import ReadStats, read_records
-from specdecode_worker.capture.record import encode
-from specdecode_worker.capture.retention import Retention, stored_retention
-from specdecode_worker.capture.segment_format import list_segments
-from specdecode_worker.capture.segments import SegmentWriter
+from specdecode_worker.capture.records import encode
+from specdecode_worker.capture.segments import Retention, SegmentWriter, list_segments, stored_retention
 from support.worker.captured import record
 
 AGE_SECONDS = 160.0

@@ -13,11 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_worker.capture.errors import FolderUnusable
-from specdecode_worker.capture.record import Record, encode
-from specdecode_worker.capture.segment_format import SUFFIX
-from specdecode_worker.capture.segment_reader import ReadStats, read_records
-from specdecode_worker.capture.segments import SegmentWriter
+from specdecode_worker.capture.records import FolderUnusable, Record, encode
+from specdecode_worker.capture.segments import SUFFIX, ReadStats, SegmentWriter, read_records
 from support.worker.captured import record
 
 

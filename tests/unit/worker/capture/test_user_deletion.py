@@ -12,16 +12,16 @@ import pytest
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import ReadStats, Record, read_records
-from specdecode_worker.capture.record import encode
-from specdecode_worker.capture.segment_format import list_segments
-from specdecode_worker.capture.segments import SegmentWriter
-from specdecode_worker.capture.subject_keys import (
+from specdecode_worker.capture.records import encode
+from specdecode_worker.capture.segments import (
     KEY_SUFFIX,
+    SegmentWriter,
     SubjectKeys,
     UserHashes,
     derived_key,
     key_id,
     keyed_hash,
+    list_segments,
     stored_keys,
     unkeyed_hash,
 )

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdecode_worker.capture import Record
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_llama
 from support import small_model
 from support.worker.captured_folders import write
 from support.worker.serving_records import records_of

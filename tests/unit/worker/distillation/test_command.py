@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
 from specdecode_worker.commands import distill
-from specdecode_worker.training.distillation import student_training
-from specdecode_worker.training.distillation.splits import split_of
+from specdecode_worker.training.distillation import students as student_training
+from specdecode_worker.training.distillation.records import split_of
 from support.worker.captured_folders import noise, write
 
 pytestmark = pytest.mark.slow

@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specdecode_worker.training.evaluation.domain_pools import CAPTURED_POOL, GOLDEN_POOL, pool_small_domains
-from specdecode_worker.training.evaluation.draft_verdict import Domain, StepCosts, compute_verdict
+from specdecode_worker.training.evaluation import (
+    CAPTURED_POOL,
+    GOLDEN_POOL,
+    Domain,
+    StepCosts,
+    compute_verdict,
+    pool_small_domains,
+)
 
 SAME = StepCosts(np.full(40, 0.02), np.full(40, 0.02))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_worker.training.evaluation.draft_verdict import EXIT_CODES, Domain, StepCosts, Verdict, compute_verdict
+from specdecode_worker.training.evaluation import EXIT_CODES, Domain, StepCosts, Verdict, compute_verdict
 
 SECONDS = np.full(40, 0.02)
 SAME = StepCosts(SECONDS, SECONDS)

@@ -25,9 +25,9 @@ from specdecode_worker.contract.distillation import (
     shortened_name,
     shortened_reason,
 )
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.training.distillation.job_result import failure_kind
-from specdecode_worker.training.distillation.run_clock import RunClock
+from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.training.distillation.pipeline import failure_kind
+from specdecode_worker.training.distillation.publication import RunClock
 from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
 from support.tiers import skip_reason
 from support.worker.job_runs import read, run

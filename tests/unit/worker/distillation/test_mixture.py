@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.distillation.mixture import (
+from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.distillation.pool import (
     MOST_REPLAY,
     RoundResult,
     Weighted,

@@ -12,17 +12,15 @@ from safetensors.torch import load_file
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
-from specdecode_worker.commands.common.local_engine import Prompt
+from specdecode_worker.commands.local_engine import Prompt
 from specdecode_worker.contract import Method, TreeShape
-from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.artifacts.export import write_draft
-from specdecode_worker.training.distillation.record_replay import Replayed, replay
-from specdecode_worker.training.evaluation.paired_step_times import step_costs
-from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
-from specdecode_worker.training.heads.distillable import load_distillable
-from specdecode_worker.training.heads.initialization import new_dflash, new_head, new_medusa, new_peagle
+from specdecode_worker.models.headers import infer_method, read_tensor_headers
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_llama
+from specdecode_worker.training.artifacts import write_draft
+from specdecode_worker.training.evaluation import CalibratedDraft, Sample, count_steps, step_costs
+from specdecode_worker.training.heads import load_distillable, new_dflash, new_head, new_medusa, new_peagle
+from specdecode_worker.training.replay import Replayed, replay
 from support.worker.serving_records import engine_of
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,8 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
 from specdecode_worker.contract import Artifact
 from specdecode_worker.contract.distillation import DistillationVerdict
-from specdecode_worker.models.checkpoints import model_store
-from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.models import fetch as model_store
+from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.distillation.publication import check_place, publish
 from specdecode_worker.training.errors import PublishFailed
 from support.worker.captured_folders import write

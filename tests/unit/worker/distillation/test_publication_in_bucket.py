@@ -15,9 +15,9 @@ from specdecode_operator.manifests.run_storage import bucket_environment
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.__main__ import main
-from specdecode_worker.models.checkpoints import model_store
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.object_store import StoredModel
+from specdecode_worker.models import fetch as model_store
+from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.models.object_store import StoredModel
 from support.storage_servers.s3_server import S3Server, s3_server
 from support.worker.job_runs import read, run
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from specdecode_worker.capture import Record
-from specdecode_worker.commands.common.local_engine import Prompt
+from specdecode_worker.commands.local_engine import Prompt
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.checkpoints.weights import load_eagle3
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.distillation.record_replay import (
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_eagle3
+from specdecode_worker.training.evaluation import CalibratedDraft, Sample, count_steps
+from specdecode_worker.training.replay import (
     TIE_LOGITS,
     DropReason,
     Replayed,
@@ -22,7 +23,6 @@ from specdecode_worker.training.distillation.record_replay import (
     replay,
     static_drop_reason,
 )
-from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
 from support.worker.serving_records import SAMPLING_PARAMS, engine_of
 
 pytestmark = pytest.mark.slow

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from specdecode_worker.capture import Record, opening_hash
-from specdecode_worker.engine.ipc.messages import Sampling
-from specdecode_worker.training.data.shards import Conversation, write_shard
-from specdecode_worker.training.distillation.record_shards import CaptureSelection, select_records
-from specdecode_worker.training.distillation.replay_pool import read_pool
-from specdecode_worker.training.distillation.splits import Runs, runs_of, split_of
+from specdecode_worker.core.messages import Sampling
+from specdecode_worker.training.conversations import Conversation, write_shard
+from specdecode_worker.training.distillation.judge import exclude_overlapping, runs_of_samples, text_of
+from specdecode_worker.training.distillation.pool import read_pool
+from specdecode_worker.training.distillation.records import CaptureSelection, Runs, runs_of, select_records, split_of
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.evaluation.golden_set import exclude_overlapping, runs_of_samples, text_of
-from specdecode_worker.training.evaluation.paired_steps import Sample
+from specdecode_worker.training.evaluation import Sample
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS
 
 SIZE = 50_000

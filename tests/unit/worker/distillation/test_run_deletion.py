@@ -11,10 +11,10 @@ import torch
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record, opening_hash
-from specdecode_worker.capture.subject_keys import unkeyed_hash
-from specdecode_worker.engine.ipc.messages import Sampling
-from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths, write_shard
-from specdecode_worker.training.distillation.replay_pool import read_pool
+from specdecode_worker.capture.segments import unkeyed_hash
+from specdecode_worker.core.messages import Sampling
+from specdecode_worker.training.conversations import Conversation, read_shard, shard_paths, write_shard
+from specdecode_worker.training.distillation.pool import read_pool
 
 
 def record(number: int) -> Record:

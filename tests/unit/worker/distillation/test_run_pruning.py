@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.models.checkpoints import model_store
-from specdecode_worker.training.distillation import run_pruning
+from specdecode_worker.models import fetch as model_store
+from specdecode_worker.training.distillation import pruning as run_pruning
 from specdecode_worker.training.distillation.pipeline import Distillation
-from specdecode_worker.training.distillation.run_pruning import (
+from specdecode_worker.training.distillation.pruning import (
     RUN_FILES,
     RUN_FOLDERS,
     TEXT_FOLDERS,

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from specdecode_worker.capture import Record
-from specdecode_worker.capture.retention import Retention, store_retention
+from specdecode_worker.capture.segments import Retention, store_retention
 from specdecode_worker.training.distillation.pipeline import Distillation
-from specdecode_worker.training.distillation.sample_shards import read_records_of
+from specdecode_worker.training.distillation.records import read_records_of
 from support.worker.captured_folders import write
 from support.worker.job_runs import read, run
 

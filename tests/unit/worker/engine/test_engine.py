@@ -12,13 +12,13 @@ import torch
 from msgspec import structs
 
 from specdecode_worker.contract import DraftState, Plan, Report, StepCell, SyntheticKnobs, TreeShape
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.messages import Submit, Tokens
+from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine import engine as engine_module
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.ipc.messages import Submit, Tokens
-from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.target_states import TargetStates
 from support.worker.small_engine import drain, plan_of, small_engine, submit, texts
 
 SHAPES = ["none", "chain:3", "tree:3,2,1"]

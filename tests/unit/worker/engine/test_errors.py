@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdecode_worker.engine.errors import is_sticky_device_error
+from specdecode_worker.core.errors import is_sticky_device_error
 from specdecode_worker.models.errors import ModelError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specdecode_worker.contract import EngineConfig
+from specdecode_worker.core.kv_cache import FreeGaps, FreeList
 from specdecode_worker.engine.factory import _scheduler, device_of
-from specdecode_worker.engine.kv_cache.block_pool import FreeGaps, FreeList
 from specdecode_worker.models.errors import ModelError
 
 

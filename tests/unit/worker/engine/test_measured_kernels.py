@@ -13,8 +13,7 @@ import torch
 from specdecode_kernels import timings
 from specdecode_kernels.timings import Case, Timings, written
 from specdecode_worker.contract import EngineConfig
-from specdecode_worker.engine.kernel_class import kernel_class
-from specdecode_worker.engine.measured_kernels import use_kernel_timings
+from specdecode_worker.engine.kernel_class import kernel_class, use_kernel_timings
 
 CUDA = torch.device("cuda")
 MEASURED = Timings("NVIDIA H200", (Case(("fp8", 48, 64), 128, {"scaled": 5.0, "tile": 3.0}),))

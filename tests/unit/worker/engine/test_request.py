@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.request import Request
+from specdecode_worker.core.request import Request
 from support.worker.small_engine import request, submit
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.sampling_params import check_tokens, sampling_params_of
+from specdecode_worker.core.request import Request, check_tokens, sampling_params_of
 from support.worker.small_engine import VOCABULARY, drain, small_engine, submit, texts
 
 

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.batch import Row
-from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
-from specdecode_worker.engine.queueing.prompt_shares import STEP_SECONDS
-from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.scheduler import PROMPT_SHARE, Limits, Scheduler
-from specdecode_worker.engine.shape_selector import Selection
-from specdecode_worker.speculation.trees import PLAIN, tree_of
+from specdecode_worker.core.batch import Row, Selection
+from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
+from specdecode_worker.core.request import Request
+from specdecode_worker.engine.scheduler import PROMPT_SHARE, STEP_SECONDS, Limits, Scheduler
+from specdecode_worker.sampling.trees import PLAIN, tree_of
 from support.worker.device import SimulatedDevice
 from support.worker.small_engine import request
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
-from specdecode_worker.engine.shape_selector import ShapeSelector
-from specdecode_worker.speculation.dispatch import Dispatcher
-from specdecode_worker.speculation.guard import STOP_RULES
+from specdecode_worker.control.guard import STOP_RULES
+from specdecode_worker.control.plan import Dispatcher
+from specdecode_worker.core.batch import ShapeSelector
 
 CHAIN = TreeShape.chain(2)
 

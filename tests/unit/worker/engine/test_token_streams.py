@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_worker.engine.errors import EngineGone
-from specdecode_worker.engine.ipc.messages import Tokens
-from specdecode_worker.engine.ipc.token_streams import Stream, StreamTable
+from specdecode_worker.core.errors import EngineGone
+from specdecode_worker.core.messages import Tokens
+from specdecode_worker.engine.client import Stream, StreamTable
 
 
 def tokens(request_id: str, *, last: bool = False) -> Tokens:

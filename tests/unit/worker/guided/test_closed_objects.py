@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from specdecode_worker.guided.closed_objects import close_objects
+from specdecode_worker.guided.grammars import close_objects
 
 A: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
 B: dict[str, Any] = {"properties": {"b": {"type": "integer"}}}

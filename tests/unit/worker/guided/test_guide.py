@@ -9,16 +9,17 @@ import pytest
 from tokenizers import Tokenizer
 
 from specdecode_worker.guided import guide as guide_module
-from specdecode_worker.guided.errors import GrammarRefused
-from specdecode_worker.guided.grammar_compiler import CACHED_GRAMMARS, MAX_GRAMMAR_BYTES, GrammarCompiler
 from specdecode_worker.guided.grammars import (
+    CACHED_GRAMMARS,
+    MAX_GRAMMAR_BYTES,
+    GrammarCompiler,
     choice_grammar,
     context_free_grammar,
     json_grammar,
     lark_grammar,
     regex_grammar,
 )
-from specdecode_worker.guided.guide import Guide
+from specdecode_worker.guided.guide import GrammarRefused, Guide
 from support.char_tokenizer import END, tokenizer_json
 
 SIZE = 61

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.guided.grammars import json_grammar
-from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
-from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.commands.flags import EMBEDDED_TARGET
+from specdecode_worker.guided.grammars import GrammarCompiler, json_grammar
+from specdecode_worker.models.fetch import default_cache_dir, resolve
+from specdecode_worker.server.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.embedded
 

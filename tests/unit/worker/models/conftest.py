@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.configs.model_config import llama_config
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.llama import Llama
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

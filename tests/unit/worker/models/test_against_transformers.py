@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.configs.target_states import TargetStates
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.models.weights import load_llama
 
 pytestmark = pytest.mark.slow
 

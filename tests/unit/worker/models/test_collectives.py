@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdecode_worker.models.networks import collectives
+from specdecode_worker.models import collectives
 
 
 def test_a_rehearsal_calls_no_other_rank() -> None:

@@ -14,10 +14,8 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
 from specdecode_worker.contract import DraftConfig
-from specdecode_worker.engine.drafts.draft_hash import draft_hash
-from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMethod, check_draft, load_draft
-from specdecode_worker.models.checkpoints.safetensors_headers import describe, infer_method, read_tensor_headers
-from specdecode_worker.models.configs.model_config import (
+from specdecode_worker.drafts.draft_files import draft_hash
+from specdecode_worker.models.config import (
     DFlashConfig,
     Eagle3Config,
     EagleConfig,
@@ -26,13 +24,13 @@ from specdecode_worker.models.configs.model_config import (
     PEagleConfig,
     llama_config,
 )
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.drafts import Draft, WeightMethod, check_draft, load_draft
+from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
-from specdecode_worker.models.networks.dflash import DFlashHead
-from specdecode_worker.models.networks.eagle import EagleHead
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.medusa import MedusaHeads
-from specdecode_worker.models.networks.peagle import PEagleHead
+from specdecode_worker.models.headers import describe, infer_method, read_tensor_headers
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse
 from support.worker.checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from support.worker.tokens import saved, tokenizer

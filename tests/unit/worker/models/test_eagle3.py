@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.models.checkpoints.weights import load_eagle3
-from specdecode_worker.models.configs.model_config import eagle3_config
-from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.config import eagle3_config
+from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
+from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.models.weights import load_eagle3
 from support.worker.checkpoints import CPU, SLOTS, TOKENS, eagle3_tensors, first_layer, noise, norm, reference, write
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.configs.model_config import llama_config
+from specdecode_worker.models.config import llama_config
 from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
+from specdecode_worker.models.weights import load_llama
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))

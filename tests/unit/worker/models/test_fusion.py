@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.cpu.native import library
-from specdecode_worker.models import linear
-from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
-from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models import compiled_cpu, linear
+from specdecode_worker.models.compiled_cpu import NativeBlock, NativeMidlayer
+from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.linear import CompiledWeight, Linear, OneDnnWeight
-from specdecode_worker.models.networks import compiled_cpu
-from specdecode_worker.models.networks.compiled_cpu import NativeBlock, NativeMidlayer
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, should_pack
+from specdecode_worker.models.target_states import TargetStates
 from support.tiers import skip_reason
 
 TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))

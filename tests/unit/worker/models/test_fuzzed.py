@@ -17,10 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, check_draft, load_draft
-from specdecode_worker.models.checkpoints.safetensors_headers import INDEX, describe
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.configs.model_config import (
+from specdecode_worker.models.config import (
     dflash_config,
     eagle3_config,
     eagle_config,
@@ -28,10 +25,13 @@ from specdecode_worker.models.configs.model_config import (
     medusa_config,
     peagle_config,
 )
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.drafts import WeightMethod, check_draft, load_draft
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.networks.dflash import DFlashHead
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.headers import INDEX, describe
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.models.weights import load_llama
 from support.tiers import by_effort
 from support.worker.checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from support.worker.tokens import saved, tokenizer

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.models.configs.model_config import eagle3_config
+from specdecode_worker.models.config import eagle3_config
+from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_eagle3, load_llama
 
 CPU = torch.device("cpu")
 DRAFT_VOCABULARY = 40

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.checkpoints.weights import load_medusa
-from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse
+from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.models.weights import load_medusa
 from support.worker.checkpoints import CPU, medusa_tensors, noise, write
 
 

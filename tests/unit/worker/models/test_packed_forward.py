@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
-from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
-from specdecode_worker.engine.step.packed_batch import PackedBatch, slots_of, spread
-from specdecode_worker.models.configs.model_config import llama_config
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.speculation.trees import Tree, tree_of
+from specdecode_worker.core.kv_cache import BLOCK_SIZE
+from specdecode_worker.core.paged_attention import PackedBatch, PagedCache, slots_of, spread
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.sampling.trees import Tree, tree_of
 
 CPU = torch.device("cpu")
 BLOCKS = 40

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.quantised_linear.reference import KINDS, Kind, dequantise, quantise
-from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
+from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.linear import QuantizedWeight
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import (
     added_bytes,
     fuse,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specdecode_worker.models.checkpoints.safetensors_headers import (
+from specdecode_worker.models.errors import WeightMismatch
+from specdecode_worker.models.headers import (
     INDEX,
     TensorHeader,
     read_tensor_headers,
     weight_files,
 )
-from specdecode_worker.models.errors import WeightMismatch
 
 TENSORS = {
     "a.weight": torch.zeros(2, 3),

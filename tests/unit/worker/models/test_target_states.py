@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.configs.target_states import TargetStates
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.target_states import TargetStates
 
 TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))
 

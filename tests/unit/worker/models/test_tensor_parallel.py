@@ -20,15 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdecode_kernels.quantised_linear.reference import Kind
-from specdecode_worker.models import linear
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.configs.model_config import llama_config
+from specdecode_worker.models import collectives, linear
+from specdecode_worker.models.config import llama_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard, Split
-from specdecode_worker.models.networks import collectives
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.tensor_parallel import load_shard, slices, split_network, splits_of
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, quantise_target
+from specdecode_worker.models.tensor_parallel import load_shard, slices, split_network, splits_of
+from specdecode_worker.models.weights import load_llama
 
 CPU = torch.device("cpu")
 

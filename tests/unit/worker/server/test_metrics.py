@@ -22,9 +22,8 @@ from specdecode_worker.contract import (
     TaskCell,
     TrafficCell,
 )
-from specdecode_worker.engine.ipc.messages import Tokens
-from specdecode_worker.metrics import ServerCounters, render
-from specdecode_worker.metrics.server_counters import MAX_API_KEYS
+from specdecode_worker.core.messages import Tokens
+from specdecode_worker.metrics import MAX_API_KEYS, ServerCounters, render
 
 STEP = StepCell(
     tokens_bucket=1, draft_passes=0, prefill=False, context_bucket=0, count=4, x=(), xx=(), xt=(), t=0, tt=0,

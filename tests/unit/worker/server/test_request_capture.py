@@ -9,9 +9,9 @@ import pytest
 from specdecode_worker.capture import Dropped, ReadStats, Recorder, read_records
 from specdecode_worker.contract import Sampler
 from specdecode_worker.contract.capture import CaptureRules
-from specdecode_worker.engine.ipc.messages import Sampling, Tokens
+from specdecode_worker.core.messages import Sampling, Tokens
+from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.request_capture import RecordBuilder, RequestCapture
-from specdecode_worker.server.text.prompts import Prompt
 
 
 @pytest.mark.parametrize(("sampler", "temperature", "taken"), [("mss", 0.7, 0), ("mss", 0.0, 1), ("coupled", 0.7, 1)])

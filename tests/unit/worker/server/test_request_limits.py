@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.request_sampling import (
+from specdecode_worker.server.request_terms import (
     MAX_LOGPROBS_PER_REQUEST,
     ModelLimits,
     check_ids,

@@ -9,7 +9,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from specdecode_worker.engine.ipc.messages import Logprobs
+from specdecode_worker.core.messages import Logprobs
 from specdecode_worker.server.responses import (
     ChatWriter,
     Choice,
@@ -22,7 +22,7 @@ from specdecode_worker.server.responses import (
     metrics,
     usage,
 )
-from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.server.tokenizer import Tokenizer
 
 STATISTICS = Statistics(prompt_tokens=3, completion_tokens=10, cached_tokens=2, drafts=4, draft_tokens=12, accepted=6)
 CHOICE = Choice("text", "stop", STATISTICS)

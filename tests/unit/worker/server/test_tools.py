@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import ToolFormat
-from specdecode_worker.models.vocabulary.chat_template import ChatTemplate
+from specdecode_worker.models.chat_template import ChatTemplate
 from specdecode_worker.server.requests import ChatRequest
-from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart, Delta, TextDelta
-from specdecode_worker.server.tools.parser_choice import format_of, parser_for
+from specdecode_worker.server.tools import ArgumentsDelta, CallStart, Delta, TextDelta, format_of, parser_for
 
 FUNCTIONS = ["weather", "now"]
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo }", "days": [1, {"a": "\\""}]}}\n</tool_call>'

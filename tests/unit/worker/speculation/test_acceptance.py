@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_RANKS, TreeShape
-from specdecode_worker.speculation.acceptance import Outcome, accept
-from specdecode_worker.speculation.trees import PLAIN, Forest, Tree, forest_of, tree_of
+from specdecode_worker.sampling.acceptance import Outcome, accept
+from specdecode_worker.sampling.trees import PLAIN, Forest, Tree, forest_of, tree_of
 
 CPU = torch.device("cpu")
 WORDS = 10

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels import dispatch
-from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.params import SamplingParams
-from specdecode_worker.speculation.sampling.token_counts import BatchTokens
-from specdecode_worker.speculation.trees import PLAIN, Forest
+from specdecode_worker.sampling.columns import BatchTokens
+from specdecode_worker.sampling.coupling import Coupling
+from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.trees import PLAIN, Forest
 
 V = 23
 GREEDY = SamplingParams(seed=1, temperature=0, top_k=0, top_p=1)

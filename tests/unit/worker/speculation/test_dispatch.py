@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
-from specdecode_worker.speculation.dispatch import Dispatcher, Load, PlanRefused
+from specdecode_worker.control.plan import Dispatcher, Load, PlanRefused
 
 CHAIN = TreeShape.chain
 

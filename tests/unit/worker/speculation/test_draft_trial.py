@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from specdecode_worker.contract import Artifact, DraftTrial, candidate_first
-from specdecode_worker.speculation.draft_trial import MAX_PAIRS, MAX_PAIRS_BYTES, TrialSchedule
-from specdecode_worker.speculation.trial_costs import BlockCosts
+from specdecode_worker.drafts.swap import MAX_PAIRS, MAX_PAIRS_BYTES, BlockCosts, TrialSchedule
 
 
 def trial(**fields: int) -> DraftTrial:

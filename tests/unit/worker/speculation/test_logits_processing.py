@@ -17,13 +17,12 @@ from torch import Tensor
 
 from specdecode_kernels.sample import reference
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation.sampling import logits_processing as module
-from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.logits_processing import LogitsProcessor
-from specdecode_worker.speculation.sampling.params import SamplingParams
-from specdecode_worker.speculation.sampling.row_selection import Group, Nodes
-from specdecode_worker.speculation.sampling.token_counts import BatchTokens
-from specdecode_worker.speculation.trees import Tree, forest_of, paths_of, tree_of
+from specdecode_worker.sampling import logits as module
+from specdecode_worker.sampling.columns import BatchTokens
+from specdecode_worker.sampling.coupling import Coupling
+from specdecode_worker.sampling.logits import LogitsProcessor
+from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.trees import Group, Nodes, Tree, forest_of, paths_of, tree_of
 
 V, CPU = 11, torch.device("cpu")
 FREE = SamplingParams(seed=1, temperature=1.0, top_k=0, top_p=1.0)

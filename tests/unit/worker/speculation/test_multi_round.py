@@ -9,11 +9,11 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.multi_round import MultiRound
-from specdecode_worker.speculation.sampling.params import SamplingParams
-from specdecode_worker.speculation.sampling.token_counts import BatchTokens
-from specdecode_worker.speculation.trees import Forest, forest_of, tree_of
+from specdecode_worker.sampling.columns import BatchTokens
+from specdecode_worker.sampling.coupling import Coupling
+from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.sampler import MultiRound
+from specdecode_worker.sampling.trees import Forest, forest_of, tree_of
 
 V, CPU = 7, torch.device("cpu")
 TREE = tree_of(TreeShape.levels(3, 1))

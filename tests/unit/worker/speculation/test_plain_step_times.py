@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_worker.speculation.plain_step_times import PlainStepTimes
+from specdecode_worker.control.plan import PlainStepTimes
 
 
 @pytest.fixture

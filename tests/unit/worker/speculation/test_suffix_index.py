@@ -6,9 +6,19 @@ import random
 
 import pytest
 
-from specdecode_worker.speculation import suffix_index, suffix_store
-from specdecode_worker.speculation.suffix_index import END, LONGEST, SHORTEST, SuffixIndex, following, rank
-from specdecode_worker.speculation.suffix_store import RequestText, SuffixBounds, SuffixStore
+from specdecode_worker.drafts import suffix_index
+from specdecode_worker.drafts import suffix_index as suffix_store
+from specdecode_worker.drafts.suffix_index import (
+    END,
+    LONGEST,
+    SHORTEST,
+    RequestText,
+    SuffixBounds,
+    SuffixIndex,
+    SuffixStore,
+    following,
+    rank,
+)
 
 
 def searched(text: list[int], suffix: list[int], capacity: int) -> list[tuple[int, int]]:

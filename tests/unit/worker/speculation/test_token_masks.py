@@ -9,10 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from specdecode_worker.speculation.sampling.row_selection import Nodes
-from specdecode_worker.speculation.sampling.token_counts import BatchTokens
-from specdecode_worker.speculation.sampling.token_masks import TokenMasks, _unpacked
-from specdecode_worker.speculation.trees import PLAIN, Tree, forest_of, given_chain
+from specdecode_worker.sampling.columns import BatchTokens
+from specdecode_worker.sampling.masks import TokenMasks, _unpacked
+from specdecode_worker.sampling.trees import PLAIN, Nodes, Tree, forest_of, given_chain
 
 SIZE, CPU = 70, torch.device("cpu")
 TREE = Tree((-1, 0, 0, 1, 3), 4)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_NODES, TreeShape
-from specdecode_worker.speculation.trees import PLAIN, Tree, extended, forest_of, tree_of
+from specdecode_worker.sampling.trees import PLAIN, Tree, extended, forest_of, tree_of
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from specdecode_worker.speculation.trial_costs import MAX_CELLS, BlockCosts, CellSums, CostCell, pair_of
+from specdecode_worker.drafts.swap import MAX_CELLS, BlockCosts, CellSums, CostCell, pair_of
 
 
 def step(block: BlockCosts, *rows: tuple[str, str, int], seconds: float = 1.0, load: tuple[int, int] = (0, 0)) -> None:

@@ -12,9 +12,10 @@ import pytest
 from obstore.store import S3Store
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.models.checkpoints import download_folder, model_store, object_store
-from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.models import download_folder, object_store
+from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import AccessDenied, BadUri, DiskFull, HashMismatch, HubUnreachable, NotOnHub
+from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.distillation.publication import check_place, publish
 from specdecode_worker.training.errors import PublishFailed
 from support import small_model

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.models.checkpoints import hub
-from specdecode_worker.models.checkpoints.model_store import HubModel, hub_model, resolve
+from specdecode_worker.models import fetch as hub
+from specdecode_worker.models.fetch import HubModel, hub_model, resolve
 from support.published.hub import Repository, StandInHub
 from support.published.layouts import LAYOUTS
 from support.published.repositories import TOKEN, repository

@@ -16,7 +16,7 @@ from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.__main__ import main
-from specdecode_worker.models.checkpoints.model_store import resolve
+from specdecode_worker.models.fetch import resolve
 from support.published.hub import Repository, StandInHub
 
 MIRROR = "hub.invalid"

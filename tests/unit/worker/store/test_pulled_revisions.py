@@ -21,8 +21,8 @@ from specdecode_worker.contract import (
     Revisions,
     WorkerConfig,
 )
-from specdecode_worker.models.checkpoints.model_store import commit_in, hub_model, resolve
 from specdecode_worker.models.errors import NotPresent
+from specdecode_worker.models.fetch import commit_in, hub_model, resolve
 from specdecode_worker.termination import ENV_PATH
 from support.published.hub import COMMIT, NEWER_COMMIT, Repository, StandInHub
 

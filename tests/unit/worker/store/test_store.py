@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.models.checkpoints import model_store
+from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import BadUri, NotPresent
 
 

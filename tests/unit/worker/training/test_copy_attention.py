@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.data.state_recording import read_states
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.acceptance import target_token_ranks
+from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.copy_attention import add_copy_heads
 from specdecode_worker.training.errors import DraftNotTrainable
-from specdecode_worker.training.evaluation.acceptance_replay import target_token_ranks
-from specdecode_worker.training.heads.copy_attention import add_copy_heads
-from specdecode_worker.training.heads.initialization import new_head
-from specdecode_worker.training.heads.unroll import UnrolledAttention
+from specdecode_worker.training.heads import new_head
+from specdecode_worker.training.rollout import read_states
+from specdecode_worker.training.unroll import UnrolledAttention
 
 PERIOD = 20
 

@@ -13,10 +13,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specdecode_kernels import dispatch
 from specdecode_worker.__main__ import main
-from specdecode_worker.models.checkpoints.draft_weights import Draft
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.heads.initialization import (
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.heads import (
     new_dflash,
     new_draft_model,
     new_eagle,
@@ -24,9 +24,8 @@ from specdecode_worker.training.heads.initialization import (
     new_medusa,
     new_peagle,
 )
-from specdecode_worker.training.heads.trainable_drafts import device_of_draft, logits_of, unrolled, vocabulary_of
-from specdecode_worker.training.heads.unroll import Batch, make_batch
-from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
+from specdecode_worker.training.trainer import overlap, soft_cross_entropy
+from specdecode_worker.training.unroll import Batch, device_of_draft, logits_of, make_batch, unrolled, vocabulary_of
 from support.tiers import skip_reason
 
 CUDA = torch.device("cuda")

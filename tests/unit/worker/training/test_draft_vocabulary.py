@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.draft_vocabulary import choose, domain_probabilities, uncovered
-from specdecode_worker.training.data.shards import Conversation, shard_paths, write_shard
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.conversations import (
+    Conversation,
+    choose,
+    domain_probabilities,
+    shard_paths,
+    uncovered,
+    write_shard,
+)
 
 
 def test_domain_probabilities_are_the_mean_target_probabilities(

@@ -11,18 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdecode_worker.models.checkpoints.dflash_weights import load_dflash
-from specdecode_worker.models.checkpoints.draft_weights import Draft
-from specdecode_worker.models.checkpoints.peagle_weights import load_peagle
-from specdecode_worker.models.checkpoints.weights import load_eagle, load_eagle3, load_llama, load_medusa
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.artifacts.export import FAMILIES, Names, write_draft, write_head
-from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_dflash, load_eagle, load_eagle3, load_llama, load_medusa, load_peagle
+from specdecode_worker.training.acceptance import target_token_ranks
+from specdecode_worker.training.artifacts import FAMILIES, Names, write_draft, write_head
+from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.errors import DraftNotTrainable
-from specdecode_worker.training.evaluation.acceptance_replay import target_token_ranks
-from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
-from specdecode_worker.training.heads.initialization import (
+from specdecode_worker.training.heads import (
     head_config,
     new_dflash,
     new_draft_model,
@@ -30,6 +27,7 @@ from specdecode_worker.training.heads.initialization import (
     new_head,
     new_medusa,
     new_peagle,
+    prepare_eagle3_head,
 )
 
 CPU = torch.device("cpu")

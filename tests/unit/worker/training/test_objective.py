@@ -5,14 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.normalizers import TEMPERATURES, normalisers
-from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.heads.unroll import make_batch, unroll
-from specdecode_worker.training.optimization.objective import LossSettings, loss_of, root_counts, target_distribution
-from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
-from specdecode_worker.training.optimization.schedule import TrainSettings, depth_at, loss_settings_at
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.prompts import TEMPERATURES, normalisers
+from specdecode_worker.training.trainer import (
+    LossSettings,
+    TrainSettings,
+    depth_at,
+    loss_of,
+    loss_settings_at,
+    overlap,
+    root_counts,
+    soft_cross_entropy,
+    target_distribution,
+)
+from specdecode_worker.training.unroll import make_batch, unroll
 
 DEPTH = 3
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdecode_worker.models.checkpoints.draft_weights import Draft
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.heads.block_unroll import anchor_share
-from specdecode_worker.training.heads.initialization import new_dflash, new_peagle
-from specdecode_worker.training.heads.parallel_unroll import cod_share
-from specdecode_worker.training.heads.root_sampling import RootShare, all_roots, root_count
-from specdecode_worker.training.heads.trainable_drafts import batch_for, root_share, unrolled
-from specdecode_worker.training.optimization.objective import LossSettings, loss_of, root_counts
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.heads import new_dflash, new_peagle
+from specdecode_worker.training.trainer import LossSettings, loss_of, root_counts
+from specdecode_worker.training.unroll import (
+    RootShare,
+    all_roots,
+    anchor_share,
+    batch_for,
+    cod_share,
+    root_count,
+    root_share,
+    unrolled,
+)
 
 DEPTH = 5
 

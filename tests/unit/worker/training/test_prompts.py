@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.training.data import passages, prompts
-from specdecode_worker.training.data.prompts import draw, ngrams, overlaps
-from specdecode_worker.training.data.question_sources import PromptLine, TrainingQuestions, read_prompts
+from specdecode_worker.training import prompts
+from specdecode_worker.training import prompts as passages
 from specdecode_worker.training.errors import PromptFileError
+from specdecode_worker.training.prompts import PromptLine, TrainingQuestions, draw, ngrams, overlaps, read_prompts
 
 pytestmark = pytest.mark.slow
 

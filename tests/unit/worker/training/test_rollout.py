@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.question_sources import Question
-from specdecode_worker.training.data.rollout import LOOP_COUNT, LOOP_NGRAM, Rollout, RolloutSettings, Row
-from specdecode_worker.training.data.shards import read_shard, shard_paths
-from specdecode_worker.training.data.state_recording import answer_tokens, read_states, record
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.conversations import read_shard, shard_paths
+from specdecode_worker.training.prompts import Question
+from specdecode_worker.training.rollout import (
+    LOOP_COUNT,
+    LOOP_NGRAM,
+    Rollout,
+    RolloutSettings,
+    Row,
+    answer_tokens,
+    read_states,
+    record,
+)
 
 SETTINGS = RolloutSettings(rows=10, question_tokens=40, answer_tokens=24, for_training=False)
 

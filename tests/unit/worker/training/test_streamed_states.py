@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from specdecode_worker.capture import Record
-from specdecode_worker.engine.ipc.messages import Sampling
-from specdecode_worker.training.data.batches import DataSet, batches
-from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths
-from specdecode_worker.training.data.state_recording import record
-from specdecode_worker.training.distillation.record_shards import chunks_of
-from specdecode_worker.training.distillation.sample_shards import read_samples, write_samples
-from specdecode_worker.training.evaluation.paired_steps import Sample
-from specdecode_worker.training.heads.unroll import make_batch
+from specdecode_worker.core.messages import Sampling
+from specdecode_worker.training.conversations import Conversation, DataSet, batches, read_shard, shard_paths
+from specdecode_worker.training.distillation.records import chunks_of, read_samples, write_samples
+from specdecode_worker.training.evaluation import Sample
+from specdecode_worker.training.rollout import record
+from specdecode_worker.training.unroll import make_batch
 
 WIDTH, TOKENS, TEXTS = 4096, 64, 200
 STATE_MIB = 4 * WIDTH * 2 * TOKENS * TEXTS / 2**20

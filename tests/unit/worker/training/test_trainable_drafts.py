@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.checkpoints.draft_weights import Draft
-from specdecode_worker.models.networks.dflash import DFlashHead
-from specdecode_worker.models.networks.eagle import EagleHead
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.medusa import MedusaHeads
-from specdecode_worker.models.networks.peagle import PEagleHead
-from specdecode_worker.training.data.batches import DataSet
-from specdecode_worker.training.data.shards import Conversation, write_shard
-from specdecode_worker.training.data.state_recording import read_states
-from specdecode_worker.training.heads.initialization import (
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.training.conversations import Conversation, DataSet, write_shard
+from specdecode_worker.training.heads import (
     new_dflash,
     new_draft_model,
     new_eagle,
@@ -28,15 +24,15 @@ from specdecode_worker.training.heads.initialization import (
     new_medusa,
     new_peagle,
 )
-from specdecode_worker.training.heads.trainable_drafts import (
+from specdecode_worker.training.rollout import read_states
+from specdecode_worker.training.trainer import LossSettings, Trainer, TrainSettings, loss_of
+from specdecode_worker.training.unroll import (
     batch_for,
     logits_of,
     unrolled,
     vocabulary_of,
     working_copy,
 )
-from specdecode_worker.training.optimization.objective import LossSettings, loss_of
-from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
 
 DEPTH = 3
 METHODS = ("eagle3", "two layers", "peagle", "dflash", "eagle", "medusa", "draft-model")

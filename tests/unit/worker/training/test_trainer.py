@@ -11,21 +11,23 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from specdecode_worker.models.checkpoints.weights import load_eagle3
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.artifacts.export import write_head
-from specdecode_worker.training.data.batches import DataSet, answer_length, batches
-from specdecode_worker.training.data.shards import Conversation, write_shard
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_eagle3
+from specdecode_worker.training import evaluation as draft_calibration
+from specdecode_worker.training.artifacts import write_head
+from specdecode_worker.training.conversations import Conversation, DataSet, answer_length, batches, write_shard
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
-from specdecode_worker.training.evaluation import draft_calibration
-from specdecode_worker.training.evaluation.draft_calibration import FACTORS, TEMPERATURES, agreement
-from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
-from specdecode_worker.training.heads.initialization import new_head, new_peagle
-from specdecode_worker.training.optimization.objective import target_distribution
-from specdecode_worker.training.optimization.overlap import soft_cross_entropy
-from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings, learning_rate_factor
-from specdecode_worker.training.optimization.validation import validation_line
+from specdecode_worker.training.evaluation import FACTORS, TEMPERATURES, agreement
+from specdecode_worker.training.heads import new_head, new_peagle, prepare_eagle3_head
+from specdecode_worker.training.trainer import (
+    Trainer,
+    TrainSettings,
+    learning_rate_factor,
+    soft_cross_entropy,
+    target_distribution,
+    validation_line,
+)
 
 SETTINGS = TrainSettings(steps=12, depth=3, learning_rate=3e-3, batch_tokens=40, validate_every=3600.0)
 
@@ -109,7 +111,7 @@ def test_run_without_progress_stops_and_restores_the_best_weights(
 ) -> None:
     scores = iter([1.1, 1.5, 1.4, 1.3, 1.2])
     monkeypatch.setattr(
-        "specdecode_worker.training.optimization.trainer.validation_line", lambda *_: {"tokens_per_step": next(scores)}
+        "specdecode_worker.training.trainer.validation_line", lambda *_: {"tokens_per_step": next(scores)}
     )
     run = trainer(target, recorded, replace(SETTINGS, steps=500, patience=2, validate_every=0.0))
     best: list[torch.Tensor] = []
@@ -135,7 +137,7 @@ def test_suspended_time_is_not_counted_as_training_time(
         return now[0]
 
     run = trainer(target, recorded, replace(SETTINGS, steps=30))
-    monkeypatch.setattr("specdecode_worker.training.optimization.trainer.time.monotonic", clock)
+    monkeypatch.setattr("specdecode_worker.training.trainer.time.monotonic", clock)
     steps(run, 30)
     assert 30 * 0.5 < run.progress.seconds < 30 * 0.5 + 10 * 0.6
 

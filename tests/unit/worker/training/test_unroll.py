@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.networks.eagle3 import Eagle3Head
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.evaluation.acceptance_replay import (
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.acceptance import (
     RANKS,
     StepCounts,
     accepted,
     distinct_ngrams,
     target_token_ranks,
 )
-from specdecode_worker.training.heads.unroll import make_batch, unroll
+from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.unroll import make_batch, unroll
 
 DEPTH = 4
 

@@ -21,12 +21,11 @@ from specdecode_worker.contract.internal_stream import (
     decode_request,
     encode_load,
 )
+from specdecode_worker.server.app import answer_errors, read_body
 from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.routes.http_app import answer_errors, read_body
-from specdecode_worker.server.routes.information import add_information
-from specdecode_worker.server.routes.tokenization import add_tokenization
+from specdecode_worker.server.internal_stream import FrameStream
+from specdecode_worker.server.routes.public import add_information, add_tokenization
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.streams.frame_stream import FrameStream
 
 ROUTER_SECONDS = 10.0
 """Time after its last question for which a router counts: five of its intervals."""

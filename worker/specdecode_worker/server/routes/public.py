@@ -1,4 +1,4 @@
-"""Application of the public port, with the completion and chat completion routes of OpenAI's API."""
+"""Routes of the public port: completions, chat, tokenization and information."""
 
 from __future__ import annotations
 
@@ -6,28 +6,181 @@ import asyncio
 import re
 import time
 import uuid
-from functools import partial
+from functools import cache, partial
 
+import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specdecode_worker import metrics
 from specdecode_worker.http_edge.body_budget import BodyBudget
-from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
-from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.request_capture import CAPTURE_HEADER
-from specdecode_worker.server.request_terms import terms_of
-from specdecode_worker.server.routes.api_keys import ApiKeyCheck, client_name
-from specdecode_worker.server.routes.http_app import (
+from specdecode_worker.server.access import ReloadedSecrets, bearer_token
+from specdecode_worker.server.app import (
     CloseConnectionsOnShutdown,
     answer_errors,
     cancel_on_disconnect,
+    error_response,
     read_body,
 )
-from specdecode_worker.server.routes.information import add_information
-from specdecode_worker.server.routes.tokenization import add_tokenization
-from specdecode_worker.server.service import Service
-from specdecode_worker.server.streaming import EventStream, close
-from specdecode_worker.server.streams.preparation import START, Call, StartedRequest, start
+from specdecode_worker.server.errors import BadRequest, Unauthorized, without_paths
+from specdecode_worker.server.openapi import document
+from specdecode_worker.server.request_capture import CAPTURE_HEADER
+from specdecode_worker.server.request_terms import ModelLimits, terms_of
+from specdecode_worker.server.requests import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+    build,
+    parse,
+    read_object,
+)
+from specdecode_worker.server.service import Service, SharedCall
+from specdecode_worker.server.streaming import START, Call, EventStream, StartedRequest, close, start
+from specdecode_worker.server.version import VERSION
+
+# Informational routes of the public port: probes, metrics, models, version and OpenAPI document.
+
+
+def add_information(app: FastAPI, service: Service) -> None:
+    """Add the routes for probes, metrics, models, version and OpenAPI document."""
+    _add_probes(app, service)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": VERSION})
+
+    @cache
+    def encode_document(limits: ModelLimits | None) -> bytes:
+        return msgspec.json.encode(document(service.config.model.served_name, limits))
+
+    async def openapi_json() -> bytes:
+        return encode_document(service.limits)
+
+    # The document is cached. It is shared nevertheless, so that clients in a tight loop are slowed down.
+    openapi_call = SharedCall(openapi_json)
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(await openapi_call.result(), media_type="application/json")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model_card(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model_name(name)
+        return JSONResponse(_model_card(service))
+
+
+def _add_probes(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        lifecycle = service.lifecycle
+        return PlainTextResponse(
+            without_paths(lifecycle.failure) or "ok\n", status_code=200 if lifecycle.healthy else 503
+        )
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        lifecycle = service.lifecycle
+        return PlainTextResponse(f"{lifecycle.readiness}\n", status_code=200 if lifecycle.ready else 503)
+
+    async def render_metrics() -> bytes:
+        return metrics.render(await service.report(), service.counts)
+
+    rendering = SharedCall(render_metrics)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(await rendering.result(), media_type=metrics.CONTENT_TYPE)
+
+
+def _model_card(service: Service) -> dict[str, object]:
+    name = service.config.model.served_name
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started_seconds,
+        "owned_by": "specdecode",
+        "max_model_len": service.model.loaded.max_model_len,
+    }
+
+
+# Routes /tokenize and /detokenize, with the fields of vLLM.
+
+
+def add_tokenization(app: FastAPI, service: Service) -> None:
+    """Add the routes /tokenize and /detokenize."""
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        fields = read_object(await read_body(request))
+        body: TokenizeRequest | TokenizeChatRequest
+        body = build(TokenizeChatRequest, fields) if "messages" in fields else build(TokenizeRequest, fields)
+        service.check_model_name(body.model)
+        vocabulary = service.model.tokenizer.vocabulary
+        ids = await cancel_on_disconnect(request, service.prompts.tokenize(body))
+        pieces = [vocabulary.piece_of(token) for token in ids] if body.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": service.model.loaded.max_model_len,
+                "tokens": ids,
+                "token_strs": pieces,
+            }
+        )
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = parse(DetokenizeRequest, await read_body(request))
+        service.check_model_name(body.model)
+        text = await cancel_on_disconnect(request, service.prompts.detokenize(body.tokens))
+        return JSONResponse({"prompt": text})
+
+
+# API key check of the public port. Probes and metrics need no key, as in vLLM.
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
+
+
+class ApiKeyCheck:
+    """ASGI middleware that answers 401 to a request without a valid API key, and sets ``request.state.client_name``.
+
+    It runs before routing, so that a client without a key cannot tell which paths exist. It decides by the path that
+    is routed; ``request.url`` would depend on the header ``Host``.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ReloadedSecrets | None) -> None:
+        """Wrap ``app``. Without ``keys`` every request is accepted, with an empty client name."""
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request of the ASGI server."""
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["client_name"] = ""
+            if self._keys is not None and scope["path"] not in OPEN_PATHS:
+                token = bearer_token(Headers(scope=scope).get("Authorization", ""))
+                names = self._keys.current.names_of(token) if token is not None else ()
+                if not names:
+                    error = Unauthorized(
+                        "send a valid API key as 'Authorization: Bearer <key>'", code="invalid_api_key"
+                    )
+                    await error_response(error)(scope, receive, send)
+                    return
+                # A file may hold an old and a new key of one client; those after the first are named FILE/2 and so on.
+                scope["state"]["client_name"] = names[0].partition("/")[0]
+        await self._app(scope, receive, send)
+
+
+def client_name(request: Request) -> str:
+    """Return the name of the request's API key; empty if the worker has no keys."""
+    return str(getattr(request.state, "client_name", ""))
+
+
+# Application of the public port, with the completion and chat completion routes of OpenAI's API.
 
 TASK_HEADER = "X-Specdecode-Task"
 REQUEST_ID_HEADER = "X-Request-Id"

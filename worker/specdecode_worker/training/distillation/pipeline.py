@@ -1,54 +1,161 @@
-"""The distillation pipeline: from captured traffic to a candidate draft and a verdict on it.
-
-    OUT/data/                      accepted records by split, with the target's states (record_shards.py)
-    OUT/golden/                    answers to the golden prompts
-    OUT/replay/                    answers to the prompts of --replay-prompts
-    OUT/checkpoint.pt, OUT/best/   state of the training (student_training.py)
-    OUT/head/                      the candidate: weights, calibration.json, lineage.json
-    OUT/verdict.json               written once, at the end; a further run returns it unchanged
-
-Every stage resumes where it stopped: repeat a preempted run with the same flags.
-"""
+"""A distillation run from captured records to a published candidate."""
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.drafts.calibration_file import read_calibration
-from specdecode_worker.models.checkpoints.model_hash import model_hash
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.artifacts.atomic_files import write_text
-from specdecode_worker.training.artifacts.distillation_lineage import Ancestor, lineage, read_lineage
-from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.distillation.mixture import Weighted
-from specdecode_worker.training.distillation.record_shards import CaptureSelection, Stopped, Summary, prepare_shards
-from specdecode_worker.training.distillation.replay_pool import Pool, merge_pools, read_pool, split_pool
-from specdecode_worker.training.distillation.sample_shards import read_samples
-from specdecode_worker.training.distillation.splits import union_of_runs
-from specdecode_worker.training.distillation.student_training import StudentData, StudentSettings, StudentTraining
-from specdecode_worker.training.errors import PoisonedCapture, TrainingError
-from specdecode_worker.training.evaluation.candidate_judge import Comparison, compare_drafts
-from specdecode_worker.training.evaluation.draft_calibration import write_calibration
-from specdecode_worker.training.evaluation.golden_set import (
+from specdecode_worker.capture import CaptureError
+from specdecode_worker.contract import Artifact, TreeShape
+from specdecode_worker.contract.distillation import (
+    MAX_DOMAINS,
+    DistillationFailure,
+    DistillationVerdict,
+    DomainGain,
+    GainBounds,
+    shortened_name,
+    shortened_reason,
+)
+from specdecode_worker.drafts.draft_files import read_calibration
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.conversations import Chat
+from specdecode_worker.training.distillation.judge import (
+    Comparison,
     Golden,
+    compare_drafts,
     exclude_overlapping,
     golden_set,
     no_golden_set,
     runs_of_samples,
 )
-from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample
-from specdecode_worker.training.heads.continued_head import prepare_draft
-from specdecode_worker.training.heads.distillable import Distillable, load_distillable, method_in
-from specdecode_worker.training.heads.trainable_drafts import vocabulary_of
+from specdecode_worker.training.distillation.lineage import Ancestor, distillation_lineage, read_lineage
+from specdecode_worker.training.distillation.pool import Pool, Weighted, merge_pools, read_pool, split_pool
+from specdecode_worker.training.distillation.records import (
+    CaptureSelection,
+    Stopped,
+    Summary,
+    prepare_shards,
+    read_samples,
+    union_of_runs,
+)
+from specdecode_worker.training.distillation.students import StudentData, StudentSettings, StudentTraining
+from specdecode_worker.training.errors import PoisonedCapture, PublishFailed, TimeLimitReached, TrainingError
+from specdecode_worker.training.evaluation import CalibratedDraft, Sample, write_calibration
+from specdecode_worker.training.files import write_text
+from specdecode_worker.training.heads import Distillable, load_distillable, method_in, prepare_draft
+from specdecode_worker.training.unroll import vocabulary_of
+
+# Document of a distillation Job: from the verdict of a run, or from the error that ended it.
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# safetensors and torch.save raise errors of their own, with the number of the system's error or without it.
+_NO_SPACE_TEXT = re.compile(
+    rf"No space left on device|Disk quota exceeded|os error ({errno.ENOSPC}|{errno.EDQUOT})\b"
+    r"|PytorchStreamWriter failed|inline_container.*unexpected pos|iostream error"
+)
+_NO_MEMORY_TEXT = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc")
+_MAX_REASONS = 8
+
+
+def verdict_document(document: Mapping[str, Any], draft: Artifact, seconds: float) -> DistillationVerdict:
+    """Return the Job's document for a verdict of ``distill``.
+
+    Args:
+        document: Content of verdict.json.
+        draft: The candidate.
+        seconds: Time of the run.
+    """
+    domains = [
+        DomainGain(name=shortened_name(name), kind=part["kind"], conversations=part["conversations"], gain=part["gain"])
+        for name, part in document["domains"].items()
+    ]
+    for name, pool in document["pools"].items():
+        count = sum(document["domains"][member]["conversations"] for member in pool["domains"])
+        domains.append(DomainGain(name=shortened_name(name), kind="pool", conversations=count, gain=pool["gain"]))
+    gain = document["gain"]
+    return DistillationVerdict(
+        verdict=document["verdict"],
+        reasons=tuple(shortened_reason(reason) for reason in document["reasons"][:_MAX_REASONS]),
+        gain=None if gain is None else GainBounds.model_validate(gain),
+        domains=tuple(domains[:MAX_DOMAINS]),
+        domains_left_out=max(0, len(domains) - MAX_DOMAINS),
+        draft=draft,
+        conversations=sum(sum(counts.values()) for counts in document["capture"]["conversations"].values()),
+        seconds=round(seconds, 1),
+    )
+
+
+def failure_document(error: BaseException, seconds: float) -> DistillationVerdict:
+    """Return the Job's document for an error that ended the run."""
+    return DistillationVerdict(
+        verdict="failed",
+        failure=failure_kind(error),
+        reasons=(shortened_reason(str(error) or type(error).__name__),),
+        seconds=round(seconds, 1),
+    )
+
+
+def failure_kind(error: BaseException) -> DistillationFailure:
+    """Return the kind of failure of an error, from the error itself and those that caused it."""
+    chain = list(_chain(error))
+    if any(_is_disk_full(one) for one in chain):
+        return "disk-full"
+    if any(_is_out_of_memory(one) for one in chain):
+        return "out-of-memory"
+    match error:
+        case PoisonedCapture():
+            return "poisoned"
+        case TimeLimitReached():
+            return "time-limit"
+        case PublishFailed():
+            return "publish"
+        case CaptureError():
+            return "capture"
+        case TrainingError() | ModelError():
+            return "input"
+    return "error"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    return (isinstance(error, OSError) and error.errno in _NO_SPACE) or bool(_NO_SPACE_TEXT.search(str(error)))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY_TEXT.search(str(error)))
+
+
+# The distillation pipeline: from captured traffic to a candidate draft and a verdict on it.
+#
+#     OUT/data/                      accepted records by split, with the target's states (record_shards.py)
+#     OUT/golden/                    answers to the golden prompts
+#     OUT/replay/                    answers to the prompts of --replay-prompts
+#     OUT/checkpoint.pt, OUT/best/   state of the training (student_training.py)
+#     OUT/head/                      the candidate: weights, calibration.json, lineage.json
+#     OUT/verdict.json               written once, at the end; a further run returns it unchanged
+#
+# Every stage resumes where it stopped: repeat a preempted run with the same flags.
 
 _VERDICT = "verdict.json"
 CLOCK_TOLERANCE_SECONDS = 300.0
@@ -275,7 +382,7 @@ class Distillation:
         """Write OUT/head/lineage.json."""
         job, head = self._job, self._job.out / "head"
         settings = asdict(job.settings) | {"replay": [str(path) for path in job.replay], "shape": str(job.shape)}
-        lineage_document = lineage(
+        lineage_document = distillation_lineage(
             target=job.target,
             parent=job.parent,
             method=method_in(head),

@@ -1,23 +1,90 @@
-"""Publication of a candidate: a copy of it where workers read it, in a folder named by its hash.
-
-The copy appears at once and complete, so a worker never loads a part of it. A candidate that was published before is
-not copied again, so a Job that is repeated publishes the same draft at the same place.
-"""
+"""The clock of a run, and the upload of what it made."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from specdecode_worker.contract import Artifact
-from specdecode_worker.models.checkpoints import model_store
-from specdecode_worker.models.checkpoints.model_hash import model_hash
+from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.errors import PublishFailed
+from specdecode_worker.training.files import write_text
+
+# Clock of a run over all its restarts, stored in the run's folder every few seconds.
+
+SAVE_SECONDS = 5.0
+"""Interval of saves: the most that a kill without warning takes off the run's time."""
+
+
+class RunClock:
+    """Time of a run in seconds, of this process and of those before it.
+
+    ``limit_seconds`` is the longest time of the run; None for no limit.
+    """
+
+    def __init__(
+        self, path: Path, limit_seconds: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path, self._limit, self._clock = path, limit_seconds, clock
+        self._earlier, self._started = _stored_seconds(path), clock()
+
+    @property
+    def seconds(self) -> float:
+        """Time of the run so far."""
+        return self._earlier + self._clock() - self._started
+
+    @property
+    def is_over(self) -> bool:
+        """True when the limit is reached."""
+        return self._limit is not None and self.seconds >= self._limit
+
+    def save(self) -> None:
+        """Store the time. A disk that refuses it ends no run: its own writes fail too and say why."""
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self._path, json.dumps({"seconds": round(self.seconds, 3)}) + "\n")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Save the time every SAVE_SECONDS while the block runs, and at its end."""
+        stop = threading.Event()
+
+        def save_often() -> None:
+            while not stop.wait(SAVE_SECONDS):
+                self.save()
+
+        thread = threading.Thread(target=save_often, name="run-clock", daemon=True)
+        self.save()
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            self.save()
+
+
+def _stored_seconds(path: Path) -> float:
+    """Return the time that earlier processes stored, 0 without a readable file."""
+    try:
+        return max(0.0, float(json.loads(path.read_bytes())["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+# Publication of a candidate: a copy of it where workers read it, in a folder named by its hash.
+#
+# The copy appears at once and complete, so a worker never loads a part of it. A candidate that was published before is
+# not copied again, so a Job that is repeated publishes the same draft at the same place.
 
 PREFIX_FORMS = "pvc://claim/path, s3://bucket/path or file:///path"
 
@@ -29,7 +96,7 @@ def check_place(prefix: str) -> None:
         PublishFailed: The place does not exist or cannot be written.
     """
     if prefix.startswith("s3://"):
-        from specdecode_worker.models.checkpoints import object_store  # a large library, for these URIs alone
+        from specdecode_worker.models import object_store  # a large library, for these URIs alone
 
         with _publish_errors():
             object_store.check_bucket(prefix)
@@ -61,7 +128,7 @@ def publish(head: Path, prefix: str) -> Artifact:
     """
     artifact = Artifact(uri=_uri(prefix, draft_hash := model_hash(head)), hash=draft_hash)
     if prefix.startswith("s3://"):
-        from specdecode_worker.models.checkpoints import object_store  # a large library, for these URIs alone
+        from specdecode_worker.models import object_store  # a large library, for these URIs alone
 
         with _publish_errors():
             object_store.upload(head, artifact.uri)

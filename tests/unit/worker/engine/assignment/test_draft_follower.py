@@ -23,18 +23,25 @@ from specdecode_worker.contract import (
     WorkerConfig,
     candidate_first,
 )
-from specdecode_worker.engine.assignment.assigned_draft import StartDraft, start_draft
-from specdecode_worker.engine.assignment.convergence import FIRST_RETRY_SECONDS
-from specdecode_worker.engine.assignment.default_draft import DefaultDraft
-from specdecode_worker.engine.assignment.draft_follower import DraftFollower
-from specdecode_worker.engine.drafts.draft_loader import paged_cache
-from specdecode_worker.engine.drafts.draft_swap import DraftSwapQueue
-from specdecode_worker.engine.drafts.eagle import EagleDrafter
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
-from specdecode_worker.engine.ipc.messages import SetDraft
+from specdecode_worker.core.messages import SetDraft
+from specdecode_worker.drafts.base import LoadedDraft
+from specdecode_worker.drafts.eagle import EagleDrafter
+from specdecode_worker.drafts.registry import paged_cache
+from specdecode_worker.drafts.swap import (
+    FIRST_RETRY_SECONDS,
+    MAX_CELLS,
+    MAX_PAIRS,
+    MAX_PAIRS_BYTES,
+    CellSums,
+    CostCell,
+    DefaultDraft,
+    DraftFollower,
+    DraftSwapQueue,
+    StartDraft,
+    pair_of,
+    start_draft,
+)
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.speculation.draft_trial import MAX_PAIRS, MAX_PAIRS_BYTES
-from specdecode_worker.speculation.trial_costs import MAX_CELLS, CellSums, CostCell, pair_of
 from support.worker.small_engine import CPU, drain, networks, plan_of, small_engine, submit, texts
 
 SPEC, TARGET = "file:///spec", "file:///target"

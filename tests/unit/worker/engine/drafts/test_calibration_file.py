@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.engine.drafts.calibration_file import Calibration, read_calibration
+from specdecode_worker.drafts.draft_files import Calibration, read_calibration
 from specdecode_worker.models.errors import ModelError
 
 MALFORMED = {

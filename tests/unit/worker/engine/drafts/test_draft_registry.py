@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from specdecode_worker.contract import DraftState, PendingDraft, TaskMatch
-from specdecode_worker.engine.drafts.draft_progress import DraftProgress
-from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
-from specdecode_worker.engine.drafts.draft_swap import SwapStatus
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
-from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.request import DraftProgress, Request
+from specdecode_worker.drafts.base import LoadedDraft
+from specdecode_worker.drafts.registry import DraftRegistry
+from specdecode_worker.drafts.swap import SwapStatus
+from specdecode_worker.models.target_states import TargetStates
 from support.worker.small_engine import small_engine, submit
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specdecode_worker.contract import DraftConfig
-from specdecode_worker.engine.drafts.draft_swap import MAX_DRAFTS, DraftSwap, DraftSwapQueue
-from specdecode_worker.engine.ipc.messages import SetDraft
+from specdecode_worker.core.messages import SetDraft
+from specdecode_worker.drafts.swap import MAX_DRAFTS, DraftSwap, DraftSwapQueue
 from specdecode_worker.models.errors import ModelError
 
 
@@ -108,7 +108,7 @@ def test_a_draft_that_fails_in_any_way_is_reported_and_the_next_one_loads(reason
 
 
 def test_a_device_that_does_not_work_any_more_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdecode_worker.engine import errors
+    from specdecode_worker.core import errors
 
     monkeypatch.setattr(errors, "is_sticky_device_error", lambda error: "illegal memory" in str(error), raising=False)
     swaps = DraftSwapQueue(Loader({"file:///a": RuntimeError("CUDA error: an illegal memory access")}))

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from specdecode_worker.contract import MAX_RANKS, MergedDraft, TaskMatch
-from specdecode_worker.engine.drafts.merged.own_ranks import OwnRanks, Proposer
-from specdecode_worker.engine.drafts.merged.proposals import first_distinct
-from specdecode_worker.engine.drafts.merged.task_drafts import TaskDrafts
+from specdecode_worker.drafts.merged import OwnRanks, Proposer, TaskDrafts, first_distinct
 
 MISS = MAX_RANKS
 HEAD, LOOKUP = Proposer("", "h", 0), Proposer("lookup", "l", 1)

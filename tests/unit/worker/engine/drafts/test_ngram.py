@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.engine.drafts.lookup.ngram import NgramDrafter, lookup
-from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.drafts.lookup import NgramDrafter, lookup
 from support.worker.small_engine import request
 
 VOCABULARY = 5

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.engine.graphs.adjustment import AdjustedSampler
-from specdecode_worker.engine.graphs.capture_backends import EagerBackend
+from specdecode_worker.engine.captured_step import AdjustedSampler
+from specdecode_worker.engine.cuda_graphs import EagerBackend
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 SHARPNESS = (3.0, 0.25)

@@ -14,17 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdecode_worker.engine.captured_step import Adjustment, CapturedStep, LogprobOutputs
+from specdecode_worker.engine.cuda_graphs import Captured, Work
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.adjustment import Adjustment
-from specdecode_worker.engine.graphs.capture_backends import Captured, Work
-from specdecode_worker.engine.graphs.captured_step import CapturedStep
-from specdecode_worker.engine.graphs.graph_key import NO_FEATURES
-from specdecode_worker.engine.graphs.graph_logprobs import LogprobOutputs
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.guided.grammars import regex_grammar
-from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.multi_round import MultiRound
-from specdecode_worker.speculation.sampling.sampler import SamplerFactory
+from specdecode_worker.engine.step_tables import NO_FEATURES
+from specdecode_worker.guided.grammars import GrammarCompiler, regex_grammar
+from specdecode_worker.sampling.coupling import Coupling
+from specdecode_worker.sampling.sampler import MultiRound, SamplerFactory
 from support.char_tokenizer import END, tokenizer_json
 from support.small_llama import NoisedCopy, engine_of, networks, plan_of, submit, texts
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from specdecode_worker.engine.cuda_graphs import Captured, CaptureFailed, EagerBackend, Work
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.capture_backends import Captured, CaptureFailed, EagerBackend, Work
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 

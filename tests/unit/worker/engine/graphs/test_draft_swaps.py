@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from specdecode_worker.contract import DraftState
-from specdecode_worker.engine.drafts.draft_loader import paged_cache
-from specdecode_worker.engine.drafts.eagle import EagleDrafter
-from specdecode_worker.engine.drafts.loaded_draft import LoadedDraft
-from specdecode_worker.engine.drafts.lookup.ngram import NgramDrafter
+from specdecode_worker.drafts.base import LoadedDraft
+from specdecode_worker.drafts.eagle import EagleDrafter
+from specdecode_worker.drafts.lookup import NgramDrafter
+from specdecode_worker.drafts.registry import paged_cache
+from specdecode_worker.engine import cuda_graphs as step_graphs
+from specdecode_worker.engine.cuda_graphs import Captured, EagerBackend, Work
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs import step_graphs
-from specdecode_worker.engine.graphs.capture_backends import Captured, EagerBackend, Work
-from specdecode_worker.engine.graphs.graph_key import GraphKey
-from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.engine.step_tables import GraphKey
+from specdecode_worker.models.target_states import TargetStates
 from support.small_llama import NoisedCopy, engine_of, networks, plan_of, submit, texts
 
 ROWS, PLAIN_KEYS, PLAN_KEYS = (1, 2, 4), 6, 6

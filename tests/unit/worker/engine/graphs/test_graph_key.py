@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from specdecode_worker.contract import EngineConfig, TreeShape
-from specdecode_worker.engine.graphs.capture_backends import EagerBackend
-from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey, key_of, key_outside, row_buckets
-from specdecode_worker.engine.graphs.static_inputs import Layout
-from specdecode_worker.engine.graphs.tree_tables import shapes, topology
-from specdecode_worker.engine.memory.model_inventory import graph_rows
-from specdecode_worker.speculation.trees import PLAIN, Tree, given_chain, tree_of
+from specdecode_worker.engine.cuda_graphs import EagerBackend
+from specdecode_worker.engine.memory import graph_rows
+from specdecode_worker.engine.step_tables import (
+    NODES,
+    GraphKey,
+    Layout,
+    key_of,
+    key_outside,
+    row_buckets,
+    topology,
+    tree_shapes,
+)
+from specdecode_worker.sampling.trees import PLAIN, Tree, given_chain, tree_of
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 CHAIN, TREE = tree_of(TreeShape.chain(3)), tree_of(TreeShape.parse("tree:3,2,1"))
@@ -58,7 +65,7 @@ def test_tables_describe_the_trees(trees: tuple[Tree, ...]) -> None:
     """
     key = key_of(4, trees, 1, cuts=False)
     assert key is not None
-    at = Layout(shapes(key)).views(topology(trees, key))
+    at = Layout(tree_shapes(key)).views(topology(trees, key))
     starts = at["query_start"].tolist()
     for b, tree in enumerate(trees):
         mine = slice(starts[b], starts[b + 1])

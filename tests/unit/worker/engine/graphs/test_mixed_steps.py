@@ -11,16 +11,13 @@ import torch
 from msgspec.structs import replace
 
 from specdecode_worker.contract import Report, SyntheticKnobs
+from specdecode_worker.core.messages import Logprobs, Submit, Tokens
+from specdecode_worker.engine import cuda_graphs as mixed_steps
+from specdecode_worker.engine.cuda_graphs import Captured, EagerBackend, EagerReason, Work, is_replay_faster
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs import mixed_steps
-from specdecode_worker.engine.graphs.capture_backends import Captured, EagerBackend, Work
-from specdecode_worker.engine.graphs.mixed_steps import is_replay_faster
-from specdecode_worker.engine.graphs.step_plan import EagerReason
-from specdecode_worker.engine.ipc.messages import Logprobs, Submit, Tokens
+from specdecode_worker.engine.runner import StepLauncher
 from specdecode_worker.engine.scheduler import Scheduler
-from specdecode_worker.engine.step.step_launcher import StepLauncher
-from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.guided.grammars import regex_grammar
+from specdecode_worker.guided.grammars import GrammarCompiler, regex_grammar
 from support.char_tokenizer import END, tokenizer_json
 from support.small_llama import engine_of, networks, plan_of, submit
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from specdecode_worker.core.kv_cache import PADDING_BLOCK
+from specdecode_worker.engine.cuda_graphs import EagerBackend
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.capture_backends import EagerBackend
-from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 

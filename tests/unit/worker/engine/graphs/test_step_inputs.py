@@ -10,14 +10,10 @@ import pytest
 import torch
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.graphs import step_inputs
-from specdecode_worker.engine.graphs.feature_tables import HostMasks
-from specdecode_worker.engine.graphs.graph_key import Features, GraphKey
-from specdecode_worker.engine.graphs.row_tables import CatchUp
-from specdecode_worker.engine.graphs.static_inputs import StagedTensor
-from specdecode_worker.engine.graphs.step_inputs import StepInputs
-from specdecode_worker.engine.request import Request
-from specdecode_worker.speculation.trees import PLAIN, tree_of
+from specdecode_worker.core.request import Request
+from specdecode_worker.engine import step_tables as step_inputs
+from specdecode_worker.engine.step_tables import CatchUp, Features, GraphKey, HostMasks, StagedTensor, StepInputs
+from specdecode_worker.sampling.trees import PLAIN, tree_of
 from support.small_llama import submit
 
 CPU, PADDING_SLOT = torch.device("cpu"), 9

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.engine.graphs import step_graphs, step_plan
-from specdecode_worker.engine.graphs.capture_backends import EagerBackend
-from specdecode_worker.engine.graphs.graph_key import NO_FEATURES, Features
-from specdecode_worker.engine.graphs.step_plan import EagerReason, OutsideReason, StepPlanner
-from specdecode_worker.speculation.sampling.multi_round import MultiRound
+from specdecode_worker.engine import cuda_graphs as step_graphs
+from specdecode_worker.engine import cuda_graphs as step_plan
+from specdecode_worker.engine.cuda_graphs import EagerBackend, EagerReason, OutsideReason, StepPlanner
+from specdecode_worker.engine.step_tables import NO_FEATURES, Features
+from specdecode_worker.sampling.sampler import MultiRound
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 DOCS = Path(__file__).parents[5] / "docs" / "gpu.md"

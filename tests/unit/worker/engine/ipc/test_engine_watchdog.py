@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_worker.engine.ipc.engine_watchdog import (
+from specdecode_worker.engine.heartbeat import Heartbeat, Phase
+from specdecode_worker.engine.process import (
     MAX_POLL_GAP_SECONDS,
     PHASE_SECONDS,
     SECONDS_PER_PREFILL_TOKEN,
@@ -12,7 +13,6 @@ from specdecode_worker.engine.ipc.engine_watchdog import (
     State,
     bound_seconds,
 )
-from specdecode_worker.engine.ipc.heartbeat import Heartbeat, Phase
 
 
 def beat(phase: Phase = Phase.STEP, at: float = 0.0, *, prefill: int = 0, longest: float = 0.0) -> Heartbeat:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.engine.ipc.stack_dump import order_stacks, request_stacks
+from specdecode_worker.engine.process import order_stacks, request_stacks
 
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from specdecode_worker.engine.ipc.stack_dump import install_stack_dump
+from specdecode_worker.engine.process import install_stack_dump
 
 def stuck():
     print("stuck", flush=True)

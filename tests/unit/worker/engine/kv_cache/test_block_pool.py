@@ -13,8 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK, BlockPool, FreeGaps, FreeList
-from specdecode_worker.engine.kv_cache.prefix_index import PrefixIndex, extend_digests, root_digest
+from specdecode_worker.core.kv_cache import (
+    PADDING_BLOCK,
+    BlockPool,
+    FreeGaps,
+    FreeList,
+    PrefixIndex,
+    extend_digests,
+    root_digest,
+)
 
 
 def digests(text: str) -> list[bytes]:

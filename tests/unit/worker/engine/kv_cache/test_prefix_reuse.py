@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.batch import Row
-from specdecode_worker.engine.drafts.draft_progress import DraftProgress
-from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
-from specdecode_worker.engine.kv_cache.prefix_index import PrefixIndex
-from specdecode_worker.engine.request import Request
+from specdecode_worker.core.batch import Row
+from specdecode_worker.core.kv_cache import BLOCK_SIZE, PrefixIndex
+from specdecode_worker.core.request import DraftProgress, Request
 from specdecode_worker.engine.scheduler import Limits
-from specdecode_worker.speculation.trees import PLAIN
+from specdecode_worker.sampling.trees import PLAIN
 from support.worker.device import SimulatedDevice, text_of
 from support.worker.small_engine import submit
 
@@ -165,7 +163,7 @@ def test_each_salt_has_its_own_blocks() -> None:
 
 
 def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdecode_worker.engine.kv_cache import prefix_index
+    from specdecode_worker.core import kv_cache as prefix_index
 
     made: list[bytes] = []
 

@@ -13,12 +13,17 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import MemoryState, NamedDraft, WorkerConfig
 from specdecode_worker.engine import factory
+from specdecode_worker.engine import memory as memory_of
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
-from specdecode_worker.engine.memory import device_memory as memory_of
-from specdecode_worker.engine.memory.memory_budget import ROWS_PER_SEQUENCE, Device, kv_cache_bytes, kv_tokens
-from specdecode_worker.engine.memory.memory_verdict import make_verdict
-from specdecode_worker.engine.memory.model_inventory import take_inventory
+from specdecode_worker.engine.memory import (
+    ROWS_PER_SEQUENCE,
+    Device,
+    kv_cache_bytes,
+    kv_tokens,
+    make_verdict,
+    take_inventory,
+)
 from specdecode_worker.models.errors import CannotServe, ModelError
 from support.worker.small_engine import drain, plan_of, submit
 from support.worker.small_folders import config_of, write_head, write_target, write_tokenizer
@@ -65,7 +70,7 @@ def test_weights_and_tables_match_the_loaded_model(tmp_path: Path, tied: bool, d
     bf16 weights are not packed here, because packed matrices are opaque; they have the same size.
     """
     monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
-    monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.should_pack", lambda dtype, device: False)
+    monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device: False)
     folder = write_target(tmp_path / "t", tie_word_embeddings=tied)
     config = config_of(folder, write_head(tmp_path / "h"), model={"dtype": dtype})
     engine = load_engine(config, Path)
@@ -86,7 +91,7 @@ def test_quantised_weights_are_counted_at_their_stored_size(
     On a CPU they are stored as plain weights. For a GPU only the calculation is checked.
     """
     monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
-    monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.should_pack", lambda dtype, device: False)
+    monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device: False)
     folder, head = write_target(tmp_path / "t", tie_word_embeddings=tied), write_head(tmp_path / "h")
     plain = config_of(folder, head, model={"dtype": dtype})
     config = plain.model_copy(
@@ -110,9 +115,7 @@ def test_a_packed_tied_matrix_counts_twice(tmp_path: Path, monkeypatch: Any) -> 
     config = config_of(write_target(tmp_path / "t", tie_word_embeddings=True), model={"dtype": "bfloat16"})
     sizes = []
     for packed in (False, True):
-        monkeypatch.setattr(
-            "specdecode_worker.engine.memory.model_inventory.should_pack", lambda dtype, device, packed=packed: packed
-        )
+        monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device, packed=packed: packed)
         sizes.append(take_inventory(config, Path, CPU).budget.target.weights)
     assert sizes[1] - sizes[0] == 97 * 32 * 2
 
@@ -210,7 +213,7 @@ def test_a_draft_for_another_target_is_reported_with_its_field(tmp_path: Path, t
 
 def small_device(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     device = Device(kind="cpu", limit=size, free=size, source="container's memory limit")
-    monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.device_memory", lambda kind, count: device)
+    monkeypatch.setattr("specdecode_worker.engine.memory.device_memory", lambda kind, count: device)
 
 
 def test_nothing_is_loaded_when_it_cannot_fit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from specdecode_worker.contract import DraftConfig, Method
+from specdecode_worker.engine import memory as device_memory
 from specdecode_worker.engine.factory import load_engine
-from specdecode_worker.engine.memory import device_memory
-from specdecode_worker.engine.memory.device_memory import free_bytes
-from specdecode_worker.engine.memory.draft_memory_check import CheckedDraftLoader
+from specdecode_worker.engine.memory import CheckedDraftLoader, free_bytes
 from specdecode_worker.models.errors import ModelError
 from support.worker.small_folders import config_of, write_head, write_target
 

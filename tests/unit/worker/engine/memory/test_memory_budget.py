@@ -11,23 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import EngineConfig
-from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
-from specdecode_worker.engine.memory.memory_budget import (
+from specdecode_worker.core.kv_cache import BLOCK_SIZE
+from specdecode_worker.engine.memory import (
     GPU_SAMPLING_BYTES,
     GRAPH_BYTES,
     GRAPH_TABLE_BYTES,
-    MOST_GRAPHS,
     SAMPLING_BYTES,
     SLACK_TOKENS,
     Bounds,
     Budget,
     Device,
+    Inventory,
     Network,
     kv_cache_bytes,
     kv_tokens,
+    make_verdict,
 )
-from specdecode_worker.engine.memory.memory_verdict import make_verdict
-from specdecode_worker.engine.memory.model_inventory import Inventory
+from specdecode_worker.engine.step_tables import MOST_GRAPHS
 
 GIB = 2**30
 

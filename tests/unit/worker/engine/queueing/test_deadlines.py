@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
-from specdecode_worker.engine.queueing.deadlines import Deadlines
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.engine.scheduler import Deadlines
 
 
 def submit(name: str, deadline: float = 0.0, queue: float = 0.0) -> Submit:

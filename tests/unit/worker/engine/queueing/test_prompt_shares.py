@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.queueing.prompt_shares import (
+from specdecode_worker.engine.scheduler import (
     SHORT_PROMPT_TOKENS,
     STEP_SECONDS,
     PrefillLimit,

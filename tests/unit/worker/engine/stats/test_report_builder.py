@@ -16,9 +16,14 @@ from specdecode_worker.contract import (
     SyntheticKnobs,
 )
 from specdecode_worker.engine.scheduler import Counters
-from specdecode_worker.engine.stats.report_builder import WorkerSnapshot, build_report
-from specdecode_worker.engine.stats.statistics import MAX_STEP_CELLS, AcceptanceCategory, Statistics
-from specdecode_worker.engine.stats.step_costs import StepSize
+from specdecode_worker.engine.stats import (
+    MAX_STEP_CELLS,
+    AcceptanceCategory,
+    Statistics,
+    StepSize,
+    WorkerSnapshot,
+    build_report,
+)
 from support.worker.small_engine import identity
 
 MOMENT = WorkerSnapshot(

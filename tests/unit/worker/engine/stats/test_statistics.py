@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_RANKS, MAX_TASKS, OTHER_TASK
-from specdecode_worker.engine.stats.statistics import AcceptanceCategory, Histogram, Statistics
+from specdecode_worker.engine.stats import AcceptanceCategory, Histogram, Statistics
 
 TASKS = [f"task-{i}" for i in range(MAX_TASKS + 4)]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import FEATURES
-from specdecode_worker.engine.stats.step_costs import CLIP, StepCosts, StepSize
+from specdecode_worker.engine.stats import CLIP, StepCosts, StepSize
 
 SIZES = st.builds(
     StepSize,

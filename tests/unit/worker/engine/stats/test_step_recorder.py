@@ -6,11 +6,10 @@ import pytest
 from msgspec import structs
 
 from specdecode_worker.contract import MAX_RANKS, TreeShape
-from specdecode_worker.engine.batch import Row
-from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.stats.statistics import Statistics
-from specdecode_worker.engine.stats.step_recorder import RowResult, StepRecorder, step_size_of
-from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
+from specdecode_worker.core.batch import Row
+from specdecode_worker.core.request import Request
+from specdecode_worker.engine.stats import RowResult, Statistics, StepRecorder, step_size_of
+from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
 from support.worker.small_engine import request
 
 CHAIN = tree_of(TreeShape.chain(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_worker.engine.stats.step_time_calibration import calibrate
+from specdecode_worker.engine.calibration import calibrate
 from support.worker.small_engine import drain, plan_of, small_engine, submit
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.batch import Row
-from specdecode_worker.engine.ipc.messages import (
+from specdecode_worker.core.batch import Choice, Row
+from specdecode_worker.core.device_state import HostCopy
+from specdecode_worker.core.messages import (
     Abort,
     Crashed,
     Done,
@@ -24,13 +25,11 @@ from specdecode_worker.engine.ipc.messages import (
     ToEngine,
     Tokens,
 )
-from specdecode_worker.engine.shape_selector import Choice
-from specdecode_worker.engine.stats.step_recorder import step_size_of
-from specdecode_worker.engine.step.host_copy import HostCopy
-from specdecode_worker.engine.step.launched_step import LaunchedStep, QueuedRows
-from specdecode_worker.engine.step.logprobs import RowLogprobs, TokenLogprobs
-from specdecode_worker.speculation.acceptance import Outcome
-from specdecode_worker.speculation.trees import tree_of
+from specdecode_worker.engine.launched_step import LaunchedStep, QueuedRows
+from specdecode_worker.engine.logprobs import RowLogprobs, TokenLogprobs
+from specdecode_worker.engine.stats import step_size_of
+from specdecode_worker.sampling.acceptance import Outcome
+from specdecode_worker.sampling.trees import tree_of
 from support.worker.small_engine import request, submit
 
 TREE = tree_of(TreeShape.chain(2))

@@ -8,12 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, PADDING_BLOCK
-from specdecode_worker.engine.kv_cache.kv_commit import Roots, commit_paths
-from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
-from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.packed_batch import PackedBatch, slots_of, spread
-from specdecode_worker.speculation.acceptance import Outcome
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.kv_cache import BLOCK_SIZE, PADDING_BLOCK
+from specdecode_worker.core.paged_attention import PackedBatch, PagedCache, slots_of, spread
+from specdecode_worker.engine.target import Roots, commit_paths
+from specdecode_worker.sampling.acceptance import Outcome
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.engine.batch import Row
-from specdecode_worker.engine.kv_cache.kv_commit import upload_rows
-from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.step import device_state
-from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.core import device_state
+from specdecode_worker.core.batch import Row
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.request import Request
+from specdecode_worker.engine.target import upload_rows
 from support.small_llama import submit
 
 CPU = torch.device("cpu")

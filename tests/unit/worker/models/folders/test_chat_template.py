@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from specdecode_worker.models.chat_template import find_template
 from specdecode_worker.models.errors import TokenizerProblem
-from specdecode_worker.models.vocabulary.chat_template import find_template
-from specdecode_worker.training.data.chat_tokens import Chat
+from specdecode_worker.training.conversations import Chat
 from support import small_model
 
 MESSAGES: Any = [

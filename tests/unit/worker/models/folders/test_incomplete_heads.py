@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdecode_worker.models.checkpoints.draft_weights import check_draft
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
+from specdecode_worker.models.drafts import check_draft
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_eagle3, load_llama
 from support import small_model
 
 OPTIONS: Any = {"dtype": torch.float32, "device": torch.device("cpu")}

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.models.checkpoints import pickled_weights
-from specdecode_worker.models.checkpoints.model_store import resolve
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
+from specdecode_worker.models import pickled_weights
 from specdecode_worker.models.errors import NotPresent, WeightMismatch
+from specdecode_worker.models.fetch import resolve
+from specdecode_worker.models.weights import load_eagle3, load_llama
 from support import small_model
 
 pytestmark = pytest.mark.slow

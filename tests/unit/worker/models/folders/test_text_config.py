@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.configs.text_config import end_tokens, sampling_defaults
 from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.fields import end_tokens, sampling_defaults
+from specdecode_worker.models.weights import load_llama
 from support import small_model
 from support.published.tokens import TOKENS, tokenizer_of
 

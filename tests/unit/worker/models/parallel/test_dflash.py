@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.checkpoints.dflash_weights import load_dflash
-from specdecode_worker.models.checkpoints.draft_weights import check_draft, load_draft
-from specdecode_worker.models.configs.model_config import dflash_config
+from specdecode_worker.models.config import dflash_config
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.drafts import check_draft, load_draft
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.networks.dflash import DFlashHead
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
+from specdecode_worker.models.weights import load_dflash
 from support.worker.checkpoints import CPU, DFLASH, Tensors, dflash_tensors, noise, norm, write
 
 MASK, BLOCK, COMMITTED = 95, 6, 7

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.checkpoints.dflash_weights import load_dflash
-from specdecode_worker.models.checkpoints.draft_weights import check_draft
-from specdecode_worker.models.configs.model_config import dflash_config, llama_config
+from specdecode_worker.models.config import dflash_config, llama_config
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.drafts import check_draft
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.linear import QuantizedWeight
-from specdecode_worker.models.networks.dflash import DFlashHead
-from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, quantise_draft
+from specdecode_worker.models.weights import load_dflash
 from specdecode_worker.training.errors import DraftNotTrainable
-from specdecode_worker.training.heads.continued_head import prepare_draft
+from specdecode_worker.training.heads import prepare_draft
 from support.worker.checkpoints import CPU, Tensors, dflash_tensors, noise, speculators_dflash, write
 
 KNOWN = torch.arange(0, 97, 3)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.models.checkpoints.draft_weights import check_draft, load_draft
-from specdecode_worker.models.checkpoints.peagle_weights import load_peagle
-from specdecode_worker.models.configs.model_config import peagle_config
+from specdecode_worker.models.config import peagle_config
+from specdecode_worker.models.drafts import check_draft, load_draft
+from specdecode_worker.models.eagle import PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, ModelError, WeightMismatch
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.networks.peagle import PEagleHead
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
+from specdecode_worker.models.weights import load_peagle
 from support.worker.checkpoints import (
     CPU,
     SLOTS,

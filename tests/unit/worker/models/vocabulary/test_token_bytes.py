@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from specdecode_worker.models.vocabulary.token_bytes import Vocabulary
-from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.models.vocabulary import Vocabulary
+from specdecode_worker.server.tokenizer import Tokenizer
 
 
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))

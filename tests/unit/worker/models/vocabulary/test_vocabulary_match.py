@@ -11,11 +11,11 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from specdecode_worker.models.checkpoints.draft_vocabulary import expect_vocabulary, fit_vocabulary, set_vocabulary
-from specdecode_worker.models.configs.model_config import llama_config
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.drafts import expect_vocabulary, fit_vocabulary, set_vocabulary
 from specdecode_worker.models.errors import VocabularyMismatch
-from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.models.vocabulary.vocabulary_match import (
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.vocabulary import (
     MIN_COVERAGE,
     SAMPLE,
     VocabularyMatch,

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from specdecode_worker.contract import Env, ServerConfig
-from specdecode_worker.server.access import generated_token
-from specdecode_worker.server.access.credentials import Credentials, load_credentials
-from specdecode_worker.server.access.generated_token import token_file
-from specdecode_worker.server.access.scopes import Scope, scope_of
+from specdecode_worker.server import access as generated_token
+from specdecode_worker.server.access import Credentials, Scope, load_credentials, scope_of, token_file
 from specdecode_worker.server.errors import CannotStart
 
 ADMIN = {Env.admin_token: "admin"}

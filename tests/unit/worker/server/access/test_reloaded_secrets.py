@@ -8,10 +8,15 @@ from collections.abc import Mapping
 
 import pytest
 
-from specdecode_worker.server.access import reloaded_secrets
-from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets, watching
-from specdecode_worker.server.access.secret_files import Fingerprint, SecretFileError
-from specdecode_worker.server.access.secret_set import SecretSet, bearer_token
+from specdecode_worker.server import access as reloaded_secrets
+from specdecode_worker.server.access import (
+    Fingerprint,
+    ReloadedSecrets,
+    SecretFileError,
+    SecretSet,
+    bearer_token,
+    watching,
+)
 
 
 class FakePath:

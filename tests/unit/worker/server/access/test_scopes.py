@@ -10,10 +10,17 @@ from fastapi.routing import APIRoute
 
 from specdecode_worker.contract import Route
 from specdecode_worker.contract.internal_stream import INTERNAL_STREAMS
-from specdecode_worker.server.access.prefix_salt import prefix_salt
-from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
-from specdecode_worker.server.access.request_origin import is_own_host, is_own_origin
-from specdecode_worker.server.access.scopes import INTERNAL_PREFIX, ROUTE_SCOPES, Scope, allowed_scopes, scope_of
+from specdecode_worker.server.access import (
+    INTERNAL_PREFIX,
+    ROUTE_SCOPES,
+    ReloadedSecrets,
+    Scope,
+    allowed_scopes,
+    is_own_host,
+    is_own_origin,
+    prefix_salt,
+    scope_of,
+)
 from specdecode_worker.server.routes.admin import admin_app
 
 

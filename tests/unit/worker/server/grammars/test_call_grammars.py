@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from specdecode_worker.contract import ToolFormat
-from specdecode_worker.guided.errors import GrammarRefused
 from specdecode_worker.guided.grammars import choice_grammar, json_grammar, regex_grammar
-from specdecode_worker.server.grammars.call_grammars import (
+from specdecode_worker.guided.guide import GrammarRefused
+from specdecode_worker.server.grammars import (
     NO_ARGUMENTS,
     CallableFunction,
     calls_within_text,
     forced_calls,
 )
-from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart
-from specdecode_worker.server.tools.parser_choice import parser_for
+from specdecode_worker.server.tools import ArgumentsDelta, CallStart, parser_for
 from support.published.tokens import KINDS, TOKENS, Language
 
 WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],

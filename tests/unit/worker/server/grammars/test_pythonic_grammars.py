@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from specdecode_worker.guided.errors import GrammarRefused
-from specdecode_worker.server.grammars.call_grammars import CallableFunction, calls_within_text, forced_calls
-from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart
-from specdecode_worker.server.tools.pythonic import PythonicParser
+from specdecode_worker.guided.guide import GrammarRefused
+from specdecode_worker.server.grammars import CallableFunction, calls_within_text, forced_calls
+from specdecode_worker.server.tools import ArgumentsDelta, CallStart, PythonicParser
 from support.published.tokens import KINDS, Language
 
 SCHEMA: Any = {

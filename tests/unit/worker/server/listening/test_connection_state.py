@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdecode_worker.contract import ServerConfig
-from specdecode_worker.server.listening.connection_state import ConnectionState, Cut, TimeLimits
+from specdecode_worker.server.listening import ConnectionState, Cut, TimeLimits
 
 LIMITS = TimeLimits(header_seconds=10, body_seconds=30, write_seconds=20, idle_seconds=75)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from specdecode_worker.server.listening.connection_state import ConnectionState, Cut, TimeLimits
-from specdecode_worker.server.listening.connection_table import ConnectionTable
+from specdecode_worker.server.listening import ConnectionState, ConnectionTable, Cut, TimeLimits
 
 LIMITS = TimeLimits(header_seconds=10, body_seconds=30, write_seconds=20)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from specdecode_worker.capture.retention import Retention
+from specdecode_worker.capture.segments import Retention
 from specdecode_worker.contract import CaptureConfig, CaptureRules, ModelConfig, Plan, WorkerConfig
 from specdecode_worker.server.errors import CannotStart
-from specdecode_worker.server.liveness.recorder_thread import open_recorder
+from specdecode_worker.server.liveness import open_recorder
 
 
 def config(capture: CaptureConfig | None = None, capture_dir: Path | None = None) -> WorkerConfig:

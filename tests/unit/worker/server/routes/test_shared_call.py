@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from specdecode_worker.server.shared_call import SharedCall
+from specdecode_worker.server.service import SharedCall
 
 
 class Counter:

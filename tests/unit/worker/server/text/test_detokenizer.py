@@ -7,10 +7,10 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.ipc.messages import Logprobs, Tokens
+from specdecode_worker.core.messages import Logprobs, Tokens
+from specdecode_worker.server.detokenizer import ChoiceDetokenizer, TextOptions
 from specdecode_worker.server.responses import ChoicePiece
-from specdecode_worker.server.text.detokenizer import ChoiceDetokenizer, TextOptions
-from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.server.tokenizer import Tokenizer
 
 END = 257
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

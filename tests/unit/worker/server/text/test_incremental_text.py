@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from specdecode_worker.models.checkpoints import model_store
-from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.models import fetch as model_store
+from specdecode_worker.server.tokenizer import Tokenizer
 
 SPECIAL, UNKNOWN = 256, 300
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from specdecode_worker.server.text import tokenizer as text_tokenizer
-from specdecode_worker.server.text.bounded_encoding import TextTooLong, TextWorkStopped, encode_bounded
-from specdecode_worker.server.text.length_bound import NFC_SHRINKAGE, most_bytes_per_token
+from specdecode_worker.server import tokenizer as text_tokenizer
+from specdecode_worker.server.chat_template import TextTooLong, TextWorkStopped, encode_bounded
+from specdecode_worker.server.tokenizer import NFC_SHRINKAGE, most_bytes_per_token
 
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 

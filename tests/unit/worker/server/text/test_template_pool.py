@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from specdecode_worker.models.chat_template import ChatTemplate
 from specdecode_worker.models.errors import TemplateRefused
-from specdecode_worker.models.vocabulary.chat_template import ChatTemplate
-from specdecode_worker.server.text.template_pool import TemplatePool
+from specdecode_worker.server.chat_template import TemplatePool
 
 pytestmark = pytest.mark.slow
 

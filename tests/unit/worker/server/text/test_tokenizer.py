@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
+from specdecode_worker.models.chat_template import find_template
 from specdecode_worker.models.errors import TemplateRefused, TokenizerProblem
-from specdecode_worker.models.vocabulary.chat_template import find_template
-from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.server.tokenizer import Tokenizer
 
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -1,0 +1,283 @@
+"""Fetching of captured segments from the admin ports of all workers of a deployment.
+
+A headless Service's name resolves to all workers. Each segment is fetched once, by name and hash. A worker that does
+not answer is skipped and named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import os
+import re
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pydantic
+
+from specdecode_worker.capture.records import PullFailed
+from specdecode_worker.capture.segments import (
+    READ_BYTES,
+    ListedSegment,
+    Retention,
+    SegmentListing,
+    hash_file,
+    list_segments,
+    store_retention,
+)
+from specdecode_worker.contract.names import Route
+
+DEFAULT_MAX_BYTES = 4 * 2**30
+_MAX_LISTING_BYTES = 4 * 2**20
+_CONNECT_SECONDS, _READ_SECONDS = 10.0, 120.0
+"""A listing may read gigabytes from the worker's disk before its first byte."""
+_PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, slots=True)
+class PullSource:
+    """Workers to fetch from. ``tls`` is None for plain HTTP. ``max_bytes`` bounds what is stored."""
+
+    host: str
+    port: int
+    token: str
+    tls: ssl.SSLContext | None = None
+    max_bytes: int = DEFAULT_MAX_BYTES
+
+
+@dataclass(slots=True)
+class PullResult:
+    """Counts of one pull."""
+
+    fetched: int = 0
+    known: int = 0
+    """Segments that an earlier pull or another worker had brought."""
+    over_bound: int = 0
+    """Segments that ``max_bytes`` had no room for, the oldest."""
+    workers: int = 0
+    """Workers that answered."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Reason by address of each worker from which not everything was fetched."""
+
+
+def pull_source(address: str, token: str | None, ca_file: str | None, max_bytes: int) -> PullSource:
+    """Return the source that the flags describe.
+
+    Args:
+        address: ``HOST:PORT``, with ``https://`` in front for TLS.
+        token: Token with the scope capture. Of several lines, as the tokens Secret has them, the first counts.
+        ca_file: Certificates that sign those of the workers; implies TLS.
+        max_bytes: Bound of what is stored.
+
+    Raises:
+        PullFailed: An argument is unusable; the message says which.
+    """
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if host is None or port is None or parts.scheme not in ("", "http", "https") or parts.path.strip("/"):
+        raise PullFailed(f"--capture-from {address!r}: write HOST:PORT, or https://HOST:PORT")
+    token = (token or "").partition("\n")[0].strip()
+    if not token or re.fullmatch(r"[!-~]+", token) is None:
+        raise PullFailed("--capture-from needs a token with the scope capture in $SPECDECODE_CAPTURE_TOKEN")
+    return PullSource(host, port, token, _tls(ca_file) if ca_file or parts.scheme == "https" else None, max_bytes)
+
+
+def _tls(ca_file: str | None) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise PullFailed(f"CA file {ca_file}: {error}") from None
+    # Workers are called by IP address, and one certificate is shared by pods whose addresses are not known when it is
+    # issued. The signature of the CA is still required.
+    context.check_hostname = False
+    return context
+
+
+def pull_segments(
+    source: PullSource, folder: Path, log: Callable[[str], None], stopped: Callable[[], bool]
+) -> PullResult:
+    """Fetch the segments that ``folder`` lacks from all workers and store the workers' maximum age with them.
+
+    A stopped or killed pull is repeated: whole segments are kept. If ``stopped`` returns True, the rest is left out.
+
+    Raises:
+        PullFailed: The name has no address, no worker answered and the folder is empty, or the disk refuses a write.
+    """
+    result = PullResult()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for partial in folder.glob(f"*{_PARTIAL}"):
+            partial.unlink()
+        pull = _Pull(source, folder, result)
+        for address in _addresses(source):
+            if stopped():
+                break
+            with _skipping(result, address):
+                pull.worker(address, stopped)
+    except OSError as error:
+        raise PullFailed(f"{folder} cannot be written: {error.strerror or error}") from error
+    for address, reason in result.skipped.items():
+        log(f"distill: worker {address} is skipped: {reason}")
+    if not result.workers and not list_segments(folder):
+        reasons = "; ".join(f"{address}: {reason}" for address, reason in result.skipped.items())
+        raise PullFailed(f"no worker of {source.host}:{source.port} sent captured segments ({reasons})"[:1000])
+    return result
+
+
+class _WorkerFailed(Exception):
+    """Failure of one worker; the message says why."""
+
+
+class _SegmentGone(Exception):
+    """A segment that was deleted or rewritten since the worker listed it."""
+
+
+@contextlib.contextmanager
+def _skipping(result: PullResult, address: str) -> Iterator[None]:
+    try:
+        yield
+    except _WorkerFailed as error:
+        result.skipped[address] = str(error)
+
+
+class _Pull:
+    """One pull into ``folder``."""
+
+    def __init__(self, source: PullSource, folder: Path, result: PullResult) -> None:
+        self._source, self._folder, self._result = source, folder, result
+        self._hashes: dict[str, str] = {}
+        self._bytes = 0
+        self._max_age_seconds = float("inf")
+        for segment in list_segments(folder):
+            with segment.path.open("rb") as file:
+                self._hashes[segment.path.name] = hash_file(file)
+            self._bytes += segment.size
+
+    def worker(self, address: str, stopped: Callable[[], bool]) -> None:
+        """Fetch from one worker, the newest segments first.
+
+        Raises:
+            _WorkerFailed: The worker does not answer, or sends something else.
+            OSError: The disk refuses a write.
+        """
+        listing = self._listing(address)
+        self._result.workers += 1
+        self._max_age_seconds = min(self._max_age_seconds, listing.max_age_seconds)
+        store_retention(self._folder, Retention(self._max_age_seconds, self._source.max_bytes))
+        for segment in reversed(listing.segments):
+            if stopped():
+                return
+            if self._hashes.get(segment.name) == segment.sha256:
+                self._result.known += 1
+            elif self._bytes + segment.size > self._source.max_bytes:
+                self._result.over_bound += 1
+            else:
+                with contextlib.suppress(_SegmentGone):  # a later pull fetches it as it is then
+                    self._fetch(address, segment)
+
+    def _listing(self, address: str) -> SegmentListing:
+        with self._get(address, Route.captures) as response:
+            body = _read(response, _MAX_LISTING_BYTES + 1)
+        try:
+            return SegmentListing.model_validate_json(body)
+        except pydantic.ValidationError as error:
+            raise _WorkerFailed(f"its list of segments is invalid: {error.errors()[0]['msg']}") from None
+
+    def _fetch(self, address: str, segment: ListedSegment) -> None:
+        """Fetch a segment through a temporary file. One that was rewritten at the worker replaces the earlier one."""
+        path = self._folder / segment.name
+        partial = path.with_suffix(_PARTIAL)
+        try:
+            with (
+                open(partial, "xb", opener=_private) as file,
+                self._get(address, f"{Route.captures}/{segment.name}") as response,
+            ):
+                digest, size = hashlib.sha256(), 0
+                while size <= segment.size and (piece := _read(response, READ_BYTES)):
+                    size += len(piece)
+                    digest.update(piece)
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            if size != segment.size or digest.hexdigest() != segment.sha256:
+                raise _SegmentGone
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._hashes[segment.name] = segment.sha256
+        self._bytes += size
+        self._result.fetched += 1
+
+    @contextlib.contextmanager
+    def _get(self, address: str, path: str) -> Iterator[http.client.HTTPResponse]:
+        connection = _connection(self._source, address)
+        try:
+            yield _response(connection, path, self._source.token)
+        finally:
+            connection.close()
+
+
+def _connection(source: PullSource, address: str) -> http.client.HTTPConnection:
+    """Return a connection that is not open yet."""
+    if source.tls is not None:
+        return http.client.HTTPSConnection(address, source.port, timeout=_CONNECT_SECONDS, context=source.tls)
+    return http.client.HTTPConnection(address, source.port, timeout=_CONNECT_SECONDS)
+
+
+def _response(connection: http.client.HTTPConnection, path: str, token: str) -> http.client.HTTPResponse:
+    """Connect, send a GET and return the response with status 200.
+
+    Raises:
+        _SegmentGone: The worker answers 404 for a segment.
+        _WorkerFailed: The worker does not answer, or refuses.
+    """
+    try:
+        connection.connect()
+        connection.sock.settimeout(_READ_SECONDS)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+        response = connection.getresponse()
+    except (OSError, http.client.HTTPException) as error:
+        raise _WorkerFailed(_reason(error)) from None
+    if response.status == 404 and path != Route.captures:
+        raise _SegmentGone
+    if response.status != 200:
+        raise _WorkerFailed(f"it answers {response.status} {_message(response)}")
+    return response
+
+
+def _addresses(source: PullSource) -> list[str]:
+    """Return all addresses of the workers, each once."""
+    try:
+        entries = socket.getaddrinfo(source.host, source.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PullFailed(f"{source.host} has no address: {error.strerror or error}; is a worker ready?") from None
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+def _read(response: http.client.HTTPResponse, count: int) -> bytes:
+    """Read up to ``count`` bytes."""
+    try:
+        return response.read(count)
+    except (OSError, http.client.HTTPException) as error:
+        raise _WorkerFailed(_reason(error)) from None
+
+
+def _message(response: http.client.HTTPResponse) -> str:
+    """Return the beginning of an error's body on one line."""
+    return " ".join(_read(response, 300).decode(errors="replace").split())
+
+
+def _reason(error: Exception) -> str:
+    return f"{getattr(error, 'strerror', None) or error or type(error).__name__}"
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

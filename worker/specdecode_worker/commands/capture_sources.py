@@ -1,0 +1,67 @@
+"""Flags that name the captured records of ``distill``: folders, and workers to fetch segments from."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from specdecode_worker.capture.puller import DEFAULT_MAX_BYTES, pull_segments, pull_source
+from specdecode_worker.contract import Env
+from specdecode_worker.training.distillation.records import Interrupted
+
+_PULLED = "captured"
+"""Folder of fetched segments in the run's folder."""
+
+
+def add_capture_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to ``parser``. One of --capture and --capture-from is needed, see `check_capture_flags`."""
+    parser.add_argument("--capture", type=Path, nargs="+", default=[], metavar="DIR", help="of `serve --capture`")
+    parser.add_argument("--capture-from", metavar="[https://]HOST:PORT",
+                        help="admin ports of workers to fetch captured segments from: all addresses of HOST, with the "
+                        f"token in ${Env.capture_token}")  # fmt: skip
+    parser.add_argument("--capture-ca", metavar="FILE", help="PEM certificates that sign those of the admin ports")
+    parser.add_argument("--capture-from-bytes", type=int, default=DEFAULT_MAX_BYTES, metavar="N",
+                        help="most bytes of fetched segments, the newest (default: 4 GiB)")  # fmt: skip
+
+
+def check_capture_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the command with a usage error if no records are named."""
+    if not args.capture and args.capture_from is None:
+        parser.error("name the captured records with --capture DIR or --capture-from HOST:PORT")
+
+
+def capture_folders(
+    args: argparse.Namespace, log: Callable[[str], None], stopped: Callable[[], bool]
+) -> tuple[Path, ...]:
+    """Return the folders of segments, after fetching those of the workers into OUT/captured.
+
+    Nothing is fetched once the run has selected its records: a resumed run uses the same ones.
+
+    Raises:
+        PullFailed: The workers' segments cannot be fetched.
+        Interrupted: ``stopped`` returned True.
+    """
+    if args.capture_from is None:
+        return tuple(args.capture)
+    folder = args.out / _PULLED
+    if not any((args.out / "data" / name).exists() for name in ("selected.json", "summary.json")):
+        source = pull_source(
+            args.capture_from, os.environ.get(Env.capture_token), args.capture_ca, args.capture_from_bytes
+        )
+        result = pull_segments(source, folder, log, stopped)
+        if stopped():  # a part of the segments must not become the run's selection
+            raise Interrupted
+        log(
+            f"distill: {result.fetched} segments fetched from {result.workers} workers, {result.known} known before, "
+            f"{result.over_bound} beyond --capture-from-bytes"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return (*args.capture, folder)
+
+
+def delete_fetched(out: Path) -> None:
+    """Delete the fetched segments of a run that has its verdict. The workers' own copies are not changed."""
+    shutil.rmtree(out / _PULLED, ignore_errors=True)

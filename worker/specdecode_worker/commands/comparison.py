@@ -1,0 +1,413 @@
+"""Comparison of decoding with and without speculation, and with transformers."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdecode_worker.commands.flags import method_and_draft
+from specdecode_worker.commands.local_engine import (
+    DEFAULT_SHAPE,
+    Answer,
+    LocalEngine,
+    Prompt,
+    RunTiming,
+    distinct_4grams,
+    local_engine,
+    sampling_of,
+)
+from specdecode_worker.commands.sampler_comparison import Walks
+from specdecode_worker.contract import MergedDraft, TreeShape
+from specdecode_worker.core.messages import Sampling, Tokens
+
+# Command ``eval`` on the engine: acceptance and speed-up of a draft of any method, by domain and temperature.
+#
+# Every prompt is answered twice, plainly and with the draft, with the same seed. The counts come from the steps that
+# the engine takes, so they hold for every method and device and for sampled text. The replay of ``training.evaluation``
+# is faster for an EAGLE-3 head and advises a depth from one pass, but it knows greedy text on a CPU only.
+
+DEFAULT_CONCURRENCY = 8
+_PLAIN = TreeShape(())
+
+
+@dataclass(slots=True)
+class DecodingSteps:
+    """Decoding steps of a run of requests; the first tokens of an answer come from its prompt and are not counted.
+
+    ``walks`` holds the steps that verified a draft. Prompt lookup often has none, and such a step emits one token.
+    """
+
+    walks: Walks
+    by_request: dict[int, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
+    """Steps and tokens of each request."""
+    _started: set[int] = field(default_factory=set)
+
+    def take(self, index: int, new: Tokens) -> None:
+        """Count one step of request ``index``."""
+        self.walks.take(index, new)
+        if index in self._started and new.tokens:
+            steps, tokens = self.by_request[index]
+            self.by_request[index] = steps + 1, tokens + len(new.tokens)
+        self._started.add(index)
+
+
+def tokens_per_step(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Return the tokens per step of requests, given their steps and tokens, and its standard error.
+
+    The error is clustered by request, because steps of one text are correlated.
+    """
+    steps, tokens = (sum(part) for part in zip(*counts, strict=True)) if counts else (0, 0)
+    if not steps:
+        return 0.0, 0.0
+    mean = tokens / steps
+    return mean, sqrt(sum((own_tokens - mean * own_steps) ** 2 for own_steps, own_tokens in counts)) / steps
+
+
+@dataclass(frozen=True, slots=True)
+class DomainRun:
+    """Answers to the prompts of one domain at one temperature, without and with the draft."""
+
+    plain: Sequence[Answer]
+    drafted: Sequence[Answer]
+    plain_timing: RunTiming
+    drafted_timing: RunTiming
+    steps: DecodingSteps
+
+
+def evaluate_on_engine(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the document of ``eval`` for the draft and the temperatures given by the flags.
+
+    Raises:
+        ValueError: The flags contradict each other, or a prompt is invalid.
+        ModelError: A model cannot be fetched or loaded.
+        OSError: The prompts file cannot be read.
+    """
+    method, draft = method_and_draft(args)
+    engine = local_engine(args, max_num_seqs=args.concurrency)
+    shape = args.shape or DEFAULT_SHAPE
+    try:
+        prompts = engine.prompts(Path(args.prompts))
+        runs = [_run_temperature(engine, prompts, shape, at, args.max_tokens) for at in args.temperature]
+    finally:
+        engine.close()
+    return {
+        "method": method,
+        "draft": draft,
+        "shape": list(shape.parents),
+        "concurrency": args.concurrency,
+        "conversations": len(prompts),
+        "runs": runs,
+    }
+
+
+def _run_temperature(
+    engine: LocalEngine, prompts: Sequence[Prompt], shape: TreeShape, temperature: float, max_tokens: int
+) -> dict[str, Any]:
+    """Answer all prompts at one temperature, domain by domain, and return the results."""
+    by_domain: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    domains = {}
+    for domain, own in sorted(by_domain.items()):
+        domains[domain] = _run_domain(engine, own, shape, temperature, max_tokens)
+        print(f"eval: {domain} at temperature {temperature:g}: {len(own)} answers", file=sys.stderr, flush=True)
+    return {"temperature": temperature, **_results(domains, max(shape.depths))}
+
+
+def _run_domain(
+    engine: LocalEngine, prompts: Sequence[Prompt], shape: TreeShape, temperature: float, max_tokens: int
+) -> DomainRun:
+    """Answer the prompts plainly, then with ``shape``. Nothing is cached from one run to another.
+
+    Suffix decoding would otherwise draft from the plain answers, which are the very texts that it has to draft.
+    """
+    sampling = [Sampling(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(prompts))]
+    engine.run_shape(_PLAIN)
+    plain, plain_timing = engine.answer(prompts, sampling, isolated=True)
+    engine.run_shape(shape)
+    steps = DecodingSteps(Walks.of(len(prompts)))
+    drafted, drafted_timing = engine.answer(prompts, sampling, steps.take, isolated=True)
+    return DomainRun(plain, drafted, plain_timing, drafted_timing, steps)
+
+
+def _results(domains: dict[str, DomainRun], depth: int) -> dict[str, Any]:
+    """Return the results of all domains together and of each."""
+    every = list(domains.values())
+    return {
+        "overall": _figures(every, depth),
+        "domains": {name: _figures([run], depth) for name, run in domains.items()},
+    }
+
+
+def _figures(runs: Sequence[DomainRun], depth: int) -> dict[str, Any]:
+    walks = Walks([accepted for run in runs for accepted in run.steps.walks.accepted])
+    counts = [each for run in runs for each in run.steps.by_request.values()]
+    pace, error = tokens_per_step(counts)
+    steps = sum(own_steps for own_steps, _ in counts)
+    plain, drafted = ([answer.tokens for run in runs for answer in getattr(run, name)] for name in ("plain", "drafted"))
+    plain_rate = _rate([run.plain_timing for run in runs])
+    return {
+        "tokens_per_step": round(pace, 4),
+        "standard_error": round(error, 4),
+        "drafted_steps": round(walks.steps / max(steps, 1), 4),
+        "tokens_per_drafted_step": round(walks.tokens_per_step, 4),
+        "acceptance": [round(share, 4) for share in walks.by_depth(depth)],
+        "distinct_4grams": round(distinct_4grams(drafted), 4),
+        "speedup": round(_rate([run.drafted_timing for run in runs]) / plain_rate, 3) if plain_rate else 0.0,
+        "identical_texts": round(sum(a == b for a, b in zip(plain, drafted, strict=True)) / len(plain), 4),
+    }
+
+
+def _rate(timings: Sequence[RunTiming]) -> float:
+    """Return the emitted tokens per second over several runs."""
+    seconds = sum(timing.seconds for timing in timings)
+    return sum(timing.tokens for timing in timings) / seconds if seconds else 0.0
+
+
+def table(document: dict[str, Any]) -> str:
+    """Format the results as a table with a row for each temperature and domain."""
+    lines = [
+        f"{'T':>4} {'':10} {'tokens/step':>11} {'drafted':>8} {'speedup':>8} {'same text':>9}  acceptance by depth"
+    ]
+    for run in document["runs"]:
+        for name, part in {"overall": run["overall"], **run["domains"]}.items():
+            acceptance = " ".join(f"{share:.2f}" for share in part["acceptance"])
+            lines.append(
+                f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f} {part['drafted_steps']:8.2f} "
+                f"{part['speedup']:8.2f} {part['identical_texts']:9.2f}  {acceptance}"
+            )
+    return "\n".join(lines)
+
+
+# Comparison of speculation variants with plain decoding.
+#
+# The runs are interleaved, so that a change in the speed of the machine affects all variants equally.
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Shape and draft to measure.
+
+    ``draft`` is the name of a draft, empty for the first one. ``merge`` names drafts that are merged with it. ``text``
+    is the spelling of the user.
+    """
+
+    shape: TreeShape
+    draft: str = ""
+    merge: tuple[MergedDraft, ...] = ()
+    text: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        """Return the spelling of the user, or a canonical one."""
+        return self.text or (f"{self.draft}/{self.shape}" if self.draft else str(self.shape))
+
+
+PLAIN = Variant(TreeShape(()))
+"""Plain decoding, without a draft."""
+
+
+@dataclass(slots=True)
+class VariantSums:
+    """Sums over the runs of one variant, and the answers of the last run."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    answers: list[Answer] = field(default_factory=list)
+
+    def add(self, timing: RunTiming) -> None:
+        """Add the sums of one run."""
+        self.seconds += timing.seconds
+        self.tokens += timing.tokens
+        self.steps += timing.steps
+
+    @property
+    def timing(self) -> RunTiming:
+        """Time, tokens and steps of all runs."""
+        return RunTiming(self.seconds, self.tokens, self.steps)
+
+
+def compare(
+    engine: LocalEngine, prompts: Sequence[Prompt], together: int, variants: Sequence[Variant], args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Measure every variant and plain decoding, and return the results by variant.
+
+    Each round runs the variants in order and then in reverse order. A result holds the speed of plain decoding and of
+    the variant, their ratio, and the tokens per step.
+    """
+    sums_of = {variant: VariantSums() for variant in (PLAIN, *variants)}
+    for variant in sums_of:
+        _warm(engine, prompts[:together], variant, args)
+    order = list(sums_of)
+    for variant in (order + order[::-1]) * args.rounds:
+        engine.run_shape(variant.shape, variant.draft, variant.merge)
+        sums = VariantSums()
+        sums_of[variant].answers = _waves(engine, prompts, together, args, sums)
+        sums_of[variant].add(sums.timing)
+        name = "plain" if variant == PLAIN else variant
+        print(f"  {together} at once, {name}: {sums.timing.tokens_per_second:.1f} tokens/s", file=sys.stderr)
+    return {str(variant): _comparison(sums_of[PLAIN], sums_of[variant]) for variant in variants}
+
+
+def _waves(
+    engine: LocalEngine, prompts: Sequence[Prompt], together: int, args: argparse.Namespace, sums: VariantSums
+) -> list[Answer]:
+    """Answer all prompts, ``together`` at a time. An incomplete last group is left out."""
+    answers: list[Answer] = []
+    for start in range(0, len(prompts) - together + 1, together):
+        wave = range(start, start + together)
+        new, timing = engine.answer([prompts[i] for i in wave], [sampling_of(args, i) for i in wave])
+        answers += new
+        sums.add(timing)
+    return answers
+
+
+def _warm(engine: LocalEngine, prompts: Sequence[Prompt], variant: Variant, args: argparse.Namespace) -> None:
+    """Run a few tokens of a variant before anything is timed."""
+    engine.run_shape(variant.shape, variant.draft, variant.merge)
+    short = argparse.Namespace(**{**vars(args), "max_tokens": min(args.max_tokens, 8)})
+    engine.answer(prompts, [sampling_of(short, index) for index in range(len(prompts))])
+
+
+def _comparison(plain: VariantSums, speculative: VariantSums) -> dict[str, Any]:
+    """Return the results of one variant as a dictionary."""
+    drafted = speculative.answers
+    drafts = sum(answer.drafts for answer in drafted)
+    same = sum(a.tokens == b.tokens for a, b in zip(plain.answers, drafted, strict=True))
+    return {
+        "plain": _timing_fields(plain.timing),
+        "speculative": _timing_fields(speculative.timing),
+        "ratio": speculative.timing.tokens_per_second / plain.timing.tokens_per_second,
+        "tokens_per_step": 1 + sum(answer.accepted for answer in drafted) / drafts if drafts else 1.0,
+        "distinct_4grams": distinct_4grams([answer.tokens for answer in drafted]),
+        "identical": same == len(drafted),
+        "identical_answers": f"{same}/{len(drafted)}",
+    }
+
+
+def _timing_fields(timing: RunTiming) -> dict[str, float]:
+    """Return the speed of a run as a dictionary."""
+    return {"tokens_per_second": timing.tokens_per_second, "step_milliseconds": timing.step_milliseconds}
+
+
+# Output of ``bench``: text tables, files and a plot.
+
+HEADER = "  at once   plain tok/s   spec tok/s   ratio   tok/step   plain ms   spec ms   4-grams   identical"
+
+
+def tables(document: dict[str, Any]) -> Iterator[str]:
+    """Yield a heading, a table for each variant, and the fastest variant at each concurrency."""
+    yield (
+        f"{document['model']}, {document['dtype']}, {document['instruction_set']}, {document['threads']} threads, "
+        f"{document['machine']}, {document['date']}"
+    )
+    variants = document.get("variants") or {document["shape"]: document["concurrency"]}
+    for name, by_concurrency in variants.items():
+        yield "\n".join((name, HEADER, *(_row(count, row) for count, row in by_concurrency.items())))
+    if len(variants) > 1:
+        yield "\n".join(_winners(variants))
+    if "transformers" in document:
+        yield f"transformers, one at a time: {document['transformers']['tokens_per_second']:.1f} tokens/s"
+
+
+def _row(count: int, row: dict[str, Any]) -> str:
+    """Format the results at one concurrency."""
+    plain, speculative = row["plain"], row["speculative"]
+    return (
+        f"  {count:7}   {plain['tokens_per_second']:11.1f}   {speculative['tokens_per_second']:10.1f}   "
+        f"{row['ratio']:5.2f}   {row['tokens_per_step']:8.2f}   {plain['step_milliseconds']:8.1f}   "
+        f"{speculative['step_milliseconds']:7.1f}   {row['distinct_4grams']:7.2f}   {row['identical_answers']:>9}"
+    )
+
+
+def _winners(variants: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each concurrency with the fastest variant."""
+    yield "fastest at each concurrency (ratio to plain)"
+    for count in next(iter(variants.values())):
+        ratios = {name: rows[count]["ratio"] for name, rows in variants.items()}
+        best = max(ratios, key=lambda name: ratios[name])
+        name, ratio = (best, ratios[best]) if ratios[best] > 1 else ("plain", 1.0)
+        yield f"  {count:7}   {name} ({ratio:.2f})"
+
+
+def write_files(document: dict[str, Any], stem: Path, text: str) -> None:
+    """Write STEM.json, STEM.md and STEM.png. Raise OSError if that fails."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(f"```\n{text}\n```\n")
+    plot(document, stem.with_suffix(".png"))
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Plot the ratio to plain decoding over concurrency, with a line for each variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    variants = document.get("variants") or {document["shape"]: document["concurrency"]}
+    for name, rows in variants.items():
+        counts = [int(count) for count in rows]
+        axes.plot(counts, [row["ratio"] for row in rows.values()], marker="o", label=name)
+    axes.axhline(1, color="grey", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlabel("requests at once")
+    axes.set_ylabel("tokens per second, over plain decoding")
+    axes.set_title(f"{document['machine']}, {document['dtype']}, {document['date']}", fontsize=9)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+# Speed of ``generate`` in transformers, as a reference for ``bench``.
+#
+# The same prompts run greedily, one at a time. transformers is a development dependency.
+
+
+def is_installed() -> bool:
+    """Return whether transformers is installed."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def transformers_tokens_per_second(
+    folder: Path, dtype: str, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> float:
+    """Return the tokens per second after the first token of each prompt.
+
+    Raises:
+        ValueError: transformers is not installed.
+    """
+    try:
+        from transformers import LlamaForCausalLM
+    except ImportError:
+        raise ValueError("--transformers needs the package transformers; pip install transformers") from None
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    _seconds(model, prompts[0], 4)
+    seconds = tokens = 0.0
+    for prompt in prompts:
+        first, _ = _seconds(model, prompt, 1)
+        all_of_them, count = _seconds(model, prompt, max_tokens)
+        seconds, tokens = seconds + all_of_them - first, tokens + count - 1
+    return tokens / seconds
+
+
+def _seconds(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[float, int]:
+    """Return the duration in seconds and the number of generated tokens."""
+    ids = torch.tensor([list(prompt)])
+    began = time.monotonic()
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    return time.monotonic() - began, out.shape[1] - len(prompt)

@@ -1,0 +1,254 @@
+"""Flags that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from specdecode_worker.contract import (
+    DRAFT_FREE,
+    GPU_DEFAULTS,
+    MAX_DEPTH,
+    MAX_MERGED,
+    DraftQuantization,
+    EngineConfig,
+    MergedDraft,
+    Method,
+    NamedDraft,
+    Placement,
+    Sampler,
+    TargetQuantization,
+    TreeShape,
+)
+
+# Command-line flags that have the same meaning in several commands.
+
+EMBEDDED_TARGET = "embedded://smollm2-135m-instruct"
+EMBEDDED_DRAFT = "embedded://smollm2-135m-instruct-eagle3"
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --model, --draft, --method, --device and the other flags that select models and how they are loaded."""
+    parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    parser.add_argument("--draft", metavar="URI", help="draft; default: the embedded head for the embedded target")
+    parser.add_argument("--method", choices=get_args(Method), help="default: eagle3 with a draft, else none")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--quantization", choices=get_args(TargetQuantization), help="of the target's weights alone")
+    parser.add_argument("--draft-quantization", choices=get_args(DraftQuantization), help="of its MLPs and head")
+    add_device_flag(parser)
+    parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept (default: the user's cache)")
+
+
+def add_placement_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --draft-placement."""
+    help_text = "of the draft: the target's device, or own: another GPU, in a process of its own"
+    parser.add_argument("--draft-placement", choices=get_args(Placement), default="shared", help=help_text)
+
+
+def add_device_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --device."""
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+
+
+def add_tensor_parallel_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --tensor-parallel-size."""
+    parser.add_argument(
+        "--tensor-parallel-size", type=_positive, default=1, metavar="N", help="devices that share the target"
+    )
+
+
+def default_by_device(name: str) -> str:
+    """Describe the default of an engine field that depends on the device."""
+    return f"default: {getattr(EngineConfig(), name)}, with --device cuda {GPU_DEFAULTS[name]}"
+
+
+def add_shape_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --depth N and --tree SHAPE, which both set ``args.shape`` (a TreeShape, None if neither is given)."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--depth", dest="shape", type=_chain, metavar="N", help="chain of N drafted tokens")
+    which.add_argument("--tree", dest="shape", type=_shape, metavar="SHAPE", help="chain:5, tree:4,2,1 or 0,0,1")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Add the flags of the sampling parameters."""
+    parser.add_argument("--max-tokens", type=int, default=max_tokens)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int)
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --prompts and --json."""
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help='lines of {"messages": [...]} or {"prompt": "..."}')
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+
+
+def method_and_draft(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the speculation method and the draft URI, with defaults applied.
+
+    Raises:
+        ValueError: The two flags contradict each other.
+    """
+    draft = args.draft
+    if draft is None and args.method in (None, "eagle3") and args.model == EMBEDDED_TARGET:
+        draft = EMBEDDED_DRAFT
+    method = args.method or ("eagle3" if draft else "none")
+    if method in DRAFT_FREE and args.draft is not None:
+        raise ValueError(f"--method {method} takes no --draft")
+    if method not in DRAFT_FREE and draft is None:
+        raise ValueError(f"--method {method} needs --draft URI")
+    return method, draft
+
+
+def _positive(text: str) -> int:
+    """Parse a number of at least 1. Raise ArgumentTypeError for other text."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
+def _chain(text: str) -> TreeShape:
+    """Parse the depth of a chain. Raise ArgumentTypeError for other text."""
+    return _shape(f"chain:{text}")
+
+
+def _shape(text: str) -> TreeShape:
+    """Parse a shape. Raise ArgumentTypeError for other text."""
+    try:
+        return TreeShape.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write chain:5, tree:4,2,1 or parents 0,0,1") from None
+
+
+# Translation of vLLM's ``--speculative-config`` into the flags of this worker.
+
+# vLLM spells the name of this method with an underscore.
+_METHODS = {"draft_model": "draft-model"}
+_LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
+_SAID = _LOOKUP | {"quantization"}
+"""Fields that have the same name in DraftConfig."""
+_FIELDS = frozenset({"method", "model", "num_speculative_tokens", "parallel_drafting"}) | _SAID
+
+
+def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Set ``method``, ``draft`` and ``shape`` of ``args``, and return the other fields for DraftConfig.
+
+    Raises:
+        ValueError: The JSON is invalid or contradicts other flags; the message names the field.
+    """
+    fields = _read(args.speculative_config)
+    if unknown := sorted(fields.keys() - _FIELDS):
+        raise ValueError(f"--speculative-config: {unknown[0]} is not supported")
+    if any(given is not None for given in (args.draft, args.method, args.shape, args.draft_quantization)):
+        raise ValueError("--speculative-config says what --method, --draft and --depth say; give one or the other")
+    method, args.draft = fields.get("method"), fields.get("model")
+    if method == "ngram" and args.draft == "ngram":
+        args.draft = None  # vLLM also accepts "ngram" as the model.
+    args.method = _method(method, fields.get("parallel_drafting", False))
+    if "num_speculative_tokens" in fields:
+        args.shape = _chain_of(fields["num_speculative_tokens"])
+    return {name: fields[name] for name in sorted(_SAID & fields.keys())}
+
+
+def _method(method: Any, parallel: Any) -> Any:
+    """Return the method by our name. Raise ValueError if ``parallel_drafting`` does not suit it.
+
+    vLLM has no name of its own for P-EAGLE: it is the method eagle3 with ``parallel_drafting``.
+    """
+    if not isinstance(parallel, bool):
+        raise ValueError(f"--speculative-config: parallel_drafting must be true or false, got {parallel!r}")
+    if parallel and method not in (None, "eagle3", "peagle"):
+        raise ValueError(f"--speculative-config: parallel_drafting is for the method eagle3, not {method}")
+    if parallel:
+        return "peagle"
+    return _METHODS.get(method, method) if isinstance(method, str) else method
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Parse the JSON object. Raise ValueError for anything else."""
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError("--speculative-config must be a JSON object")
+    return parsed
+
+
+def _chain_of(count: Any) -> TreeShape:
+    """Return the chain of ``count`` drafted tokens. Raise ValueError if the count is not valid."""
+    if type(count) is not int or count < 1:
+        raise ValueError(
+            f"--speculative-config: num_speculative_tokens must be a whole number from 1 on, got {count!r}"
+        )
+    try:
+        return TreeShape.chain(count)
+    except ValueError as error:
+        raise ValueError(f"--speculative-config: num_speculative_tokens: {error}") from None
+
+
+# Flag ``--merge``: drafts that propose into the trees of the draft together with it.
+
+
+def add_merge_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --merge."""
+    parser.add_argument(
+        "--merge",
+        action="append",
+        default=[],
+        metavar="METHOD[:DEPTH]|METHOD=URI",
+        help="draft whose proposals are merged with those of the draft: ngram or suffix, which extends the tree to "
+        f"DEPTH without draft passes, or another draft by its URI; at most {MAX_MERGED}",
+    )
+
+
+def merged_drafts(
+    words: Sequence[str], method: str, sampler: Sampler, placement: Placement
+) -> tuple[tuple[NamedDraft, ...], tuple[MergedDraft, ...]]:
+    """Return the drafts that the values of --merge name, and how they are merged.
+
+    Raises:
+        ValueError: A value is invalid, or the drafts cannot be merged; the message names the flag.
+    """
+    if words and method == "none":
+        raise ValueError("--merge needs a draft to merge with; give --method or --draft")
+    if words and sampler != "coupled":
+        raise ValueError(f"--merge needs --sampler coupled; {sampler} knows the distribution of one draft alone")
+    if words and placement == "own":
+        raise ValueError("--merge needs --draft-placement shared; a draft on a device of its own drafts whole trees")
+    if len(words) > MAX_MERGED:
+        raise ValueError(f"--merge: at most {MAX_MERGED} drafts are merged with the first one, got {len(words)}")
+    drafts = tuple(_draft(word, f"merged-{index}") for index, word in enumerate(words, start=1))
+    depths = (word.partition("=")[0].partition(":")[2] for word in words)
+    return drafts, tuple(
+        MergedDraft(draft=draft.name, depth=int(depth or 0)) for draft, depth in zip(drafts, depths, strict=True)
+    )
+
+
+def _draft(word: str, name: str) -> NamedDraft:
+    """Return the draft of one value of --merge. Raise ValueError if it is invalid."""
+    kind, _, uri = word.partition("=")
+    method, _, depth = kind.partition(":")
+    if method not in get_args(Method) or method == "none" or (method in DRAFT_FREE) == bool(uri):
+        raise ValueError(f"--merge {word!r}: write ngram, suffix, ngram:8, or a method and a draft like eagle3=URI")
+    if depth and (uri or not depth.isdecimal() or int(depth) > MAX_DEPTH):
+        raise ValueError(f"--merge {word!r}: a depth is a number up to {MAX_DEPTH}, for ngram and suffix alone")
+    try:
+        return NamedDraft.model_validate({"name": name, "method": method, "uri": uri or None})
+    except ValidationError as error:
+        raise ValueError(f"--merge {word!r}: {error.errors()[0]['msg']}") from None
+
+
+# Progress of commands, on standard error.
+
+
+def print_progress(line: str) -> None:
+    """Print a line to standard error at once."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,209 @@
+"""Engine in the process of a command that needs no server, with its tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdecode_worker.commands.flags import method_and_draft
+from specdecode_worker.contract import (
+    OTHER_TASK,
+    DraftConfig,
+    EngineConfig,
+    MergedDraft,
+    ModelConfig,
+    NamedDraft,
+    Plan,
+    Sampler,
+    TaskMatch,
+    TreeShape,
+    WorkerConfig,
+)
+from specdecode_worker.core.messages import Sampling, Submit, Tokens
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.models.fetch import default_cache_dir, resolve
+from specdecode_worker.server.tokenizer import Tokenizer
+
+DEFAULT_SHAPE = TreeShape.chain(3)
+NGRAM = "ngram"
+"""Name of the n-gram draft, which is always available because it has no weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokenized prompt of one line of a prompts file, and its domain."""
+
+    tokens: tuple[int, ...]
+    domain: str = "other"
+
+
+@dataclass(slots=True)
+class Answer:
+    """Answer to one prompt, with the sums of its speculation statistics."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str = ""
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+
+    def take(self, new: Tokens) -> None:
+        """Append new tokens and update the statistics."""
+        self.tokens += new.tokens
+        self.finish = new.finish or ""
+        self.drafts, self.draft_tokens, self.accepted = new.drafts, new.draft_tokens, new.accepted
+
+
+@dataclass(frozen=True, slots=True)
+class RunTiming:
+    """Duration of a run of requests, with its tokens and steps.
+
+    It starts at the first tokens of the answers, because prefill is not compared.
+    """
+
+    seconds: float
+    tokens: int
+    steps: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens per second, over all requests."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def step_milliseconds(self) -> float:
+        """Mean duration of a step in milliseconds."""
+        return 1000 * self.seconds / self.steps if self.steps else 0.0
+
+
+class LocalEngine:
+    """Engine with its tokenizer and a plan that is set by the caller."""
+
+    def __init__(self, config: WorkerConfig, cache_dir: Path) -> None:
+        self.engine: Engine = load_engine(config, lambda uri: resolve(uri, cache_dir))
+        self.folder = resolve(config.model.uri, cache_dir)
+        self.tokenizer = Tokenizer.from_folder(self.folder)
+        self._plans = self._runs = 0
+
+    def close(self) -> None:
+        """End the other ranks of a replica on several devices."""
+        self.engine.close()
+
+    def run_shape(self, shape: TreeShape, draft: str = "", merge: tuple[MergedDraft, ...] = ()) -> None:
+        """Run ``shape`` with the named draft in all further steps, without guard and exploration.
+
+        ``merge`` names the drafts that are merged with it.
+        """
+        self._plans += 1
+        first = self.engine.draft.hash
+        tasks = (TaskMatch(name=OTHER_TASK, draft=draft or None, merge=merge),) if draft or merge else ()
+        plan = Plan(draft=first, version=self._plans, initial=shape, tasks=tasks, explore=0, guard=False)
+        self.engine.set_plan(plan)
+
+    def prompt(self, line: dict[str, Any]) -> Prompt:
+        """Tokenize one line of a prompts file.
+
+        Raises:
+            ValueError: The line has neither messages nor a prompt.
+        """
+        domain = str(line.get("domain", "other"))
+        if "messages" in line:
+            return Prompt(tuple(self.tokenizer.chat(line["messages"])), domain)
+        if isinstance(line.get("prompt"), str):
+            return Prompt(tuple(self.tokenizer.encode(line["prompt"])), domain)
+        raise ValueError('a line of a prompts file is {"messages": [...]} or {"prompt": "..."}')
+
+    def prompts(self, path: Path) -> list[Prompt]:
+        """Read and tokenize a prompts file."""
+        return [self.prompt(json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[Sampling],
+        on_tokens: Callable[[int, Tokens], None] = lambda index, new: None,
+        *,
+        isolated: bool = False,
+    ) -> tuple[list[Answer], RunTiming]:
+        """Run all prompts together and return the answers and the timing.
+
+        The timing starts at the step in which the last prompt has its first token. ``on_tokens`` is called with
+        the index of the prompt for all new tokens. An ``isolated`` run uses no cached prefix and no earlier answer.
+        """
+        answers = [Answer() for _ in prompts]
+        self._runs += 1
+        salt = f"run-{self._runs}" if isolated else ""
+        for index, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
+            self.engine.add(Submit(request_id=str(index), prompt=prompt.tokens, sampling=how, cache_salt=salt))
+        began: float | None = None
+        tokens = steps = 0
+        while not self.engine.idle:
+            for new in self.engine.step():
+                answers[int(new.request_id)].take(new)
+                tokens += len(new.tokens)
+                on_tokens(int(new.request_id), new)
+            steps += 1
+            if began is None and all(answer.tokens or answer.finish for answer in answers):
+                began, tokens, steps = time.monotonic(), 0, 0
+        now = time.monotonic()
+        return answers, RunTiming(now - (began or now), tokens, steps)
+
+
+def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sampler = "coupled") -> LocalEngine:
+    """Load the engine described by the flags of ``add_model_flags``.
+
+    Raises:
+        ValueError: The flags contradict each other.
+        ModelError: A model cannot be fetched or loaded.
+    """
+    method, draft = method_and_draft(args)
+    config = WorkerConfig(
+        model=ModelConfig(uri=args.model, served_name=args.model, dtype=args.dtype, quantization=args.quantization),
+        draft=DraftConfig.model_validate(
+            {
+                "method": method,
+                "uri": draft,
+                "required": draft is not None,
+                "quantization": args.draft_quantization,
+                "placement": getattr(args, "draft_placement", "shared"),
+            }
+        ),
+        drafts=(NamedDraft(name=NGRAM, method="ngram"),),
+        engine=EngineConfig(
+            max_num_seqs=max_num_seqs,
+            device=args.device,
+            threads=args.threads,
+            sampler=sampler,
+            tensor_parallel_size=getattr(args, "tensor_parallel_size", 1),
+        ),
+    )
+    return LocalEngine(config, Path(args.cache_dir) if args.cache_dir else default_cache_dir())
+
+
+def sampling_of(args: argparse.Namespace, index: int) -> Sampling:
+    """Return the sampling parameters given by the flags of ``add_sampling_flags``, with a seed for each prompt."""
+    return Sampling(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=(args.seed or 0) + index,
+    )
+
+
+def distinct_4grams(answers: Sequence[Sequence[int]]) -> float:
+    """Return the share of 4-grams that are distinct within their answer.
+
+    Repetitive text has a low share and overstates acceptance.
+    """
+    seen = total = 0
+    for tokens in answers:
+        grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+        seen, total = seen + len(set(grams)), total + len(grams)
+    return seen / total if total else 1.0

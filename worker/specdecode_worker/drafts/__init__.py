@@ -1,0 +1,1 @@
+"""Drafting methods, the registry of the drafts that a worker serves, and their swaps."""

@@ -1,0 +1,411 @@
+"""What all drafting methods share: the interface of a drafter, its passes, and a loaded draft."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels.transfer import to_device
+from specdecode_worker.contract import MAX_RANKS, DraftConfig, DraftState
+from specdecode_worker.core.batch import Row
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.kv_cache import BLOCK_SIZE
+from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, slots_of, spread
+from specdecode_worker.core.request import DraftProgress, Request
+from specdecode_worker.models.target_states import NO_STATES, TargetStates
+from specdecode_worker.sampling.sampler import Proposer, Sampler
+from specdecode_worker.sampling.trees import Forest, Level, Nodes, Tree
+
+# Target hidden states that the loaded drafts read. They are stored together; each draft selects its columns.
+
+
+@dataclass(frozen=True, slots=True)
+class StateColumns:
+    """Indices of the stored states that a draft reads, each of width ``size``; None for all, in stored order."""
+
+    indices: tuple[int, ...] | None = None
+    size: int = 0
+
+    def of(self, aux_TA: Tensor) -> Tensor:
+        """Select the states of the draft from the stored ones, [tokens, width]."""
+        if self.indices is None:
+            return aux_TA
+        states_TSH = aux_TA.view(len(aux_TA), -1, self.size)
+        # Single selections, because a list as index would be copied to the device.
+        return torch.cat([states_TSH[:, index] for index in self.indices], dim=1)
+
+
+def union_reads(reads: Iterable[TargetStates]) -> TargetStates:
+    """Return the union of the states that several drafts read.
+
+    If all drafts read the same states, their order is preserved, so that no selection is needed.
+    """
+    distinct = {one for one in reads if one}
+    return distinct.pop() if len(distinct) == 1 else reduce(TargetStates.__or__, distinct, NO_STATES)
+
+
+def columns_of(one: TargetStates, among: TargetStates, size: int) -> StateColumns:
+    """Return the columns of the states ``one`` among the stored states ``among``."""
+    return StateColumns() if one == among else StateColumns(among.indices_of(one), size)
+
+
+# Passes of a draft with a KV cache of its own: runs of consecutive slots, and levels of trees.
+#
+# Draft slot i belongs to token i and proposes token i + 1. The keys of a tree follow those of the root, as in the
+# target's cache. They are rewritten once their tokens are accepted.
+
+FirstKey = Callable[[Request], int]
+
+
+def causal_pass(
+    state: DeviceState,
+    requests: Sequence[Request],
+    counts: Sequence[int],
+    first_B: Tensor,
+    last_position: int,
+    *,
+    first_key: FirstKey,
+) -> PackedBatch:
+    """Build the pass over ``counts[b]`` consecutive draft slots of each request, from ``first_B[b]`` on.
+
+    Args:
+        state: Device state of the running requests.
+        requests: Requests of the pass, B of them.
+        counts: Number of slots of each request.
+        first_B: First slot of each request, on the device.
+        last_position: Last position that the draft supports; later positions are clamped to it.
+        first_key: Function that returns the first slot of a request whose keys the draft attends to.
+    """
+    device = first_B.device
+    slots_B = to_device([request.slot for request in requests], device)
+    sequence_T, row_T = spread(tuple(counts), device)
+    index_T = first_B[sequence_T] + row_T
+    table_BM = state.block_table_SM[slots_B]
+    # During prefill, a request owns blocks only for the tokens launched so far; the last of them has the last slot.
+    bounds = tuple(
+        min(max(request.cached_bound, request.prefilled) + 1, len(request.blocks) * BLOCK_SIZE) for request in requests
+    )
+    return PackedBatch(
+        tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
+        positions_T=index_T.clamp(max=last_position),
+        slots_T=slots_of(table_BM, sequence_T, index_T),
+        prefix_len_B=first_B,
+        ancestors_T=torch.zeros_like(index_T),
+        block_table_BM=table_BM,
+        blocks=tuple(tuple(request.blocks) for request in requests),
+        query_counts=tuple(counts),
+        key_bounds=bounds,
+        key_starts=tuple(first_key(request) for request in requests),
+        dense=False,
+    )
+
+
+def level_pass(
+    state: DeviceState,
+    rows: Sequence[Row],
+    level: Level,
+    depth: int,
+    forest: Forest,
+    last_position: int,
+    *,
+    first_key: FirstKey,
+) -> PackedBatch:
+    """Build the pass over the nodes of one level of the trees.
+
+    Args:
+        state: Device state of the running requests.
+        rows: Rows of the step.
+        level: Nodes to run.
+        depth: Depth of the level; the root has depth 0.
+        forest: Trees of the step.
+        last_position: Last position that the draft supports; later positions are clamped to it.
+        first_key: Function that returns the first slot of a request whose keys the draft attends to.
+    """
+    running = [b for b, count in enumerate(level.counts) if count]
+    requests = [rows[b].request for b in running]
+    counts = tuple(level.counts[b] for b in running)
+    slots_B = to_device([request.slot for request in requests], level.node_R.device)
+    sequence_R, _ = spread(counts, slots_B.device)
+    length_B = state.length_S[slots_B]
+    length_R = length_B[sequence_R]
+    table_BM = state.block_table_SM[slots_B]
+    highest = [max(forest.trees[b].expanded[depth]) for b in running]
+    return PackedBatch(
+        tokens_T=state.tokens_SP[slots_B[sequence_R], length_R + level.node_R],
+        positions_T=(length_R + depth).clamp(max=last_position),
+        slots_T=slots_of(table_BM, sequence_R, length_R + level.node_R),
+        prefix_len_B=length_B,
+        ancestors_T=level.ancestors_R,
+        block_table_BM=table_BM,
+        blocks=tuple(tuple(request.blocks) for request in requests),
+        query_counts=counts,
+        key_bounds=tuple(r.cached_bound + node + 1 for r, node in zip(requests, highest, strict=True)),
+        key_starts=tuple(first_key(request) for request in requests),
+        dense=all(r.cached_bound == r.cached for r in requests) and all(node == depth for node in highest),
+    )
+
+
+def catch_up_runs(
+    state: DeviceState, requests: Sequence[Request], counts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Locate the ``counts[b]`` draft slots that end at the root of each request.
+
+    Returns:
+        The first draft slot of each request [B], all draft slots [T], and the slot in DeviceState of each [T].
+    """
+    slots_B = to_device([request.slot for request in requests], state.length_S.device)
+    first_B = state.length_S[slots_B] + 1 - to_device(counts, slots_B.device)
+    sequence_T, row_T = spread(tuple(counts), slots_B.device)
+    return first_B, first_B[sequence_T] + row_T, slots_B[sequence_T]
+
+
+def roots_of(out_TE: Tensor, counts: Sequence[int], drafting: Sequence[int], rows: int) -> Tensor:
+    """Return the last hidden state of each row of a causal pass, [B, E]; zeros for rows not in ``drafting``."""
+    last = to_device(counts, out_TE.device).cumsum(0) - 1
+    if len(drafting) == rows:
+        return out_TE[last]
+    roots_BE = out_TE.new_zeros(rows, out_TE.shape[-1])
+    roots_BE[to_device(drafting, out_TE.device)] = out_TE[last]
+    return roots_BE
+
+
+# Interface of all draft methods, and the loop over the levels of a tree that they share.
+
+Expand = Callable[[int, Level], Tensor]
+"""Callable (depth, level) that returns the target ids proposed behind the nodes of a level, [R, K], best first.
+
+Missing proposals are -1.
+"""
+
+Progress = Callable[[Request], DraftProgress]
+
+
+class Drafter(Protocol):
+    """Interface of a loaded draft. A draft affects the number of tokens per step, never the text."""
+
+    needs_passes: ClassVar[bool]
+    """False if the draft has no network, so that a deeper tree costs no draft pass."""
+    reads: TargetStates
+    """Target states that the draft reads."""
+    columns: StateColumns
+    """Columns of those states among the stored target states; set by the DraftRegistry."""
+
+    def ready(self, request: Request) -> bool:
+        """Return whether the draft can propose tokens for this request in the next step; else it decodes plainly."""
+        ...
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        """Run the draft over prefill chunks. ``aux_TA`` [T, A] holds the target states of their tokens."""
+        ...
+
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Catch up with committed tokens, and return the function that proposes tokens for the trees of the forest.
+
+        It is called for one level after the other, once the tokens of the nodes of a level are in ``state.tokens_SP``.
+        Those need not be tokens that this draft proposed. None if there is no tree to draft.
+        """
+        ...
+
+
+@runtime_checkable
+class AnswerReader(Protocol):
+    """Drafter that learns from the answers of requests, or stores something for each request."""
+
+    def record_end(self, request: Request) -> None:
+        """Read the answer of a request that ends for any reason, and drop what is stored for the request itself."""
+        ...
+
+
+@runtime_checkable
+class RestartedDrafter(Protocol):
+    """Drafter whose network runs in a process that may be lost and started again."""
+
+    @property
+    def problem(self) -> str:
+        """Reason why it cannot draft now; empty if it can."""
+        ...
+
+    def take_restarted(self) -> bool:
+        """Begin to use a restarted process and return whether there was one. It has no keys of any request."""
+        ...
+
+
+def own_progress(request: Request) -> DraftProgress:
+    """Return the progress of the request's own draft, for a draft that no registry knows."""
+    return request.draft
+
+
+def any_request(request: Request) -> bool:
+    """Return True: a draft that no registry knows serves every request."""
+    return True
+
+
+class PagedDrafter(ABC):
+    """Drafter with a paged KV cache of its own."""
+
+    needs_passes: ClassVar[bool] = True
+    parallel: ClassVar[bool] = False
+    """True if one pass proposes all depths of a tree, so that a deeper tree needs no further passes."""
+    captured: ClassVar[bool] = True
+    """True if its passes can be captured in a graph."""
+    first_slot: int
+    """First slot of its cache that holds keys: 0, or 1 for EAGLE heads."""
+    last_position: int
+    """Last position that its position embedding supports; later positions are clamped to it."""
+    serves: Callable[[Request], bool] = staticmethod(any_request)
+    """Function that returns whether this draft serves a request; set by the DraftRegistry.
+
+    Rows of other drafts can be in the same step. Their lag is that of their own draft.
+    """
+    progress: Progress = staticmethod(own_progress)
+    """Function that returns the progress of this draft through the text of a request that it serves; set likewise."""
+
+    @abstractmethod
+    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        """Return the indices of the rows that the draft runs for: rows that draft, and rows that must catch up now."""
+
+    @abstractmethod
+    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
+        """Return the number of slots up to the root that the draft must run for each request, and still can."""
+
+    @abstractmethod
+    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Record that the draft runs the last ``counts`` slots up to the root of each request in this step."""
+
+    def first_key(self, request: Request) -> int:
+        """Return the first slot of the request whose keys the draft attends to."""
+        start = self.progress(request).start
+        return start if start > 1 else self.first_slot
+
+    def pass_by_level(
+        self, roots_RE: Tensor, rows: Sequence[Row], forest: Forest, state: DeviceState, sampler: Proposer
+    ) -> Expand:
+        """Return the function that proposes tokens, with one pass for each level below the roots.
+
+        Args:
+            roots_RE: The draft's hidden states at the roots of the trees, [R, E].
+            rows: Rows of the step.
+            forest: Their trees.
+            state: Device state of the running requests.
+            sampler: Sampler of the step.
+        """
+        hidden_RE = roots_RE
+
+        def expand(depth: int, level: Level) -> Tensor:
+            nonlocal hidden_RE
+            hidden_RE = hidden_RE[level.source_R]
+            if depth:
+                packed = level_pass(state, rows, level, depth, forest, self.last_position, first_key=self.first_key)
+                hidden_RE = self.node_states(hidden_RE, packed)
+            return self.rank(hidden_RE, level.nodes, depth, sampler)
+
+        return expand
+
+    @abstractmethod
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the draft's hidden states [T, E] at committed tokens.
+
+        Args:
+            slots_T: Slot of the request in DeviceState.
+            index_T: Draft slot, i.e. index of the token in the text.
+            packed: The pass over these draft slots.
+        """
+
+    @abstractmethod
+    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the draft's hidden states [R, E] at tree nodes, from the states ``hidden_RE`` of their parents."""
+
+    @abstractmethod
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
+        """Return the best target token ids behind these hidden states, [R, K], best first."""
+
+
+class Ranking:
+    """Ranking of the draft's tokens behind the nodes of a level. For sampled requests, logits are scaled by depth."""
+
+    def __init__(self, target_ids: Tensor | None, sharpness: Sequence[float]) -> None:
+        """Create a ranking.
+
+        Args:
+            target_ids: Target id of each token of the draft's vocabulary; None if the vocabularies are the same.
+            sharpness: Factors on the logits, ``sharpness[d]`` for depth d + 1. The last factor applies to all greater
+                depths; empty means 1.
+        """
+        self._target_ids, self._sharpness = target_ids, tuple(sharpness) or (1.0,)
+
+    def of(self, logits_RV: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
+        """Return the best target token ids behind nodes of this depth, [R, K], best first."""
+        sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
+        k = min(MAX_RANKS, logits_RV.shape[-1])
+        return sampler.propose(logits_RV, self._target_ids, at.batch_R, at.node_R, at.depth_R, sharpness, k)
+
+
+def draft_trees(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand | None) -> Tensor | None:
+    """Draft the trees of the forest level by level.
+
+    The tokens of each level's children are written behind the root in ``state.tokens_SP``, where the next level reads
+    them.
+
+    Returns:
+        The best target ids behind every expanded node, [B, N, K], best first, -1 elsewhere. N counts verified and
+        shadow nodes. None if no tree has a node.
+    """
+    if not forest.levels or expand is None:
+        return None
+    slots_B = to_device([row.request.slot for row in rows], state.length_S.device)
+    ranked_BNK = no_ranks(forest, state.length_S.device)
+    for depth, level in enumerate(forest.levels):
+        ranked_RK = expand(depth, level)
+        ranked_BNK[level.batch_R, level.node_R, : ranked_RK.shape[1]] = ranked_RK
+        write_children(ranked_BNK, level, slots_B, state)
+    return ranked_BNK
+
+
+def no_ranks(forest: Forest, device: torch.device) -> Tensor:
+    """Return ranked target ids [B, N, MAX_RANKS] of a forest before anything is proposed: -1."""
+    nodes = max(len(tree.parents) for tree in forest.trees)
+    return torch.full((len(forest.trees), nodes, MAX_RANKS), -1, device=device)
+
+
+def write_children(ranked_BNK: Tensor, level: Level, slots_B: Tensor, state: DeviceState) -> None:
+    """Write the tokens of the children of a level behind their roots, from the ranked ids behind its nodes."""
+    slot_C = slots_B[level.child_batch_C]
+    parent_C = level.node_R[level.child_source_C]
+    token_C = ranked_BNK[level.child_batch_C, parent_C, level.child_rank_C]
+    # A node without a proposal (-1) gets token 0. This is harmless, since the target verifies every node.
+    state.tokens_SP[slot_C, state.length_S[slot_C] + level.child_node_C] = token_C.clamp(min=0)
+
+
+# Draft that was loaded, or that cannot run, and the interface of what loads it.
+
+DEFAULT_DRAFT = ""
+"""Name of the default draft, used by tasks that have no draft of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """Draft that can run, and its state for the worker report."""
+
+    drafter: Drafter
+    state: DraftState
+
+
+@dataclass(frozen=True, slots=True)
+class UnusableDraft:
+    """Configured draft that cannot run; its state holds the reason."""
+
+    state: DraftState
+
+
+class LoadDraft(Protocol):
+    """Callable that loads a draft while others run; see DraftLoader."""
+
+    def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
+        """Load the draft of ``config`` under ``name``. Raise ModelError on failure."""
+        ...

@@ -1,0 +1,129 @@
+"""Drafter of the method draft-model: a second, smaller language model.
+
+It reads tokens only, no target states, so it can always catch up. Draft slot i holds the keys of token i. In each step
+the slots of recently accepted tokens run again, in one pass that ends at the root. The keys of an accepted chain would
+already be in place, but those of a tree are not; and one pass costs about as much as a single token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from specdecode_kernels.transfer import to_device
+from specdecode_worker.core.batch import Row
+from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache
+from specdecode_worker.core.request import Request
+from specdecode_worker.drafts.base import (
+    Expand,
+    PagedDrafter,
+    Ranking,
+    StateColumns,
+    catch_up_runs,
+    causal_pass,
+    roots_of,
+)
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.sampling.sampler import Proposer, Sampler
+from specdecode_worker.sampling.trees import Forest, Nodes, Tree
+
+LONGEST_CATCH_UP = 1024
+"""Maximum number of tokens that the draft catches up with in one step.
+
+A draft that lags further restarts with the last tokens of the text, so that no step waits for a long prompt.
+"""
+
+
+class ModelDrafter(PagedDrafter):
+    """Drafter of the method draft-model.
+
+    A model with another vocabulary than the target's has a map between the two (`Llama.vocabulary`). It reads one token
+    for each token of the target, so its slots are those of the target in any case.
+    """
+
+    def __init__(
+        self, model: Llama, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
+    ) -> None:
+        """Create a drafter. ``vocab_size`` is that of the target; padding ids beyond it are never proposed."""
+        self.reads, self.columns = TargetStates(), StateColumns()
+        self._model, self._cache, self._state = model, cache, state
+        self._vocab_size = vocab_size
+        self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
+        self._vocabulary = model.vocabulary
+        self._ranking = Ranking(None if model.vocabulary is None else model.vocabulary.target_ids, sharpness)
+
+    def ready(self, request: Request) -> bool:
+        """Return whether the request is still within the positions that the draft model supports."""
+        return request.cached_min <= self.last_position
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        """Run the draft model over prefill chunks. ``aux_TA`` is not used."""
+        first_B = to_device([row.start for row in rows], self._state.length_S.device)
+        self._run([row.request for row in rows], [row.count for row in rows], first_B)
+        self.record_prefill(rows)
+
+    def record_prefill(self, rows: Sequence[Row]) -> None:
+        """Record that the draft model has run over these chunks."""
+        for row in rows:
+            progress = self.progress(row.request)
+            if progress.lag > 1:  # the draft has not run over the prompt so far
+                progress.start = row.start if row.start == 0 else max(row.start, 2)
+            progress.lag = 1
+
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Catch up to the root, and return the function that proposes tokens."""
+        drafting = self.drafting(rows, forest.trees)
+        if not drafting:
+            return None
+        return self.pass_by_level(self._run_catch_up(rows, drafting), rows, forest, self._state, sampler)
+
+    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        """Return the indices of the rows with a tree to draft."""
+        return [b for b, row in enumerate(rows) if not row.is_chunk and trees[b].drafted_depth]
+
+    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
+        """Return the number of slots up to the root to run for each request, at most LONGEST_CATCH_UP."""
+        backlogs = (request.draft_backlog(0, self.progress(request)) for request in requests)
+        return [min(backlog, LONGEST_CATCH_UP) for backlog in backlogs]
+
+    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Record that the draft runs the last ``counts`` slots up to the root of each request."""
+        for request, count in zip(requests, counts, strict=True):
+            progress = self.progress(request)
+            if request.draft_backlog(0, progress) > count:
+                progress.start = max(request.cached_min + 1 - count, 2)  # a start of 1 or less means slot 0 too
+            progress.reached_root(len(request.in_flight))
+
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the draft's hidden states [T, E] at committed slots."""
+        return self._forward(packed)
+
+    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the draft's hidden states [R, E] at tree nodes. ``hidden_RE`` is not used; the model reads tokens."""
+        return self._forward(packed)
+
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
+        """Return the best target token ids behind these states, [R, K], best first."""
+        logits_RV = self._model.logits(hidden_RE)
+        mine = logits_RV[:, : self._vocab_size] if self._vocabulary is None else self._vocabulary.outputs(logits_RV)
+        return self._ranking.of(mine, at, depth, sampler)
+
+    def _run_catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
+        requests = [rows[b].request for b in drafting]
+        counts = self.catch_up_counts(requests)
+        self.record_catch_up(requests, counts)
+        first_B, _, _ = catch_up_runs(self._state, requests, counts)
+        return roots_of(self._run(requests, counts, first_B), counts, drafting, len(rows))
+
+    def _run(self, requests: Sequence[Request], counts: Sequence[int], first_B: Tensor) -> Tensor:
+        """Run ``counts[b]`` slots of each request from ``first_B[b]`` on, and return their hidden states [T, E]."""
+        return self._forward(
+            causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
+        )
+
+    def _forward(self, packed: PackedBatch | PackedTensors) -> Tensor:
+        tokens_T = packed.tokens_T if self._vocabulary is None else self._vocabulary.inputs(packed.tokens_T)
+        return self._model(tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]

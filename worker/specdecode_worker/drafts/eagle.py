@@ -1,0 +1,216 @@
+"""Drafter of EAGLE and EAGLE-3 heads, with a paged KV cache of its own.
+
+Draft slot i holds the pair (target's state h[i-1], embedding of token i); slot 0 does not exist. The head runs over
+the prompt along with the target. In each step, the first pass rewrites the slots of recently accepted tokens up to the
+root, from the target's states (stored in the ring of DeviceState). Each further pass runs the next level of the tree,
+from the head's own states.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels.transfer import to_device
+from specdecode_worker.contract import MAX_RANKS
+from specdecode_worker.core.batch import Row
+from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
+from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache
+from specdecode_worker.core.request import Request
+from specdecode_worker.drafts.base import (
+    Expand,
+    PagedDrafter,
+    Ranking,
+    StateColumns,
+    catch_up_runs,
+    causal_pass,
+    roots_of,
+)
+from specdecode_worker.models.layers import Attend
+from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.sampling.sampler import Proposer, Sampler
+from specdecode_worker.sampling.trees import Forest, Nodes, Tree
+
+
+class Head(Protocol):
+    """Interface of a draft head, implemented by Eagle3Head and EagleHead.
+
+    A call returns the hidden states [T, E] of the head. They are the input of ``logits``, and of the next level's call
+    in place of the states that ``fuse`` makes from the target's.
+    """
+
+    @property
+    def reads(self) -> TargetStates:
+        """Target states that the head reads."""
+        ...
+
+    def fuse(self, aux_TA: Tensor) -> Tensor:
+        """Combine the target states [T, A] of each token to input states [T, E]."""
+        ...
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """Return the logits over the draft's vocabulary, [T, V]."""
+        ...
+
+    def __call__(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Return the head's hidden states [T, E] for input states and tokens."""
+        ...
+
+
+class StateDrafter(PagedDrafter):
+    """Paged drafter whose slot i reads the target's state h[i-1]; it catches up from the ring of DeviceState."""
+
+    columns: StateColumns
+    _state: DeviceState
+
+    def ready(self, request: Request) -> bool:
+        """Return whether the ring holds the target state that the head needs at the root."""
+        return request.cached_min > self.progress(request).features_from
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        """Run the head over prefill chunks.
+
+        The first slot of a chunk needs the target state before the chunk, which is read from the ring.
+        """
+        slots = to_device([row.request.slot for row in rows], aux_TA.device)
+        starts = to_device([row.start for row in rows], aux_TA.device)
+        before_BA = self._state.aux(slots, (starts - 1).clamp(min=0))
+        parts, counts, firsts, end = [], [], [], 0
+        for b, row in enumerate(rows):
+            begin, end = end, end + row.count
+            head = before_BA[b : b + 1] if row.start else before_BA[:0]
+            parts += [head, aux_TA[begin : end - 1]]
+            firsts.append(max(row.start, 1))
+            counts.append(row.start + row.count - firsts[-1])
+        if sum(counts):
+            chunks = [
+                (row.request, count, first) for row, count, first in zip(rows, counts, firsts, strict=True) if count
+            ]
+            first_B = to_device([first for *_, first in chunks], aux_TA.device)
+            requests = [request for request, *_ in chunks]
+            packed = causal_pass(
+                self._state,
+                requests,
+                [count for _, count, _ in chunks],
+                first_B,
+                self.last_position,
+                first_key=self.first_key,
+            )
+            self._fused(torch.cat(parts), packed)
+        self.record_prefill(rows)
+
+    def record_prefill(self, rows: Sequence[Row]) -> None:
+        """Record that the head has run over these chunks."""
+        for row in rows:
+            progress = self.progress(row.request)
+            if progress.lag > 1:  # the head has not run over the prompt so far
+                progress.start = max(row.start, 1)
+            progress.lag = 1
+
+    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        """Return the indices of the rows that draft or must catch up in this step."""
+        return [
+            b
+            for b, row in enumerate(rows)
+            if (trees[b].drafted_depth or self._must_catch_up(row.request)) and not row.is_chunk
+        ]
+
+    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
+        """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
+        return [self._reachable(request) for request in requests]
+
+    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Record that the head runs the last ``counts`` slots up to the root of each request."""
+        for request, count in zip(requests, counts, strict=True):
+            progress = self.progress(request)
+            # The ring lost older states: restart the draft. The backlog is at most the lag, which is cheaper to read.
+            if progress.lag > count < request.draft_backlog(1, progress):
+                progress.start = max(request.cached_min + 1 - count, 1)
+            progress.reached_root(len(request.in_flight))
+
+    @abstractmethod
+    def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Run the draft over committed slots, from the target's states before them."""
+
+    def _reachable(self, request: Request) -> int:
+        """Return the number of slots up to the root that can run from the states in the ring."""
+        progress = self.progress(request)
+        return min(
+            request.draft_backlog(1, progress),
+            STATE_RING_POSITIONS,
+            max(request.cached_min - progress.features_from, 1),
+        )
+
+    def _must_catch_up(self, request: Request) -> bool:
+        """Return whether the head must run now for a request without a tree, before the ring loses its states."""
+        if not self.serves(request):
+            return False
+        is_behind = self.progress(request).lag >= STATE_RING_POSITIONS - MAX_RANKS
+        return is_behind and self.ready(request)
+
+
+class EagleDrafter(StateDrafter):
+    """Drafter of the methods eagle3 and eagle."""
+
+    def __init__(
+        self,
+        head: Head,
+        target_ids: Tensor | None,
+        cache: PagedCache,
+        state: DeviceState,
+        positions: int,
+        sharpness: Sequence[float] = (),
+    ) -> None:
+        """Create a drafter.
+
+        Args:
+            head: Draft head.
+            target_ids: As for Ranking.
+            cache: KV cache of the head.
+            state: Device state of the running requests.
+            positions: Number of positions that the head supports.
+            sharpness: As for Ranking.
+        """
+        self.reads = head.reads
+        self.columns = StateColumns()
+        self.first_slot, self.last_position = 1, positions - 1
+        self._head, self._cache, self._state = head, cache, state
+        self._ranking = Ranking(target_ids, sharpness)
+
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+        """Catch up to the root, and return the function that proposes tokens.
+
+        Rows without a tree catch up too when they lag so far that the ring would soon lose the states they need.
+        """
+        drafting = self.drafting(rows, forest.trees)
+        if not drafting:
+            return None
+        return self.pass_by_level(self._run_catch_up(rows, drafting), rows, forest, self._state, sampler)
+
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
+        return self._fused(self._state.aux(slots_T, index_T - 1), packed)
+
+    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
+        return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
+
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
+        """Return the best target token ids behind these states, [R, K], best first."""
+        return self._ranking.of(self._head.logits(hidden_RE), at, depth, sampler)
+
+    def _run_catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
+        """Run the slots up to the root that the draft lags behind, and return the hidden states [B, E] at the roots."""
+        requests = [rows[b].request for b in drafting]
+        counts = self.catch_up_counts(requests)
+        self.record_catch_up(requests, counts)
+        first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
+        packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
+        return roots_of(self.root_states(slots_T, index_T, packed), counts, drafting, len(rows))
+
+    def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)

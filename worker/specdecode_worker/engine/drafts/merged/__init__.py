@@ -1,1 +1,0 @@
-"""Merged drafts: several drafts that propose into the tree of one request."""

@@ -1,1 +1,0 @@
-"""Drafters that propose all depths of a tree in one pass."""

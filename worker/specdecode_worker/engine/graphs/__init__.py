@@ -1,1 +1,0 @@
-"""Decode steps captured as CUDA graphs: draft, verify, accept and commit over static tensors."""

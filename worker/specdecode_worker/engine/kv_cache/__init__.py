@@ -1,1 +1,0 @@
-"""Paged KV cache: block ownership, prefix reuse and commit of accepted keys."""

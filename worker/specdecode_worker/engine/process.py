@@ -1,0 +1,549 @@
+"""The engine process: its loop, its socket, and the watch over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import msgspec
+import zmq
+
+from specdecode_worker.contract import Plan, Report, SyntheticKnobs, TrialState, WorkerConfig
+from specdecode_worker.core.errors import RankLost, is_sticky_device_error
+from specdecode_worker.core.messages import (
+    Abort,
+    Crashed,
+    Done,
+    FromEngine,
+    GetReport,
+    Loaded,
+    Sampling,
+    SetDraft,
+    SetPlan,
+    SetSynthetic,
+    Shutdown,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+from specdecode_worker.drafts.swap import (
+    POLL_SECONDS,
+    DefaultDraft,
+    DraftFollower,
+    DraftSwap,
+    DraftSwapQueue,
+    FollowedEngine,
+    SwapStatus,
+    start_draft,
+)
+from specdecode_worker.engine.calibration import CalibrationTarget, calibrate
+from specdecode_worker.engine.heartbeat import BEAT_SECONDS, Heartbeat, HeartbeatBlock, HeartbeatWriter, Phase
+from specdecode_worker.models import fetch as model_store
+from specdecode_worker.models.errors import CannotServe, ModelError
+from specdecode_worker.termination import write_termination_message
+
+if TYPE_CHECKING:
+    from specdecode_worker.drafts.base import LoadDraft, LoadedDraft
+
+# Interface of the engine that the loop of the engine process drives, and of the function that builds one.
+#
+# The server process imports this module, so it must not import torch.
+
+
+class Engine(CalibrationTarget, FollowedEngine, Protocol):
+    """Interface of the engine that the loop drives; ``engine.engine.Engine`` implements it."""
+
+    on_launch: Callable[[int, int], None] | None
+    """Called with the numbers of rows and prefill tokens of each step that is launched."""
+
+    @property
+    def idle(self) -> bool:
+        """True if there is nothing to compute until the next message."""
+        ...
+
+    def report(self, swaps: Mapping[str, SwapStatus] = ..., trial: TrialState | None = ...) -> Report:
+        """Return the worker report, with the swaps of drafts by name and the draft trial."""
+        ...
+
+    @property
+    def draft_names(self) -> Sequence[str]:
+        """Names of the drafts, loaded or not; empty for the default draft."""
+        ...
+
+    def set_plan(self, plan: Plan) -> None:
+        """Replace the plan. Raise ValueError if the engine refuses it."""
+        ...
+
+    def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
+        """Replace the synthetic knobs; None clears them."""
+        ...
+
+    @property
+    def load_draft(self) -> LoadDraft | None:
+        """Callable that loads a draft in another thread while the engine runs; None if no draft can be loaded."""
+        ...
+
+    def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
+        """Replace the draft of this name. Return the tokens of the steps that were in flight.
+
+        Raises:
+            ModelError: The draft cannot be used; nothing has changed.
+        """
+        ...
+
+
+Build = Callable[[WorkerConfig], tuple[Engine, Loaded]]
+"""Callable that loads the models. It runs in the engine process, which may import torch."""
+
+
+# Engine's end of the sockets between the server and the engine process.
+
+
+class EnginePort:
+    """Engine's end of the socket pair.
+
+    Every wire message is a msgpack list of messages, so that all tokens of a step travel together.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        # No high-water mark: tokens are never dropped, and a slow reader never blocks a step. The number of requests in
+        # flight bounds the queue.
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(address)
+        self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def receive(self, timeout_seconds: float) -> list[ToEngine]:
+        """Return all pending messages.
+
+        Args:
+            timeout_seconds: Maximum time to wait for the first message, in seconds.
+
+        Returns:
+            The messages, which may be none.
+        """
+        self._socket.poll(int(1000 * timeout_seconds))
+        messages: list[ToEngine] = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                messages += self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+        return messages
+
+    def send(self, messages: Sequence[FromEngine]) -> None:
+        """Send the messages as one wire message; do nothing if there are none."""
+        if messages:
+            self._socket.send(self._encoder.encode(messages))
+
+    def close(self) -> None:
+        """Close the socket; unsent messages have one second to leave."""
+        self._socket.close()
+
+    def flush_and_close(self) -> None:
+        """Close the socket and wait until the messages have left, for at most one second."""
+        self.close()
+        zmq.Context.instance().term()
+
+
+# Stacks of the engine's threads, written by the engine at a signal, also while its Python code does not run.
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Signal for a dump. SIGUSR1 has another meaning in an engine on several devices (`engine/parallel`)."""
+WAIT_SECONDS = 2.0
+"""Longest time to wait for the dump. A process that can still write one does so within milliseconds."""
+_POLL_SECONDS = 0.05
+_MAIN = "Current thread"
+
+
+def install_stack_dump(path: Path) -> None:
+    """Write the stacks of all threads to ``path`` at every STACK_SIGNAL to this process."""
+    faulthandler.register(STACK_SIGNAL, file=path.open("w"), all_threads=True)
+
+
+async def request_stacks(pid: int, path: Path) -> str:
+    """Return the stacks of the threads of a process, that of the interrupted thread first.
+
+    The answer says so if the process gives none, for example because it is stopped.
+    """
+    process_state = _process_state(pid)
+    size = _size(path)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, STACK_SIGNAL)
+    deadline, last = time.monotonic() + WAIT_SECONDS, size
+    while time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+        now = _size(path)
+        if now > size and now == last:
+            return order_stacks(path.read_text(errors="replace")[size:])
+        last = now
+    return f"no stacks: the engine process gave none within {WAIT_SECONDS:g} s; its state is {process_state}"
+
+
+def order_stacks(dump: str) -> str:
+    """Move the thread that the signal interrupted, usually the main thread, to the start of a dump."""
+    threads = dump.strip().split("\n\n")
+    return "\n\n".join(sorted(threads, key=lambda text: not text.startswith(_MAIN)))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _process_state(pid: int) -> str:
+    """Return the state of a process as the kernel names it, such as "T (stopped)" or "D (disk sleep)"."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("State:"):
+                return line.removeprefix("State:").strip()
+    return "unknown"
+
+
+# Policy of the engine watchdog: whether an engine makes progress, is suspect or hangs, by its heartbeat.
+
+SUSPECT_SHARE = 0.5
+"""Share of the bound after which an engine is suspect."""
+LONGEST_STEP_FACTOR = 10.0
+"""A step may take this many times as long as the longest step so far."""
+SECONDS_PER_PREFILL_TOKEN = 0.02
+"""Time that a prefill token may take, which is 50 tokens a second: slow for an 8B model on a CPU."""
+PHASE_SECONDS = {
+    Phase.WARMING_UP: 1800.0,
+    Phase.CALIBRATING: 600.0,
+    Phase.CAPTURING: 1800.0,
+    Phase.SWAPPING: 600.0,
+}
+"""Bounds of phases without steps of clients. The first steps may compile kernels, which takes minutes."""
+MAX_POLL_GAP_SECONDS = 5.0
+"""Time between two observations beyond which the whole machine or container was stopped, and not the engine alone."""
+
+
+class State(Enum):
+    """Judgement of the watchdog."""
+
+    OK = auto()
+    SUSPECT = auto()
+    HUNG = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """State of the engine with the facts behind it."""
+
+    state: State
+    heartbeat: Heartbeat
+    silent_seconds: float
+    """Time without a beat."""
+    bound_seconds: float | None
+    """Time without a beat after which the engine is hung; None for no bound."""
+
+    def __str__(self) -> str:
+        beat = self.heartbeat
+        bound = "" if self.bound_seconds is None else f" (bound {self.bound_seconds:.1f} s)"
+        return (
+            f"no progress for {self.silent_seconds:.1f} s{bound} in phase {beat.phase.name.lower()}, "
+            f"step {beat.step}, {beat.rows} rows, {beat.prefill_tokens} prefill tokens, "
+            f"longest step so far {beat.longest_step_seconds:.2f} s"
+        )
+
+
+def bound_seconds(beat: Heartbeat, step_timeout_seconds: float) -> float | None:
+    """Return the time without a beat after which an engine in this phase is hung; None for no bound.
+
+    Loading has no bound, because the startup probe of the pod limits it.
+    """
+    step_seconds = max(
+        step_timeout_seconds,
+        LONGEST_STEP_FACTOR * beat.longest_step_seconds,
+        SECONDS_PER_PREFILL_TOKEN * beat.prefill_tokens,
+    )
+    match beat.phase:
+        case Phase.LOADING:
+            return None
+        case Phase.STEP:
+            return step_seconds
+        case Phase.IDLE:
+            return step_timeout_seconds
+        case phase:
+            return max(PHASE_SECONDS[phase], step_seconds)
+
+
+class EngineWatchdog:
+    """Judge of one engine. It observes the heartbeat several times a second and knows no clock of its own."""
+
+    def __init__(self, step_timeout_seconds: float) -> None:
+        self._step_timeout_seconds = step_timeout_seconds
+        self._observed_seconds: float | None = None
+        self._resumed_seconds = 0.0
+        self._state = State.OK
+
+    def observe(self, beat: Heartbeat, now: float) -> Assessment:
+        """Judge the engine by its heartbeat at this time.
+
+        An engine is hung only if it was suspect before, so that no single reading ends a worker. After a gap between
+        two observations the silence counts from the second one: the process of the watchdog did not run either.
+        """
+        if self._observed_seconds is not None and now - self._observed_seconds > MAX_POLL_GAP_SECONDS:
+            self._resumed_seconds = now
+        self._observed_seconds = now
+        silent_seconds = max(now - max(beat.beat_seconds, self._resumed_seconds), 0.0)
+        bound = bound_seconds(beat, self._step_timeout_seconds)
+        self._state = self._judge(silent_seconds, bound)
+        return Assessment(self._state, beat, silent_seconds, bound)
+
+    def _judge(self, silent_seconds: float, bound: float | None) -> State:
+        if bound is None or silent_seconds < SUSPECT_SHARE * bound:
+            return State.OK
+        return State.HUNG if silent_seconds >= bound and self._state is not State.OK else State.SUSPECT
+
+
+# Main loop of the engine process: receive messages, run steps, send tokens.
+#
+# EngineClient starts the process and is its only peer. The engine has a process of its own so that the Python code of
+# the HTTP server never delays a step; the two share only a pair of sockets and the heartbeat. The loop sleeps on its
+# socket while there is nothing to compute.
+
+CALIBRATION_SECONDS = 5.0
+"""Time limit of the calibration of plain steps at start, in seconds; calibration of tree shapes has the same limit."""
+PADDED_CALIBRATION_SECONDS = 60.0
+"""CALIBRATION_SECONDS for a worker with synthetic knobs. It is longer because the knobs may pad every step."""
+
+EXIT_SECONDS = 3.0
+"""Time limit of the regular exit of the interpreter after a crash, in seconds."""
+
+
+class EngineLoop:
+    """Loop of the engine process: handle messages, take over loaded drafts, run a step, send its tokens."""
+
+    def __init__(self, engine: Engine, port: EnginePort, heartbeat: HeartbeatWriter, config: WorkerConfig) -> None:
+        """Create the loop of an engine that was built from ``config``."""
+        self._engine = engine
+        self._port = port
+        self._heartbeat = heartbeat
+        self._swaps = DraftSwapQueue(engine.load_draft)
+        draft = DefaultDraft(engine, self._swaps, lambda loaded: self._install("", loaded))
+        self._follower = DraftFollower(draft, config, self._set_plan)
+        self._running = True
+
+    def follow(self, plan: Plan | None, problem: str) -> None:
+        """Follow the assignment of the initial plan; see `DraftFollower.start`."""
+        self._follower.start(plan, problem)
+
+    def run(self) -> None:
+        """Run until a Shutdown message arrives."""
+        while self._running:
+            if self._engine.idle:
+                self._heartbeat.enter(Phase.IDLE)
+            for message in self._port.receive(self._wait_seconds()):
+                self._port.send(self._handle(message))
+            for swap in self._swaps.finished():
+                self._take_swap(swap)
+            self._follower.advance()
+            if self._running and not self._engine.idle:
+                self._heartbeat.enter(Phase.STEP)
+                self._port.send(self._engine.step())
+        self._swaps.close()
+
+    def _wait_seconds(self) -> float:
+        """Return how long to wait for a message, in seconds: 0 while there is work, else until the next beat."""
+        if not self._engine.idle:
+            return 0
+        return POLL_SECONDS if self._swaps.pending else BEAT_SECONDS
+
+    def _take_swap(self, swap: DraftSwap) -> None:
+        """Pass a loaded draft to the engine. If that fails, the previous draft stays in use."""
+        if not swap.name:
+            self._follower.take_swap(swap)
+        elif swap.loaded is not None:
+            try:
+                self._install(swap.name, swap.loaded)
+            except ModelError as error:
+                self._swaps.record_problem(swap.name, str(error))
+
+    def _install(self, name: str, loaded: LoadedDraft) -> None:
+        """Replace a draft and send the tokens of the steps in flight. Raise ModelError if it cannot be used."""
+        with self._heartbeat.during(Phase.SWAPPING):
+            tokens = self._engine.set_draft(name, loaded)
+        self._port.send(tokens)
+
+    def _set_plan(self, plan: Plan) -> None:
+        with self._heartbeat.during(Phase.CAPTURING):  # a plan may start the capture of graphs
+            self._engine.set_plan(plan)
+
+    def _handle(self, message: ToEngine) -> list[FromEngine]:
+        match message:
+            case Submit():
+                return self._add(message)
+            case Abort(request_id):
+                self._engine.abort(request_id)
+            case Shutdown():
+                self._running = False
+            case SetDraft() | SetPlan() | SetSynthetic() | GetReport():
+                return [self._answer(message)]
+        return []
+
+    def _add(self, request: Submit) -> list[FromEngine]:
+        try:
+            self._engine.add(request)
+        except ValueError as error:
+            return [Tokens(request_id=request.request_id, tokens=(), finish="error", error=str(error))]
+        return []
+
+    def _answer(self, call: SetDraft | SetPlan | SetSynthetic | GetReport) -> Done:
+        """Execute a call and return its answer, which holds the error of a failed call. The engine continues.
+
+        An error after which the device cannot be used is raised.
+        """
+        try:
+            return Done(call_id=call.call_id, body=self._call(call))
+        except ModelError as error:
+            return Done(call_id=call.call_id, error=str(error))
+        except Exception as error:
+            if is_sticky_device_error(error):
+                raise
+            traceback.print_exc()
+            return Done(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
+
+    def _call(self, call: SetDraft | SetPlan | SetSynthetic | GetReport) -> bytes:
+        match call:
+            case SetDraft():
+                self._swaps.begin(call, self._engine.draft_names)
+                if not call.name:
+                    self._follower.give_way()
+            case SetPlan(_, plan_json):
+                self._follower.take_plan(Plan.model_validate_json(plan_json))
+            case SetSynthetic(_, knobs_json):
+                self._engine.set_synthetic(
+                    None if knobs_json == b"null" else SyntheticKnobs.model_validate_json(knobs_json)
+                )
+            case GetReport():
+                report = self._engine.report(self._swaps.status(), self._follower.trial)
+                return report.model_dump_json().encode()
+        return b""
+
+
+def warm_up(engine: Engine) -> None:
+    """Run one request to its end, so that one-time costs do not delay the first request of a client."""
+    sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
+    engine.add(Submit(request_id="warm-up", prompt=(1,) * 4, sampling=sampling, arrival_seconds=time.monotonic()))
+    while not engine.idle:
+        engine.step()
+
+
+def main(
+    address: str,
+    config_json: str,
+    plan_json: str | None,
+    knobs_json: str | None,
+    build: Build | None,
+    block: HeartbeatBlock,
+    stacks_path: str,
+) -> None:
+    """Run the engine process: load the models, warm up, calibrate, send Loaded, then run the loop.
+
+    The process exits with code 0 after Shutdown, and with code 1 after it has sent a Crashed message.
+
+    Args:
+        address: ZeroMQ address of the client's socket.
+        config_json: WorkerConfig as JSON.
+        plan_json: Initial Plan as JSON, if any.
+        knobs_json: Initial SyntheticKnobs as JSON, if any.
+        build: Loads the engine; tests replace it.
+        block: Shared memory for the heartbeat.
+        stacks_path: File to which a STACK_SIGNAL writes the stacks of all threads.
+    """
+    install_stack_dump(Path(stacks_path))
+    port, heartbeat = EnginePort(address), HeartbeatWriter(block)
+    try:
+        config = WorkerConfig.model_validate_json(config_json)
+        plan = None if plan_json is None else Plan.model_validate_json(plan_json)
+        started = start_draft(config, plan, lambda uri: model_store.resolve(uri, Path(config.cache_dir)))
+        engine, loaded = (build or _build)(started.config)
+        engine.on_launch = heartbeat.record_launch
+        _prepare(engine, heartbeat, plan, knobs_json)
+        port.send([loaded])
+        loop = EngineLoop(engine, port, heartbeat, config)
+        loop.follow(plan, started.problem)
+        loop.run()
+    except Exception as error:
+        if isinstance(error, CannotServe):
+            write_termination_message(error.verdict.model_dump_json())
+        port.send([Crashed(_crash_reason(error))])
+        port.flush_and_close()
+        _exit_after_crash(at_once=is_sticky_device_error(error))
+    port.close()
+
+
+def _prepare(engine: Engine, heartbeat: HeartbeatWriter, plan: Plan | None, knobs_json: str | None) -> None:
+    """Apply the initial plan and knobs, warm up and calibrate, each as a phase of the heartbeat."""
+    if plan is not None:
+        heartbeat.enter(Phase.CAPTURING)
+        engine.set_plan(plan)
+    if knobs_json is not None:
+        # Set before the calibration, so that the calibrated step times include the padding of the knobs.
+        engine.set_synthetic(SyntheticKnobs.model_validate_json(knobs_json))
+    heartbeat.enter(Phase.WARMING_UP)
+    warm_up(engine)
+    heartbeat.enter(Phase.CALIBRATING)
+    calibrate(engine, CALIBRATION_SECONDS if knobs_json is None else PADDED_CALIBRATION_SECONDS)
+
+
+def _exit_after_crash(*, at_once: bool) -> NoReturn:
+    """Exit with code 1.
+
+    The regular exit of the interpreter waits for threads and for the device. It has a time limit, and with ``at_once``
+    it is skipped, because with a broken device it may take forever.
+    """
+    if not at_once:
+        timer = threading.Timer(EXIT_SECONDS, _exit_now)
+        timer.daemon = True
+        timer.start()
+        sys.exit(1)
+    _exit_now()
+
+
+def _exit_now() -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _crash_reason(error: Exception) -> str:
+    """Return the reason of a crash.
+
+    A ModelError or RankLost explains itself; any other error is a bug, so its traceback is logged.
+    """
+    if isinstance(error, ModelError | RankLost):
+        return str(error)
+    traceback.print_exc()
+    return f"{type(error).__name__}: {error}"
+
+
+def _build(config: WorkerConfig) -> tuple[Engine, Loaded]:
+    # These import torch, which the parent process must not do.
+    from specdecode_worker.engine.factory import device_of, load_engine
+    from specdecode_worker.engine.kernel_class import kernel_class
+
+    engine = load_engine(config, lambda uri: model_store.resolve(uri, Path(config.cache_dir)))
+    report = engine.report()
+    return engine, Loaded(
+        max_model_len=engine.max_model_len,
+        target=report.target,
+        draft_hash=report.draft.hash,
+        draft_problem=report.draft.problem or "",
+        eos_token_ids=engine.eos_token_ids,
+        vocab_size=engine.vocab_size,
+        kernel_class=kernel_class(device_of(config.engine.device)),
+    )

@@ -1,0 +1,274 @@
+"""Device work of one step: draft, verify in one target pass, accept and commit, all queued without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdecode_kernels.transfer import to_device
+from specdecode_worker.control.synthetic import Synthetic
+from specdecode_worker.core.batch import Choice, Row
+from specdecode_worker.core.device_state import DeviceState, HostCopy, to_host
+from specdecode_worker.drafts.merged import OwnRanks, Proposed
+from specdecode_worker.drafts.registry import DraftRegistry
+from specdecode_worker.engine.captured_step import Proposals
+from specdecode_worker.engine.cuda_graphs import ReadyStep, StepGraphs
+from specdecode_worker.engine.guided_trees import given_tokens
+from specdecode_worker.engine.launched_step import LaunchedStep, QueuedRows
+from specdecode_worker.engine.logprobs import gather_output_logprobs, gather_prompt_logprobs
+from specdecode_worker.engine.stats import PhaseTimer, step_size_of
+from specdecode_worker.engine.step_tables import HostMasks
+from specdecode_worker.engine.target import Roots, Target, TargetPass, commit_chunks, commit_paths, upload_rows
+from specdecode_worker.sampling.acceptance import Outcome
+from specdecode_worker.sampling.columns import BatchTokens
+from specdecode_worker.sampling.masks import TokenMasks
+from specdecode_worker.sampling.sampler import Sampler, SamplerFactory
+from specdecode_worker.sampling.trees import PLAIN, Forest, forest_of
+
+
+class StepLauncher:
+    """Launcher of steps: turns the rows of a batch into a queued step. It keeps no state of requests."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafts: DraftRegistry,
+        state: DeviceState,
+        make_sampler: SamplerFactory,
+        phases: PhaseTimer,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        """Connect the parts. ``graphs`` holds captured CUDA graphs; without it every step runs eagerly."""
+        self._target, self._drafts, self._state = target, drafts, state
+        self._make_sampler, self._phases, self._graphs = make_sampler, phases, graphs
+        self.synthetic = Synthetic()
+
+    def launch(
+        self, rows: tuple[Row, ...], choice: Choice, *, began_seconds: float, draft_prefill: bool
+    ) -> LaunchedStep:
+        """Queue one step and return its handle without waiting for the device.
+
+        Args:
+            rows: Rows of the batch; those that choose a token come first.
+            choice: Selected shapes, kept for the statistics.
+            began_seconds: Monotonic clock at the start of the step.
+            draft_prefill: Drafts process prefill chunks too, because the plan can lead to drafting.
+        """
+        upload_rows(self._state, rows)
+        depth_limits = self._depth_limits(rows)
+        ready = self._graphs.plan(rows) if self._graphs is not None else None
+        decoding = 0 if ready is None else ready.decoding
+        parts = [] if ready is None else [self._replay(ready, rows, choice, depth_limits)]
+        if decoding < len(rows):
+            # Behind the graph, so that the device is busy while the host queues these calls one by one.
+            parts.append(self._run(rows[decoding:], choice, depth_limits[decoding:], draft_prefill=draft_prefill))
+        passes = self._drafts.passes(rows, [row.tree.drafted_depth for row in rows])
+        return LaunchedStep(
+            rows=rows,
+            parts=tuple(parts),
+            epochs=tuple([row.request.epoch for row in rows]),
+            choice=choice,
+            size=step_size_of(rows, passes),
+            shadow_passes=self._shadow_passes(rows, choice, passes),
+            depth_limits=depth_limits,
+            began_seconds=began_seconds,
+        )
+
+    def _depth_limits(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
+        """Return the largest accepted depth of each row that chooses a token, which synthetic knobs may limit."""
+        knobs = self.synthetic
+        if not knobs.cuts:
+            return tuple([row.tree.drafted_depth for row in rows if row.emits])
+        return tuple(
+            knobs.draw_depth_limit(row.tree.drafted_depth, row.request.submit.task, row.request.draft.draft)
+            for row in rows
+            if row.emits
+        )
+
+    def _shadow_passes(self, rows: tuple[Row, ...], choice: Choice, passes: int) -> int:
+        """Return the number of the step's ``passes`` that verified nodes do not need."""
+        if not choice.shadow_passes:
+            return 0
+        return passes - self._drafts.passes(rows, [min(row.tree.depth, row.tree.drafted_depth) for row in rows])
+
+    def _replay(
+        self, ready: ReadyStep, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...]
+    ) -> QueuedRows:
+        """Queue decoding rows as one captured CUDA graph, behind the passes of drafts that the graph does not have."""
+        assert self._graphs is not None, "a planned step has graphs"
+        proposals, own, draft_seconds = None, None, 0.0
+        if ready.plan.outside is not None:
+            proposals, own = self._propose(rows[: ready.decoding])
+            draft_seconds = self._phases.lap("draft")
+        elif ready.plan.key.features.masks:
+            proposals, draft_seconds = self._masked(ready, rows[: ready.decoding])
+            self._phases.lap("draft")
+        cuts = depth_limits[: ready.decoding] if self.synthetic.cuts else None
+        done = self._graphs.replay(ready, rows, cuts, ranked=choice.shadow_passes > 0, proposals=proposals)
+        self._phases.lap("verify")
+        if own is None and not draft_seconds:
+            return done
+        return replace(done, own_ranks=own, draft_seconds=draft_seconds or done.draft_seconds)
+
+    def _propose(self, rows: tuple[Row, ...]) -> tuple[Proposals, OwnRanks | None]:
+        """Run the drafts of decoding rows before a graph verifies, and compute the masks of rows with a grammar."""
+        forest = forest_of(tuple(row.tree for row in rows), self._device)
+        sampler, masks = self._sampler_of(rows, forest, self._target.roots(rows))
+        self._write_given_tokens(rows)
+        proposed = self._drafts.propose(rows, forest, sampler)
+        own = proposed.own.on_host() if proposed.own is not None else None
+        return Proposals(proposed.ranked_BNK, None if masks is None else _verified_masks(masks, forest)), own
+
+    def _masked(self, ready: ReadyStep, rows: tuple[Row, ...]) -> tuple[Proposals, float]:
+        """Run the graph of the draft passes, if there are any, and compute the masks of rows with a grammar.
+
+        Return them with the duration of the passes. The drafts propose under the masks of the roots alone.
+        """
+        assert self._graphs is not None, "a planned step has graphs"
+        forest = forest_of(tuple(row.tree for row in rows), self._device)
+        _, masks = self._sampler_of(rows, forest, self._target.roots(rows))
+        assert masks is not None, "a row has a grammar"
+        self._write_given_tokens(rows)
+        ranked_BNK, seconds = None, 0.0
+        if ready.drafts is not None:
+            roots = _packed_masks(*masks.of_roots(), forest)
+            ranked_BNK, seconds = self._graphs.replay_drafts(ready, rows, roots)
+        return Proposals(ranked_BNK, _verified_masks(masks, forest)), seconds
+
+    def _run(
+        self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...], *, draft_prefill: bool
+    ) -> QueuedRows:
+        """Queue rows eagerly, in one pass of the target."""
+        phases = self._phases
+        emitting = [row for row in rows if row.emits]
+        forest = forest_of(tuple(row.tree for row in emitting) or (PLAIN,), self._device)
+        roots_C = self._target.roots(emitting)
+        sampler, masks = self._sampler_of(emitting, forest, roots_C)
+        self._write_given_tokens(emitting)
+        phases.lap("bookkeeping")
+        proposed = self._drafts.propose(emitting, forest, sampler) if emitting else Proposed()
+        ranked_BNK = proposed.ranked_BNK
+        if masks is not None:
+            masks.load_tokens()
+        draft_seconds = phases.lap("draft")
+        step = self._target.pack(rows)
+        phases.lap("bookkeeping")
+        logits_RV, aux_TA, hidden_TE = self._target.forward(step, self._drafts.reads)
+        phases.lap("verify")
+        outcome = None
+        if masks is not None:
+            masks.prepare()
+        if emitting:
+            outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, depth_limits)
+        output_logprobs = gather_output_logprobs(emitting, forest, logits_RV, outcome)
+        prompt_logprobs = gather_prompt_logprobs(self._target.logits, rows, step.packed.query_start, hidden_TE)
+        # The copies to the host are queued before the draft's prefill, which would otherwise delay the first token.
+        outcome_BC, host_ranked_BNK, host_copy = _copy_to_host(outcome, ranked_BNK if choice.shadow_passes else None)
+        phases.lap("sample")
+        self._commit(rows, step, roots_C, forest, outcome, aux_TA, draft_prefill=draft_prefill)
+        phases.lap("bookkeeping")
+        return QueuedRows(
+            rows=rows,
+            outcome_BC=outcome_BC,
+            ranked_BNK=host_ranked_BNK,
+            host_copy=host_copy,
+            output_logprobs=output_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            own_ranks=proposed.own.on_host() if proposed.own is not None else None,
+            draft_seconds=draft_seconds,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return self._state.length_S.device
+
+    def _write_given_tokens(self, emitting: Sequence[Row]) -> None:
+        """Write the tokens of trees that are not drafted behind the roots of their rows."""
+        tokens_SP, length_S = self._state.tokens_SP, self._state.length_S
+        for row in emitting:
+            if tokens := given_tokens(row.request, row.tree):
+                slot = row.request.slot
+                index_N = length_S[slot] + 1 + torch.arange(len(tokens), device=self._device)
+                tokens_SP[slot, index_N] = to_device(list(tokens), self._device, dtype=torch.int64)
+
+    def _sampler_of(
+        self, emitting: Sequence[Row], forest: Forest, roots_C: Tensor
+    ) -> tuple[Sampler, TokenMasks | None]:
+        """Build the sampler of the rows that choose a token, and the masks of those with a grammar."""
+        requests = [row.request for row in emitting]
+        slots_C = to_device([request.slot for request in requests], self._device, dtype=torch.int64)
+        bound = 1 + max((max(r.cached_bound, r.prefilled) for r in requests), default=0)
+        texts = BatchTokens(self._state.tokens_SP, slots_C, roots_C, bound)
+        guides, size = [request.guide for request in requests], self._target.vocab_size
+        masks = TokenMasks(guides, texts, forest, size) if any(guides) else None
+        params = [request.sampling_params for request in requests]
+        return self._make_sampler(params, texts, forest, size, masks), masks
+
+    def _accept(
+        self,
+        sampler: Sampler,
+        step: TargetPass,
+        forest: Forest,
+        logits_RV: Tensor,
+        ranked_BNK: Tensor | None,
+        depth_limits: tuple[int, ...],
+    ) -> Outcome:
+        """Return the accepted paths and emitted tokens of the rows that choose a token.
+
+        The tokens of the nodes are those that the target's pass read; -2 marks missing nodes and matches no token.
+        """
+        tokens_BN = torch.full_like(forest.parents_BN, -2)
+        tokens_BN[step.batch_R, step.node_R] = step.packed.tokens_T[step.logit_rows_R]
+        depth_limit_B = to_device(depth_limits, logits_RV.device) if self.synthetic.cuts else None
+        at = step.batch_R, step.node_R, step.depth_R
+        return sampler.accept(forest, tokens_BN, logits_RV, *at, ranked_BNK, depth_limit_B)
+
+    def _commit(
+        self,
+        rows: tuple[Row, ...],
+        step: TargetPass,
+        roots_C: Tensor,
+        forest: Forest,
+        outcome: Outcome | None,
+        aux_TA: Tensor | None,
+        *,
+        draft_prefill: bool,
+    ) -> None:
+        """Commit the step to the device state and the cache, and let drafts process prefill chunks.
+
+        The drafts' prefill comes first: for the first position of a chunk it reads the state of the position before
+        from the ring, which ``commit_chunks`` overwrites.
+        """
+        chunks = [row for row in rows if row.is_chunk]
+        if chunks and draft_prefill:
+            self._drafts.prefill(chunks, None if aux_TA is None else aux_TA[-sum(row.count for row in chunks) :])
+        commit_chunks(self._state, rows, step, aux_TA)
+        if outcome is not None:
+            roots = Roots(step.slots_B[: len(roots_C)], step.packed.block_table_BM, roots_C, step.root_rows_C)
+            commit_paths(self._state, self._target.cache, roots, outcome, aux_TA, in_place=forest.all_chains)
+
+
+def _copy_to_host(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[Tensor | None, Tensor | None, HostCopy]:
+    """Queue copies of the outcome's columns and the draft's ranking to the host; return both and their ``HostCopy``."""
+    if outcome is None:
+        return None, None, HostCopy()
+    columns_BC = outcome.columns()
+    copies, host_copy = to_host([columns_BC] if ranked_BNK is None else [columns_BC, ranked_BNK])
+    return copies[0], copies[1] if ranked_BNK is not None else None, host_copy
+
+
+def _verified_masks(masks: TokenMasks, forest: Forest) -> HostMasks:
+    """Wait for the drafted tokens of rows with a grammar, and return the masks of all verified nodes."""
+    masks.load_tokens()
+    return _packed_masks(*masks.verified(), forest)
+
+
+def _packed_masks(rows_BN: NDArray[np.int64], table_NW: NDArray[np.uint32], forest: Forest) -> HostMasks:
+    """Return the masks of nodes as those of packed tokens."""
+    packed = [row for tree, nodes in zip(forest.trees, rows_BN.tolist(), strict=True) for row in nodes[: tree.verified]]
+    return HostMasks(packed, table_NW)

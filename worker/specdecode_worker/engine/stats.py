@@ -1,0 +1,734 @@
+"""What steps are counted in: acceptance, times and traffic, and the report that the operator reads."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdecode_worker.contract import (
+    FEATURES,
+    MAX_RANKS,
+    MAX_REPORT_BYTES,
+    MAX_TASKS,
+    OTHER_TASK,
+    AcceptanceCell,
+    DraftState,
+    GuardCell,
+    HistogramCounts,
+    LatencyHistogram,
+    MemoryState,
+    PhaseSeconds,
+    PlanState,
+    Report,
+    RequestCell,
+    StepCell,
+    SyntheticKnobs,
+    TaskCell,
+    TrafficCell,
+    TrialState,
+)
+from specdecode_worker.control.exploration import ShadowDraft, scores
+from specdecode_worker.core.batch import Row
+from specdecode_worker.core.messages import Logprobs
+from specdecode_worker.core.request import Request
+from specdecode_worker.drafts.merged import Credit
+from specdecode_worker.drafts.swap import BlockCosts
+from specdecode_worker.engine.scheduler import Counters
+
+# Timer of the phases of a step.
+#
+# On an accelerator, the time that the host waits for the device counts as verify.
+
+Phase = Literal["draft", "verify", "sample", "bookkeeping"]
+
+
+class PhaseTimer:
+    """Accumulated seconds by phase since the engine started."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Phase, float] = {"draft": 0.0, "verify": 0.0, "sample": 0.0, "bookkeeping": 0.0}
+        self._at = 0.0
+
+    def start(self) -> None:
+        """Start timing the first phase."""
+        self._at = time.monotonic()
+
+    def lap(self, phase: Phase) -> float:
+        """Add the time since the last call of `start` or `lap` to ``phase``, and return it in seconds."""
+        now = time.monotonic()
+        lasted, self._at = now - self._at, now
+        self._seconds[phase] += lasted
+        return lasted
+
+    @property
+    def seconds(self) -> PhaseSeconds:
+        """Accumulated seconds by phase, as reported."""
+        return PhaseSeconds(**self._seconds)
+
+
+# Step cost cells: sums from which the operator fits its step time model. See contract.StepCell.
+
+CLIP = 4.0
+"""Multiple of the running median of a cell at which step times are clipped. Slower steps are due to other load."""
+_REMEMBERED = 31
+"""Number of recent step times over which the median is taken."""
+_LEAST_FOR_CLIP = 8
+"""Number of step times of a cell before clipping starts."""
+
+_MOST_PENDING = 64
+"""Number of steps that are added to the sums together, because one by one takes 5 us a step."""
+_UPPER = np.triu_indices(len(FEATURES))
+"""Rows and columns of a symmetric matrix that StepCell lists, row by row."""
+
+CellKey = tuple[int, int, bool, int]
+"""Key of a cell: (bucket of packed tokens, draft passes, has prefill, context bucket)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """Features of a step, in the order of contract.FEATURES without its first entry, the constant 1."""
+
+    sequences: int
+    verify_tokens: int
+    kv_tokens: int
+    draft_passes: int
+    prefill_tokens: int
+
+    def cell_key(self, context_bucket: int) -> CellKey:
+        """Return the key of the cell of this step."""
+        tokens = self.verify_tokens + self.prefill_tokens
+        return 1 << max(tokens - 1, 0).bit_length(), self.draft_passes, self.prefill_tokens > 0, context_bucket
+
+    @property
+    def x(self) -> tuple[float, ...]:
+        """Feature vector in the order of contract.FEATURES, the constant 1 included."""
+        return 1, self.sequences, self.verify_tokens, self.kv_tokens, self.draft_passes, self.prefill_tokens
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums of one cell, named as in contract.StepCell; ``recent`` holds the latest step times for the median.
+
+    ``x``, ``xx`` and ``xt`` are without the steps in ``pending``, the feature vectors and times of the latest ones.
+    """
+
+    count: int = 0
+    x: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(FEATURES)))
+    xx: NDArray[np.float64] = field(default_factory=lambda: np.zeros((len(FEATURES), len(FEATURES))))
+    xt: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(FEATURES)))
+    pending: list[tuple[float, ...]] = field(default_factory=list)
+    t: float = 0.0
+    tt: float = 0.0
+    device_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    clipped: int = 0
+    emitted: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def add(self, size: StepSize, emitted: int, wall_seconds: float, device_seconds: float) -> None:
+        seconds = self._clip(wall_seconds)
+        self.pending.append((*size.x, seconds))
+        if len(self.pending) >= _MOST_PENDING:
+            self.add_pending()
+        self.count += 1
+        self.t += seconds
+        self.tt += seconds * seconds
+        self.device_seconds += device_seconds
+        self.wall_seconds += wall_seconds
+        self.emitted += emitted
+
+    def add_pending(self) -> None:
+        """Add the pending steps to the sums."""
+        if self.pending:
+            table = np.array(self.pending)
+            x, seconds = table[:, :-1], table[:, -1]
+            self.x += x.sum(axis=0)
+            self.xx += x.T @ x
+            self.xt += x.T @ seconds
+            self.pending.clear()
+
+    def _clip(self, seconds: float) -> float:
+        bound = CLIP * median(self.recent) if len(self.recent) >= _LEAST_FOR_CLIP else seconds
+        self.recent.append(seconds)
+        self.clipped += seconds > bound
+        return min(seconds, bound)
+
+
+class StepCosts:
+    """Step cost sums of a worker, by cell."""
+
+    def __init__(self) -> None:
+        self._cells: dict[CellKey, _Sums] = {}
+
+    def add(
+        self, context_bucket: int, size: StepSize, emitted: int, wall_seconds: float, device_seconds: float
+    ) -> None:
+        """Add one step to its cell. ``emitted`` is the number of tokens that the step emitted."""
+        sums = self._cells.setdefault(size.cell_key(context_bucket), _Sums())
+        sums.add(size, emitted, wall_seconds, device_seconds)
+
+    def cells(self, most: int) -> tuple[StepCell, ...]:
+        """Return the at most ``most`` cells with the most steps, sorted by key. The report size is limited."""
+        largest = sorted(self._cells.items(), key=lambda item: -item[1].count)[:most]
+        return tuple(_cell(cell_key, sums) for cell_key, sums in sorted(largest))
+
+
+def _cell(cell_key: CellKey, sums: _Sums) -> StepCell:
+    sums.add_pending()
+    return StepCell(
+        tokens_bucket=cell_key[0],
+        draft_passes=cell_key[1],
+        prefill=cell_key[2],
+        context_bucket=cell_key[3],
+        count=sums.count,
+        x=_short(sums.x),
+        xx=_short(sums.xx[_UPPER]),
+        xt=_short(sums.xt),
+        t=sums.t,
+        tt=sums.tt,
+        device_seconds=sums.device_seconds,
+        wall_seconds=sums.wall_seconds,
+        clipped=sums.clipped,
+        emitted=sums.emitted,
+    )
+
+
+def _short(values: NDArray[np.float64]) -> tuple[float, ...]:
+    """Round to 10 significant digits.
+
+    This keeps the report small, and differences between two reports accurate enough.
+    """
+    return tuple(float(f"{value:.10g}") for value in values.tolist())
+
+
+# Counters of the worker report: acceptance, step costs, traffic and latency.
+#
+# All counters only increase while the engine runs. Callers pass the time; no function here reads a clock.
+
+LatencyName = Literal["ttft", "ttit", "e2e", "queue"]
+_MILLISECONDS: dict[LatencyName, tuple[float, ...]] = {
+    "ttit": (0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 25, 30, 40, 50, 75, 100, 200, 500, 1000),
+    "ttft": (1, 2, 5, 10, 20, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2000, 5000, 10000, 30000),
+    "queue": (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000),
+    "e2e": (10, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 30000, 60000, 120000, 300000),
+}
+MAX_STEP_CELLS, MAX_ACCEPTANCE_CELLS = 64, 1024
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Latency histogram. ``edges`` are inclusive upper bounds in seconds; the last of ``counts`` has no upper bound."""
+
+    name: LatencyName
+    edges: tuple[float, ...]
+    counts: list[int]
+    sum: float = 0.0
+
+    @classmethod
+    def of(cls, name: LatencyName) -> Histogram:
+        """Create an empty histogram with the edges of this latency."""
+        edges = tuple(edge / 1000 for edge in _MILLISECONDS[name])
+        return cls(name, edges, [0] * (len(edges) + 1))
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        """Count a latency ``times`` times."""
+        self.counts[bisect_left(self.edges, seconds)] += times
+        self.sum += seconds * times
+
+    def counted(self) -> HistogramCounts:
+        """Return the counts and the sum."""
+        return HistogramCounts(counts=tuple(self.counts), sum=self.sum)
+
+    def cell(self) -> LatencyHistogram:
+        """Return the histogram as reported."""
+        return LatencyHistogram(name=self.name, edges=self.edges, counts=tuple(self.counts), sum=self.sum)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Requests, tokens, decoding steps and latencies of one task."""
+
+    arrivals: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    ttft: Histogram = field(default_factory=lambda: Histogram.of("ttft"))
+    itl: Histogram = field(default_factory=lambda: Histogram.of("ttit"))
+
+
+class AcceptanceCategory(NamedTuple):
+    """Category of acceptance counts: task, sampled or greedy, and hash of the draft."""
+
+    task: str
+    sampled: bool
+    draft: str = ""
+
+
+class RankCounts:
+    """Ranks of the target's tokens in one category: a counter for each depth, kind of parent and rank."""
+
+    __slots__ = ("_main", "_sibling")
+
+    def __init__(self) -> None:
+        self._main: list[list[int]] = []
+        self._sibling: list[list[int]] = []
+
+    def levels(self, depth: int, *, main: bool) -> list[list[int]]:
+        """Return the counters by rank of the depths 1 to ``depth`` at least, for the caller to increase.
+
+        Those of the main path count ranks below its nodes, the other ones ranks below all other nodes.
+        """
+        levels = self._main if main else self._sibling
+        while len(levels) < depth:
+            levels.append([0] * (MAX_RANKS + 1))
+        return levels
+
+    def cells(self) -> Iterator[tuple[int, bool, list[int]]]:
+        """Return depth, whether the parent is on the main path, and counters by rank, where something was counted."""
+        for main, levels in ((True, self._main), (False, self._sibling)):
+            for depth, counts in enumerate(levels, start=1):
+                if any(counts):
+                    yield depth, main, counts
+
+
+@dataclass(slots=True)
+class Statistics:
+    """All counters since the engine started.
+
+    ``drafts`` and ``plain_steps`` count sequence-steps with and without draft tokens. ``running_request_seconds`` and
+    ``waiting_request_seconds`` are time integrals of the number of running and waiting requests.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    plain_steps: int = 0
+    running_request_seconds: float = 0.0
+    waiting_request_seconds: float = 0.0
+    costs: StepCosts = field(default_factory=StepCosts)
+    e2e: Histogram = field(default_factory=lambda: Histogram.of("e2e"))
+    queue: Histogram = field(default_factory=lambda: Histogram.of("queue"))
+    _named: set[str] = field(default_factory=set)
+    _ranks: dict[AcceptanceCategory, RankCounts] = field(default_factory=dict)
+    _credit: dict[AcceptanceCategory, RankCounts] = field(default_factory=dict)
+    _requests: dict[AcceptanceCategory, list[int]] = field(default_factory=dict)
+    _traffic: dict[str, Traffic] = field(default_factory=dict)
+
+    @property
+    def ttft(self) -> Histogram:
+        """Time to first token of all tasks together."""
+        return _sum("ttft", [traffic.ttft for traffic in self._traffic.values()])
+
+    @property
+    def itl(self) -> Histogram:
+        """Inter-token latency of all tasks together."""
+        return _sum("ttit", [traffic.itl for traffic in self._traffic.values()])
+
+    def traffic(self, task: str) -> Traffic:
+        """Return the traffic counters of a task, to be updated by the caller."""
+        traffic = self._traffic.get(task)
+        return traffic if traffic is not None else self._traffic.setdefault(self._label(task), Traffic())
+
+    def ranks(self, category: AcceptanceCategory) -> RankCounts:
+        """Return the counters of ranks of a category, to be updated by the caller."""
+        return self._rank_counts(self._ranks, category)
+
+    def credit(self, category: AcceptanceCategory) -> RankCounts:
+        """Return the counters of ranks in the own order of a merged draft, to be updated by the caller."""
+        return self._rank_counts(self._credit, category)
+
+    def record_rank(self, category: AcceptanceCategory, depth: int, *, main: bool, rank: int) -> None:
+        """Count the rank of the target's token among the draft's candidates at one depth.
+
+        Args:
+            category: Category to count in.
+            depth: Depth of the candidates, from 1; their parent is an accepted node of depth ``depth - 1``.
+            main: True if that parent is on the main path, i.e. it and its ancestors have rank 0.
+            rank: Rank of the target's token, from 0; MAX_RANKS for a miss.
+        """
+        self.ranks(category).levels(depth, main=main)[depth - 1][rank] += 1
+
+    def record_draft(self, nodes: int, accepted: int) -> None:
+        """Count one step of one sequence with ``nodes`` draft tokens, which may be 0 (a plain step)."""
+        if nodes == 0:
+            self.plain_steps += 1
+            return
+        self.drafts += 1
+        self.draft_tokens += nodes
+        self.accepted_tokens += accepted
+
+    def record_request(self, category: AcceptanceCategory, accepted: int, drafts: int) -> None:
+        """Count a finished request: sums of its accepted tokens a, its drafts d, and their squares and product."""
+        sums = self._requests.setdefault(self._labelled(category), [0] * 6)
+        for i, value in enumerate((1, accepted, drafts, accepted**2, accepted * drafts, drafts**2)):
+            sums[i] += value
+
+    def acceptance_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
+        """Return the at most ``most`` acceptance cells with the highest counts, highest first."""
+        return _cells(self._ranks, most)
+
+    def credit_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
+        """Return the at most ``most`` cells of `credit` with the highest counts, highest first."""
+        return _cells(self._credit, most)
+
+    def request_cells(self) -> tuple[RequestCell, ...]:
+        """Return the sums over finished requests by category."""
+        return tuple(
+            RequestCell(draft=s.draft, task=s.task, sampled=s.sampled, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
+            for s, (n, a, d, aa, ad, dd) in self._requests.items()
+        )
+
+    def traffic_cells(self) -> tuple[TrafficCell, ...]:
+        """Return the traffic counters by task."""
+        return tuple(
+            TrafficCell(
+                task=task,
+                arrivals=traffic.arrivals,
+                finished=traffic.finished,
+                prompt_tokens=traffic.prompt_tokens,
+                cached_tokens=traffic.cached_tokens,
+                output_tokens=traffic.output_tokens,
+            )
+            for task, traffic in self._traffic.items()
+        )
+
+    def latency_cells(self) -> tuple[LatencyHistogram, ...]:
+        """Return the histograms of TTFT, time between tokens, end-to-end latency and queue time."""
+        return tuple(histogram.cell() for histogram in (self.ttft, self.itl, self.e2e, self.queue))
+
+    def task_cells(self) -> tuple[TaskCell, ...]:
+        """Return the latencies and decoding steps by task."""
+        return tuple(
+            TaskCell(
+                task=task,
+                ttft=traffic.ttft.counted(),
+                itl=traffic.itl.counted(),
+                decode_steps=traffic.decode_steps,
+                decode_tokens=traffic.decode_tokens,
+            )
+            for task, traffic in self._traffic.items()
+        )
+
+    def _rank_counts(self, counters: dict[AcceptanceCategory, RankCounts], category: AcceptanceCategory) -> RankCounts:
+        counts = counters.get(category)
+        return counts if counts is not None else counters.setdefault(self._labelled(category), RankCounts())
+
+    def _labelled(self, category: AcceptanceCategory) -> AcceptanceCategory:
+        label = self._label(category.task)
+        return category if label == category.task else category._replace(task=label)
+
+    def _label(self, task: str) -> str:
+        """Return the task name to count under.
+
+        The first MAX_TASKS tasks keep their names and all later tasks count as ``other``. This bounds the size of the
+        report even if plans with new tasks keep arriving.
+        """
+        if task in self._named:
+            return task
+        if task == OTHER_TASK or len(self._named) >= MAX_TASKS:
+            return OTHER_TASK
+        self._named.add(task)
+        return task
+
+
+def _cells(counters: Mapping[AcceptanceCategory, RankCounts], most: int) -> tuple[AcceptanceCell, ...]:
+    """Return the at most ``most`` cells of the counters with the highest counts, highest first."""
+    cells = [(category, *cell) for category, counts in counters.items() for cell in counts.cells()]
+    return tuple(
+        AcceptanceCell(
+            draft=category.draft,
+            task=category.task,
+            sampled=category.sampled,
+            depth=depth,
+            parent="main" if main else "sibling",
+            ranks=tuple(ranks),
+        )
+        for category, depth, main, ranks in sorted(cells, key=lambda cell: -sum(cell[-1]))[:most]
+    )
+
+
+def _sum(name: LatencyName, parts: Iterable[Histogram]) -> Histogram:
+    """Return the sum of histograms of one latency."""
+    total = Histogram.of(name)
+    for part in parts:
+        total.counts = [a + b for a, b in zip(total.counts, part.counts, strict=True)]
+        total.sum += part.sum
+    return total
+
+
+# Recorder of collected steps: acceptance ranks, shadow scores, step costs and latencies.
+
+
+@dataclass(slots=True)
+class RowResult:
+    """Results of one row, read by the host. Not frozen, because that would double the time to create one.
+
+    ``tokens`` are the emitted tokens, ``path`` the accepted nodes after the root, and ``ranks`` the rank of each
+    emitted token among the draft's candidates: MAX_RANKS for a miss, negative if nothing was ranked. ``depth_limit`` is
+    the maximum accepted depth, which synthetic knobs may limit.
+    """
+
+    tokens: list[int]
+    path: list[int]
+    ranks: list[int]
+    depth_limit: int
+    ranked_NK: list[list[int]] | None = None
+    """Ranked draft tokens of each node, if the row drafted shadow nodes (drafted but not verified)."""
+    logprobs: tuple[Logprobs, ...] = ()
+    """Log probabilities of each token, if requested."""
+    credits: tuple[Credit, ...] = ()
+    """Ranks of the tokens in the order of each draft, if the row's task merges drafts."""
+
+
+class StepRecorder:
+    """Recorder that updates Statistics. It stores shadow drafts until the tokens to score them have been emitted."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self.statistics = statistics
+        self.block: BlockCosts | None = None
+        """Costs of the block of a draft trial that runs; None without one."""
+        self._shadows: dict[str, list[ShadowDraft]] = {}
+
+    def record_arrival(self, request: Request) -> None:
+        """Count the arrival of a request. One that continues an earlier attempt has arrived there."""
+        if request.is_continued:
+            return
+        traffic = self.statistics.traffic(request.submit.task)
+        traffic.arrivals += 1
+        traffic.prompt_tokens += len(request.submit.prompt)
+
+    def record_admission(self, request: Request, now: float) -> None:
+        """Record the queue time and cached tokens of a request at its first chunk. Re-admission does not count."""
+        if request.epoch == 0 and not request.is_continued:
+            self.statistics.queue.add(now - request.arrived_seconds)
+            self.statistics.traffic(request.submit.task).cached_tokens += request.cached_tokens
+
+    def admit_to_block(self, request: Request) -> None:
+        """Make a request that starts to run a member of the block of a draft trial, unless it has run before."""
+        if self.block is not None and request.epoch == int(bool(request.submit.emitted)):
+            self.block.admit(request.id)
+
+    def record_row(self, row: Row, result: RowResult, taken: list[int], now: float) -> None:
+        """Record a row that emitted tokens. ``taken`` are those that count; tokens after a stop are dropped."""
+        request = row.request
+        traffic = self.statistics.traffic(request.submit.task)
+        if not row.is_chunk:
+            traffic.decode_steps += 1
+            traffic.decode_tokens += len(result.tokens)
+            if not row.tree.given:
+                self.statistics.record_draft(row.tree.verified - 1, len(result.tokens) - 1)
+            if self.block is not None:
+                self.block.add_row(request.id, request.submit.task, len(taken))
+            if result.path or result.ranks[0] >= 0:  # else a plain step, in which nothing was ranked
+                self._count_ranks(row, result, len(taken))
+            if result.ranked_NK is not None:
+                self._store_shadow(row, result, result.ranked_NK)
+        self._count_latency(request, traffic, len(taken), now)
+        traffic.output_tokens += len(taken)
+        if self._shadows:
+            self._score_shadows(request)
+
+    def record_end(self, request: Request, now: float) -> None:
+        """Record the end of a request. Only requests that finished normally are counted.
+
+        The latency of a request that continues an earlier attempt is unknown.
+        """
+        self._shadows.pop(request.id, None)
+        if self.block is not None:
+            self.block.end_request(request.id, emitted=request.generated > 0)
+        if request.finish not in ("stop", "length"):
+            return
+        self.statistics.record_request(category_of(request), request.accepted, request.drafts)
+        if not request.is_continued:
+            self.statistics.e2e.add(now - request.arrived_seconds)
+        self.statistics.traffic(request.submit.task).finished += 1
+
+    def record_step(self, context_bucket: int, size: StepSize, emitted: int, seconds: float) -> None:
+        """Record the cost of a step, in seconds of wall time."""
+        # Device time equals wall time on a CPU, and as long as no step is queued behind another.
+        self.statistics.costs.add(context_bucket, size, emitted, seconds, seconds)
+
+    def record_block_step(self, concurrency: int, context: int, seconds: float) -> None:
+        """Add the duration of a step to the block of a draft trial, with the buckets that the step ran in."""
+        if self.block is not None:
+            self.block.end_step(concurrency, context, seconds)
+
+    def _count_ranks(self, row: Row, result: RowResult, taken: int) -> None:
+        category, end = category_of(row.request), min(len(result.tokens), taken)
+        _count(self.statistics.ranks, category, row, result, result.ranks[:end])
+        for credit in result.credits:
+            own = category._replace(draft=credit.hash)
+            _count(self.statistics.credit, own, row, result, credit.ranks[:end])
+
+    def _store_shadow(self, row: Row, result: RowResult, ranked_NK: list[list[int]]) -> None:
+        # The request already includes the tokens of this step, so its root is that many tokens back.
+        root = row.request.cached - len(result.tokens)
+        ranked = tuple(tuple(ranked_NK[node]) for node in row.tree.main_path[:-1])
+        shadow = ShadowDraft(root, ranked, row.tree.main_depth + 1, result.depth_limit)
+        self._shadows.setdefault(row.request.id, []).append(shadow)
+
+    def _score_shadows(self, request: Request) -> None:
+        shadows = self._shadows.get(request.id)
+        if not shadows:
+            return
+        pending = []
+        for shadow in shadows:
+            shadow_scores = scores(shadow, request.tokens)
+            if shadow_scores is None:
+                pending.append(shadow)
+                continue
+            for score in shadow_scores:
+                self.statistics.record_rank(category_of(request), score.depth, main=True, rank=score.rank)
+        self._shadows[request.id] = pending
+
+    @staticmethod
+    def _count_latency(request: Request, traffic: Traffic, tokens: int, now: float) -> None:
+        if request.generated == tokens:  # The first tokens after a change of workers have no predecessor here.
+            if not request.is_continued:
+                traffic.ttft.add(now - request.arrived_seconds)
+        elif tokens:
+            traffic.itl.add((now - request.last_emit_seconds) / tokens, tokens)
+        request.last_emit_seconds = now
+
+
+def _count(
+    counters: Callable[[AcceptanceCategory], RankCounts],
+    category: AcceptanceCategory,
+    row: Row,
+    result: RowResult,
+    ranks: Sequence[int],
+) -> None:
+    """Count the ranks of a row's tokens in a category, by depth and by whether their parent is on the main path."""
+    if not ranks or max(ranks) < 0:
+        return
+    counts, main, tree_ranks = counters(category), True, row.tree.ranks
+    levels = counts.levels(len(ranks), main=True)
+    for level, rank in enumerate(ranks):
+        if level and main and tree_ranks[result.path[level - 1]]:
+            main, levels = False, counts.levels(len(ranks), main=False)
+        if rank >= 0:
+            levels[level][rank] += 1
+
+
+def category_of(request: Request) -> AcceptanceCategory:
+    """Return the category in which the acceptance of the request is counted."""
+    return AcceptanceCategory(request.submit.task, not request.sampling_params.greedy, request.draft.draft)
+
+
+def step_size_of(rows: Sequence[Row], draft_passes: int) -> StepSize:
+    """Return the features of a step. Call it before the step is collected, which changes the lengths."""
+    sequences = verify = keys = prefill = 0
+    for row in rows:
+        keys += row.request.cached
+        sequences += row.emits
+        if row.is_chunk:
+            prefill += row.count
+        else:
+            verify += row.count
+    return StepSize(
+        sequences=sequences,
+        verify_tokens=verify,
+        kv_tokens=keys,
+        draft_passes=draft_passes,
+        prefill_tokens=prefill,
+    )
+
+
+# Builder of the worker report (contract.Report), within its size limit.
+
+_SERVER_FIELD_BYTES = 64
+"""Bytes that the server process may add to the report: the compatibility key, and ``draining``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIdentity:
+    """Properties of a worker that do not change while its engine runs."""
+
+    boot_id: str
+    worker: str
+    model: str
+    target: str
+    max_num_seqs: int
+    memory: MemoryState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSnapshot:
+    """Current state of a worker, at ``clock_seconds`` of the monotonic clock."""
+
+    clock_seconds: float
+    draft: DraftState
+    named_drafts: tuple[DraftState, ...]
+    trial: TrialState | None = None
+    running: int
+    waiting: int
+    kv_tokens_total: int
+    kv_tokens_used: int
+    kv_tokens_cached: int
+    counters: Counters
+    plan: PlanState
+    synthetic: SyntheticKnobs | None
+    phases: PhaseSeconds
+    guard: tuple[GuardCell, ...]
+
+
+def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics: Statistics) -> Report:
+    """Build the worker report, with at most MAX_REPORT_BYTES bytes of JSON.
+
+    If the report is too large, step and acceptance cells with the lowest counts are left out. Their counters continue
+    to accumulate, so a later report can include them again.
+    """
+    share, most_bytes = 1, MAX_REPORT_BYTES - _SERVER_FIELD_BYTES
+    while True:
+        report = Report(
+            boot_id=identity.boot_id,
+            worker=identity.worker,
+            clock_seconds=snapshot.clock_seconds,
+            model=identity.model,
+            target=identity.target,
+            draft=snapshot.draft,
+            named_drafts=snapshot.named_drafts,
+            trial=snapshot.trial,
+            plan=snapshot.plan,
+            synthetic=snapshot.synthetic,
+            phases=snapshot.phases,
+            max_num_seqs=identity.max_num_seqs,
+            memory=identity.memory,
+            running=snapshot.running,
+            waiting=snapshot.waiting,
+            running_request_seconds=statistics.running_request_seconds,
+            waiting_request_seconds=statistics.waiting_request_seconds,
+            kv_tokens_total=snapshot.kv_tokens_total,
+            kv_tokens_used=snapshot.kv_tokens_used,
+            kv_tokens_cached=snapshot.kv_tokens_cached,
+            preemptions=snapshot.counters.preemptions,
+            prefill_chunks=snapshot.counters.prefill_chunks,
+            prefix_query_tokens=snapshot.counters.prefix_query_tokens,
+            prefix_hit_tokens=snapshot.counters.prefix_hit_tokens,
+            drafts=statistics.drafts,
+            draft_tokens=statistics.draft_tokens,
+            accepted_tokens=statistics.accepted_tokens,
+            plain_steps=statistics.plain_steps,
+            acceptance=statistics.acceptance_cells(MAX_ACCEPTANCE_CELLS // share),
+            credit=statistics.credit_cells(MAX_ACCEPTANCE_CELLS // share),
+            requests=statistics.request_cells(),
+            steps=statistics.costs.cells(MAX_STEP_CELLS // share),
+            traffic=statistics.traffic_cells(),
+            latency=statistics.latency_cells(),
+            tasks=statistics.task_cells(),
+            guard=snapshot.guard,
+        )
+        if len(report.model_dump_json().encode()) <= most_bytes or share > MAX_ACCEPTANCE_CELLS:
+            return report
+        share *= 2

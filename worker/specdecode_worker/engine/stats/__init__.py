@@ -1,1 +1,0 @@
-"""Counters, timers and step costs for the worker report."""

@@ -1,0 +1,623 @@
+"""What a captured step reads: the sizes that its graph is for, and tables of trees, rows and sampling parameters."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdecode_worker.contract import MAX_NODES, MAX_RANKS
+from specdecode_worker.core.request import Request
+from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.trees import Tree
+
+# Keys of CUDA graphs: the size buckets and the optional parts of a decode step.
+#
+# Steps with the same key share a graph. Tree topology, sampling parameters and lengths are inputs of the graph and no
+# part of the key.
+
+MOST_GRAPHS = 128
+"""Upper bound of the CUDA graphs that a worker captures."""
+
+
+NODES = MAX_NODES + 1
+"""Number of columns of the tree tables: nodes of the widest tree, its root included."""
+TOKENS_PER_ROW = (*range(1, 10), 12, 16, 24, 32, 48, NODES)
+ROWS_PER_LEVEL = (1, 2, 4, 8, 16, 32, NODES)
+SIBLINGS = (1, 2, 4, MAX_RANKS)
+
+
+OUTSIDE_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, MAX_NODES)
+"""Depths of trees whose tokens are proposed before the graph runs. Forced tokens of a grammar can be deep chains."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Features:
+    """Optional parts of a step. Graphs with any of them are captured when they are needed, so others never pay.
+
+    ``adjusts`` is the width of the tables of biased and blocked tokens, 0 if no request adjusts logits. ``history`` is
+    the number of text positions whose tokens are counted for penalties, 0 without penalties. ``masks`` is set if a
+    request follows a grammar, ``logprobs`` if one wants log-probabilities. ``rounds`` is the greatest number of
+    siblings in a tree if a request is sampled in several rounds, 0 if the target chooses one token behind each node.
+    """
+
+    adjusts: int = 0
+    history: int = 0
+    masks: bool = False
+    logprobs: bool = False
+    rounds: int = 0
+
+    @property
+    def change_logits(self) -> bool:
+        """True if logits are adjusted or masked before a token is chosen."""
+        return self.adjusts > 0 or self.masks
+
+
+NO_FEATURES = Features()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GraphKey:
+    """Size buckets and features of a decode step.
+
+    Each of ``rows`` sequences verifies at most ``tokens_per_row`` tokens and its draft catches up with at most as many.
+    The draft runs ``passes`` passes; those after the first run over at most ``width`` nodes of each sequence. ``cuts``
+    is set if some request samples with top-k, top-p or min-p. ``draft`` is the name of the draft whose passes these
+    are; it is empty without passes, too. ``outside`` is the greatest depth of trees whose tokens are proposed before
+    the graph runs; the graph then has no passes. ``only_drafts`` is set if the graph ends behind the draft passes,
+    because the host must read the drafted tokens before they are verified.
+    """
+
+    rows: int
+    tokens_per_row: int
+    passes: int = 0
+    width: int = 0
+    cuts: bool = False
+    draft: str = ""
+    outside: int = 0
+    features: Features = NO_FEATURES
+    only_drafts: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Greatest depth of the trees."""
+        return self.passes or self.outside
+
+    @property
+    def tokens(self) -> int:
+        """Number of packed tokens of the step, padding included."""
+        return self.rows * self.tokens_per_row
+
+    def has_passes_of(self, draft: str) -> bool:
+        """Return whether the step has passes of the draft of this name."""
+        return self.passes > 0 and self.draft == draft
+
+    @property
+    def level_rows(self) -> int:
+        """Number of rows of each draft pass after the first, padding included."""
+        return self.rows * self.width
+
+
+def key_of(
+    rows: int,
+    trees: Sequence[Tree],
+    longest_catch_up: int,
+    *,
+    cuts: bool,
+    draft: str = "",
+    features: Features = NO_FEATURES,
+) -> GraphKey | None:
+    """Return the key of a step of ``trees``, drafted by ``draft``, in a bucket of ``rows``.
+
+    Return None if the longest catch-up of a draft exceeds the largest bucket of tokens per row. A tree of several rows
+    is needed once.
+    """
+    tokens = at_least(max(longest_catch_up, *(tree.verified for tree in trees)), TOKENS_PER_ROW)
+    passes = max(tree.drafted_depth for tree in trees)
+    if tokens is None:
+        return None
+    widest = max((len(level) for tree in trees for level in tree.expanded[1:]), default=0)
+    width = at_least(widest, ROWS_PER_LEVEL) if widest else 0
+    assert width is not None, "no tree has more nodes"
+    return GraphKey(rows, tokens, passes, width, cuts, draft if passes else "", features=features)
+
+
+def key_outside(rows: int, trees: Sequence[Tree], *, cuts: bool, features: Features = NO_FEATURES) -> GraphKey:
+    """Return the key of a step that only verifies ``trees``; their tokens are proposed before it."""
+    tokens = at_least(max(tree.verified for tree in trees), TOKENS_PER_ROW)
+    deepest = max(tree.depth for tree in trees)
+    depth = at_least(deepest, OUTSIDE_DEPTHS) if deepest else 0
+    assert tokens is not None, "no tree has more nodes"
+    assert depth is not None, "no tree is deeper"
+    return GraphKey(rows, tokens, cuts=cuts, outside=depth, features=features)
+
+
+def keys_of_shapes(
+    rows: Sequence[int], shapes: Iterable[tuple[Tree, str]], max_tokens: int, *, cuts: Sequence[bool]
+) -> list[GraphKey]:
+    """Return the keys of steps in which all rows have one shape, the most important first.
+
+    Plain steps come first, and those with top-k, top-p or min-p last.
+
+    Args:
+        rows: Buckets of rows.
+        shapes: Trees and the drafts that propose their tokens.
+        max_tokens: Maximum number of packed tokens of one graph.
+        cuts: Whether steps sample with top-k, top-p or min-p.
+    """
+    keys = {
+        key_of(bucket, [tree], tree.verified, cuts=cut, draft=name)
+        for bucket in rows
+        for tree, name in shapes
+        for cut in cuts
+    }
+    fitting = [key for key in keys if key is not None and key.tokens <= max_tokens]
+    return sorted(fitting, key=lambda key: (key.cuts, key.passes > 0, key))
+
+
+def at_least(count: int, buckets: Sequence[int]) -> int | None:
+    """Return the smallest of the ascending ``buckets`` that holds ``count``, or None if none does."""
+    index = bisect_left(buckets, count)
+    return buckets[index] if index < len(buckets) else None
+
+
+def row_buckets(max_num_seqs: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the numbers of rows to capture graphs for, ascending and at most ``max_num_seqs``.
+
+    The default is vLLM's: 1, 2, 4, every multiple of 8, and ``max_num_seqs``. ``wanted`` replaces the default.
+    """
+    usual = (1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs)
+    return tuple(sorted({rows for rows in wanted or usual if 0 < rows <= max_num_seqs}))
+
+
+# Static input tensors of a graph, split into named tables, which the host writes before each replay.
+#
+# The host writes to pinned memory, from which the copy to the device is asynchronous. Two pinned buffers alternate, so
+# that the host can write the next step while the previous one is still being copied.
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Layout:
+    """Layout of named tables, concatenated in one flat tensor. ``size`` is the total number of elements."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = dict(shapes)
+        self.size = sum(prod(shape) for shape in self.shapes.values())
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return a view of ``flat`` for each table, in the shape of the table."""
+        parts = torch.split(flat, [prod(shape) for shape in self.shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def flat(self, values: Mapping[str, Sequence[float]], dtype: torch.dtype) -> Tensor:
+        """Return ``values`` of all tables as one flat tensor on the host."""
+        for name, shape in self.shapes.items():
+            assert len(values[name]) == prod(shape), f"{name} has {len(values[name])} values of {shape}"
+        return torch.tensor([value for name in self.shapes for value in values[name]], dtype=dtype)
+
+
+class StagedTensor:
+    """Static tables on the device with two host buffers to write them from."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self._layout = layout
+        self._device_copy = torch.zeros(layout.size, dtype=dtype, device=device)
+        pinned = device.type == "cuda"
+        self._halves = [torch.zeros(layout.size, dtype=dtype, pin_memory=pinned) for _ in range(2)]
+        self._tables: list[dict[str, NDArray[Any]]] = [{}, {}]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def views(self) -> dict[str, Tensor]:
+        """Return a view of the device's copy for each table."""
+        return self._layout.views(self._device_copy)
+
+    def begin(self) -> dict[str, NDArray[Any]]:
+        """Return the tables of the host buffer that is written next. ``queue`` copies them to the device."""
+        self._turn = 1 - self._turn
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()  # A copy queued two writes ago; it rarely blocks.
+        tables = self._tables[self._turn]
+        if not tables:
+            tables |= {name: view.numpy() for name, view in self._layout.views(self._halves[self._turn]).items()}
+        return tables
+
+    def write(self, values: Tensor) -> None:
+        """Queue the copy of flat values on the host to the first elements of the device's copy."""
+        self.begin()
+        self._halves[self._turn][: len(values)].copy_(values)
+        self.queue(len(values))
+
+    def queue(self, size: int | None = None) -> None:
+        """Queue the copy of the first ``size`` elements of the host buffer, None for all."""
+        half = self._halves[self._turn]
+        self._device_copy[:size].copy_(half[:size], non_blocking=True)
+        if self._device_copy.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._copied[self._turn] = event
+
+
+# Integer tables of the trees of a step: parents, depths, and the nodes of each draft pass.
+#
+# The tables are computed once for each combination of trees and graph key. Padding among the packed tokens and the
+# nodes of a level belongs to row ``key.rows``, the padding row behind the last row.
+
+PADDING_TREE = Tree((-1,), 0)
+"""Tree of a padding row; none of its nodes is verified."""
+OF_NODES = ("verified_parent", "parent", "rank", "depth")
+
+
+def tree_shapes(key: GraphKey) -> Shapes:
+    """Return the shapes of the tree tables of ``key``, by name.
+
+    - ``query_start`` [B + 1], ``root_row`` [B]: packed tokens of each row, and the packed index of its root.
+    - ``token_*`` [T]: sequence, node, depth and ancestors of each packed token.
+    - ``node_*`` [B, N]: ``OF_NODES`` of each node; the depth of padding and of given tokens is -1.
+    - ``first_sequence`` [B]: row index where the row drafts, else ``key.rows``.
+    - ``level_*`` [D - 1, R]: sequence, node and ancestors of the nodes of each draft pass after the first, and the row
+      of the previous pass that holds the parent's hidden state (``source``). ``level_start`` is [D - 1, B + 1].
+    """
+    rows, tokens = key.rows, key.tokens
+    table_shapes: dict[str, tuple[int, ...]] = {
+        "query_start": (rows + 1,),
+        "root_row": (rows,),
+        **{f"token_{name}": (tokens,) for name in ("sequence", "node", "depth", "ancestors")},
+        **{f"node_{name}": (rows, NODES) for name in OF_NODES},
+    }
+    if key.passes:
+        table_shapes["first_sequence"] = (rows,)
+    if key.passes > 1:
+        levels = key.passes - 1
+        table_shapes["level_start"] = (levels, rows + 1)
+        table_shapes |= {
+            f"level_{name}": (levels, key.level_rows) for name in ("sequence", "node", "ancestors", "source")
+        }
+    return table_shapes
+
+
+@lru_cache(maxsize=256)
+def topology(trees: tuple[Tree, ...], key: GraphKey) -> Tensor:
+    """Return the tables of ``shapes`` as one flat int64 tensor on the host, padded to the rows of ``key``."""
+    padded = trees + (PADDING_TREE,) * (key.rows - len(trees))
+    counts = [tree.verified for tree in padded]
+    starts = list(accumulate(counts, initial=0))
+    values: dict[str, list[int]] = {
+        "query_start": starts,
+        "root_row": [start if count else 0 for start, count in zip(starts, counts, strict=False)],
+        "token_sequence": _filled([b for b, count in enumerate(counts) for _ in range(count)], key.tokens, key.rows),
+        "token_node": _filled([node for count in counts for node in range(count)], key.tokens, 0),
+        "token_depth": _filled([d for tree in padded for d in tree.depths[: tree.verified]], key.tokens, 0),
+        "token_ancestors": _filled([a for tree in padded for a in tree.ancestors[: tree.verified]], key.tokens, 1),
+    }
+    for index, name in enumerate(OF_NODES):
+        values[f"node_{name}"] = [value for tree in padded for value in _of_nodes(tree)[index]]
+    if key.passes:
+        values["first_sequence"] = [b if tree.drafted_depth else key.rows for b, tree in enumerate(padded)]
+    if key.passes > 1:
+        _add_levels(values, padded, key)
+    return Layout(tree_shapes(key)).flat(values, torch.int64)
+
+
+@lru_cache(maxsize=1024)
+def _of_nodes(tree: Tree) -> tuple[list[int], ...]:
+    verified = [*tree.parents[: tree.verified]]
+    drafted = tree is not PADDING_TREE and not tree.given
+    return (
+        _filled(verified, NODES, -1),
+        _filled([*tree.parents], NODES, -1),
+        _filled([*tree.ranks], NODES, 0),
+        _filled([*tree.depths] if drafted else [], NODES, -1),
+    )
+
+
+def _add_levels(values: dict[str, list[int]], trees: tuple[Tree, ...], key: GraphKey) -> None:
+    values |= {f"level_{name}": [] for name in ("start", "sequence", "node", "ancestors", "source")}
+    before = {(b, 0): b for b in range(len(trees))}
+    for depth in range(1, key.passes):
+        counts = [len(tree.expanded[depth]) if depth < tree.drafted_depth else 0 for tree in trees]
+        rows = [(b, node) for b, tree in enumerate(trees) if counts[b] for node in tree.expanded[depth]]
+        values["level_start"] += list(accumulate(counts, initial=0))
+        values["level_sequence"] += _filled([b for b, _ in rows], key.level_rows, key.rows)
+        values["level_node"] += _filled([node for _, node in rows], key.level_rows, 0)
+        values["level_ancestors"] += _filled([trees[b].ancestors[node] for b, node in rows], key.level_rows, 1)
+        values["level_source"] += _filled([before[b, trees[b].parents[n]] for b, n in rows], key.level_rows, 0)
+        before = {row: index for index, row in enumerate(rows)}
+
+
+def _filled(values: list[int], size: int, padding: int) -> list[int]:
+    return values + [padding] * (size - len(values))
+
+
+# Static tables of the optional parts of a step: biased and blocked tokens, penalties, and rows of grammar masks.
+#
+# The values of rows that use none of them change no logit: a bias of 0, a token that is not blocked, penalties of 0 or
+# 1, and mask 0, which allows all tokens.
+
+N = TypeVar("N", int, float)
+
+WIDTHS = (8, 64, 512)
+"""Numbers of biased or blocked tokens of a request that tables have columns for."""
+PENALTIES = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
+"""Neutral values of the penalties."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMasks:
+    """Grammar masks of a step on the host. ``rows`` is the mask of every packed token; mask 0 allows all tokens."""
+
+    rows: list[int]
+    table_NW: NDArray[np.uint32]
+
+
+class MaskTable:
+    """Table of grammar masks on the device [N, W]. The first mask allows all tokens."""
+
+    def __init__(self, masks: int, vocab_size: int, device: torch.device) -> None:
+        self._words = (vocab_size + 31) // 32
+        self._staged = StagedTensor(Layout({"masks": (masks, self._words)}), torch.int32, device)
+        self.view()[0].fill_(-1)
+
+    def view(self) -> Tensor:
+        """Return the table as captured steps read it."""
+        return self._staged.views()["masks"]
+
+    def write(self, table_NW: NDArray[np.uint32]) -> None:
+        """Queue the copy of the masks of a step to the first rows of the table."""
+        self._staged.write(torch.from_numpy(table_NW.view(np.int32)).flatten())
+
+
+def width_of(params: SamplingParams) -> int:
+    """Return the number of columns that the request needs in the tables of biased and blocked tokens."""
+    return max(len(params.logit_bias), len(params.blocked) if params.blocks else 0)
+
+
+def feature_int_shapes(key: GraphKey) -> Shapes:
+    """Return the shapes of the integer tables that the features of ``key`` need, by name; row B is padding.
+
+    ``prompt_tokens``, ``min_tokens``: [B + 1]; ``bias_ids``, ``blocked_ids``: [B + 1, K].
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    if key.features.adjusts:
+        shapes |= dict.fromkeys(("prompt_tokens", "min_tokens"), (key.rows + 1,))
+        shapes |= dict.fromkeys(("bias_ids", "blocked_ids"), (key.rows + 1, key.features.adjusts))
+    return shapes
+
+
+def feature_float_shapes(key: GraphKey) -> Shapes:
+    """Return the shapes of the float tables that the features of ``key`` need, by name; row B is padding."""
+    if not key.features.adjusts:
+        return {}
+    return {"bias": (key.rows + 1, key.features.adjusts), **dict.fromkeys(PENALTIES, (key.rows + 1,))}
+
+
+def feature_ints(requests: Sequence[Request], key: GraphKey) -> dict[str, list[int]]:
+    """Return the values of the integer tables, flat and padded."""
+    tables: dict[str, list[int]] = {}
+    if width := key.features.adjusts:
+        batch = [request.sampling_params for request in requests]
+        more = key.rows + 1 - len(batch)
+        tables["prompt_tokens"] = [params.prompt_tokens for params in batch] + [0] * more
+        tables["min_tokens"] = [params.min_tokens if params.blocks else 0 for params in batch] + [0] * more
+        bias = [[token for token, _ in params.logit_bias] for params in batch]
+        tables["bias_ids"] = _flat(bias, key, width, 0)
+        # A token that is blocked must not occur once more as a free one, so rows repeat one of their own.
+        blocked = [_repeated(params.blocked, width) if params.blocks else [] for params in batch]
+        tables["blocked_ids"] = _flat(blocked, key, width, 0)
+    return tables
+
+
+def feature_floats(requests: Sequence[Request], key: GraphKey) -> dict[str, list[float]]:
+    """Return the values of the float tables, flat and padded."""
+    if not key.features.adjusts:
+        return {}
+    batch = [request.sampling_params for request in requests]
+    more = key.rows + 1 - len(batch)
+    bias = [[value for _, value in params.logit_bias] for params in batch]
+    return {
+        "bias": _flat(bias, key, key.features.adjusts, 0.0),
+        "repetition": [params.repetition_penalty for params in batch] + [PENALTIES["repetition"]] * more,
+        "frequency": [params.frequency_penalty for params in batch] + [PENALTIES["frequency"]] * more,
+        "presence": [params.presence_penalty for params in batch] + [PENALTIES["presence"]] * more,
+    }
+
+
+def _repeated(tokens: Sequence[int], width: int) -> list[int]:
+    return list(tokens) + list(tokens[:1]) * (width - len(tokens))
+
+
+def _flat(rows: Sequence[Sequence[N]], key: GraphKey, width: int, padding: N) -> list[N]:
+    """Return the rows one after the other, each padded to ``width``, and rows of padding up to B + 1."""
+    values: list[N] = []
+    for row in rows:
+        values += row
+        values += [padding] * (width - len(row))
+    return values + [padding] * (width * (key.rows + 1 - len(rows)))
+
+
+# Tables of the rows of a step: slots, sampling parameters, and the slots that the draft must catch up with.
+
+FLOATS = ("temperature", "top_p", "min_p")
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Catch-up of the draft for each row of a step.
+
+    ``counts`` is the number of draft slots up to the root to run, 0 for a row without a draft. ``key_starts`` is the
+    first draft slot whose keys are visible.
+    """
+
+    counts: tuple[int, ...] = ()
+    key_starts: tuple[int, ...] = ()
+
+
+def row_shapes(key: GraphKey) -> Shapes:
+    """Return the shapes of the integer tables of the rows of ``key``, by name. Row B of a [B + 1] table is padding.
+
+    - ``slot``, ``live`` (1 for a request, 0 for padding), ``seed``, ``top_k`` and ``depth_limit`` (maximum accepted
+      depth): [B + 1].
+    - Those of the features of ``key``, see `feature_int_shapes`.
+    """
+    names = ("slot", "live", "seed", "top_k", "depth_limit")
+    return {**dict.fromkeys(names, (key.rows + 1,)), **feature_int_shapes(key)}
+
+
+def step_shapes(key: GraphKey) -> Shapes:
+    """Return the shapes of the integer tables that differ in every step, by name.
+
+    - With draft passes: ``catch_base`` (first slot to catch up with, relative to the root), ``key_start`` (first
+      visible draft slot) and ``catch_start`` (packed start of each row): [B + 1]; ``catch_sequence`` and
+      ``catch_offset`` (relative to the root) of the packed slots of the catch-up pass: [T]; ``catch_last``, the packed
+      index of each root: [B].
+    - With grammars: ``mask_row`` [T], the row of the mask table for each packed token.
+    """
+    table_shapes: dict[str, tuple[int, ...]] = {}
+    if key.passes:
+        table_shapes |= dict.fromkeys(("catch_base", "key_start", "catch_start"), (key.rows + 1,))
+        table_shapes |= {"catch_sequence": (key.tokens,), "catch_offset": (key.tokens,), "catch_last": (key.rows,)}
+    if key.features.masks:
+        table_shapes["mask_row"] = (key.tokens,)
+    return table_shapes
+
+
+def row_float_shapes(key: GraphKey) -> Shapes:
+    """Return the shapes of the float row tables of ``key``, by name; row B is padding."""
+    return {**dict.fromkeys(FLOATS, (key.rows + 1,)), **feature_float_shapes(key)}
+
+
+def row_floats(requests: Sequence[Request], key: GraphKey) -> dict[str, list[float]]:
+    """Return the values of the float row tables, padded with greedy sampling without truncation."""
+    batch_params, more = [request.sampling_params for request in requests], key.rows + 1 - len(requests)
+    return {
+        "temperature": [params.temperature for params in batch_params] + [0.0] * more,
+        "top_p": [params.top_p for params in batch_params] + [1.0] * more,
+        "min_p": [params.min_p for params in batch_params] + [0.0] * more,
+        **feature_floats(requests, key),
+    }
+
+
+def row_values(
+    requests: Sequence[Request], key: GraphKey, depth_limits: Sequence[int] | None, padding_slot: int
+) -> dict[str, list[int]]:
+    """Return the values of the integer row tables of ``shapes``, flat and padded.
+
+    Args:
+        requests: Requests of the step, in row order.
+        key: Key of the graph that runs the step.
+        depth_limits: Maximum accepted depth of each row; None for no limit.
+        padding_slot: Slot of padding rows.
+    """
+    more = key.rows + 1 - len(requests)
+    limits = [NODES] * len(requests) if depth_limits is None else list(depth_limits)
+    return {
+        "slot": [request.slot for request in requests] + [padding_slot] * more,
+        "live": [1] * len(requests) + [0] * more,
+        "seed": [request.sampling_params.seed for request in requests] + [0] * more,
+        "top_k": [request.sampling_params.top_k for request in requests] + [0] * more,
+        "depth_limit": limits + [NODES] * more,
+        **feature_ints(requests, key),
+    }
+
+
+def fill_step(
+    tables: Mapping[str, NDArray[np.int64]], key: GraphKey, catch_up: CatchUp, masks: HostMasks | None
+) -> None:
+    """Write the values of the tables of ``step_shapes``, padding included."""
+    if key.passes:
+        _fill_catch_up(tables, key, catch_up)
+    if key.features.masks:
+        rows = [] if masks is None else masks.rows
+        tables["mask_row"][: len(rows)] = rows
+        tables["mask_row"][len(rows) :] = 0
+
+
+def _fill_catch_up(tables: Mapping[str, NDArray[np.int64]], key: GraphKey, catch_up: CatchUp) -> None:
+    rows = len(catch_up.counts)
+    counts = np.zeros(key.rows + 1, dtype=np.int64)
+    counts[:rows] = catch_up.counts
+    starts = tables["catch_start"]
+    starts[0] = 0
+    np.cumsum(counts[:-1], out=starts[1:])
+    total = int(starts[-1])
+    np.subtract(1, counts, out=tables["catch_base"])
+    tables["key_start"][:rows] = catch_up.key_starts
+    tables["key_start"][rows:] = 0
+    np.maximum(starts[1:] - 1, 0, out=tables["catch_last"])
+    sequence, offset = tables["catch_sequence"], tables["catch_offset"]
+    sequence[:total] = np.repeat(np.arange(key.rows + 1), counts)
+    sequence[total:] = key.rows
+    # The slots of a row end at its root, offset 0.
+    offset[:total] = np.arange(total) - np.repeat(starts + counts - 1, counts)
+    offset[total:] = 0
+
+
+# Static inputs of one captured step, and what the host writes to them before a replay.
+#
+# Trees and parameters of the rows and the catch-up of the draft seldom change from step to step, so they are written
+# only if they differ from the last ones. Grammar masks change in every step.
+
+RowParams = tuple[list[SamplingParams], list[int], list[int] | None]
+"""Sampling parameters, slots and depth limits of the rows of a step."""
+
+
+class StepInputs:
+    """Static input tables of a graph key. ``at`` has a view of each table on the device, by name."""
+
+    def __init__(self, key: GraphKey, padding_slot: int, device: torch.device) -> None:
+        self._key, self._padding_slot = key, padding_slot
+        self._rows, self._floats = Layout(row_shapes(key)), Layout(row_float_shapes(key))
+        trees, step = Layout(tree_shapes(key)), Layout(step_shapes(key))
+        self._tree_input = StagedTensor(trees, torch.int64, device)
+        self._row_input = StagedTensor(self._rows, torch.int64, device)
+        self._float_input = StagedTensor(self._floats, torch.float32, device)
+        self._step_input = StagedTensor(step, torch.int64, device) if step.size else None
+        self.at: dict[str, Tensor] = self._tree_input.views() | self._row_input.views() | self._float_input.views()
+        if self._step_input is not None:
+            self.at |= self._step_input.views()
+        self._written_trees: tuple[Tree, ...] | None = None
+        self._written_rows: RowParams | None = None
+        self._written_catch_up: CatchUp | None = None
+
+    def write(
+        self,
+        trees: tuple[Tree, ...],
+        requests: Sequence[Request],
+        catch_up: CatchUp,
+        depth_limits: Sequence[int] | None,
+        masks: HostMasks | None = None,
+    ) -> None:
+        """Queue the copy of the inputs of a step that differ from those of the last one.
+
+        Args:
+            trees: Trees of the rows.
+            requests: Requests of the rows.
+            catch_up: Catch-up of the draft; ignored for a key without draft passes.
+            depth_limits: Maximum accepted depth of each row; None for no limit.
+            masks: Grammar masks of the packed tokens; ignored for a key without them.
+        """
+        if trees != self._written_trees:
+            self._tree_input.write(topology(trees, self._key))
+            self._written_trees = trees
+        limits = None if depth_limits is None else list(depth_limits)
+        params = [request.sampling_params for request in requests], [request.slot for request in requests], limits
+        if params != self._written_rows:
+            values = row_values(requests, self._key, depth_limits, self._padding_slot)
+            self._row_input.write(self._rows.flat(values, torch.int64))
+            self._float_input.write(self._floats.flat(row_floats(requests, self._key), torch.float32))
+            self._written_rows = params
+        if self._step_input is not None and (masks is not None or catch_up != self._written_catch_up):
+            fill_step(self._step_input.begin(), self._key, catch_up, masks)
+            self._step_input.queue()
+            self._written_catch_up = catch_up if masks is None else None

@@ -1,0 +1,502 @@
+"""Prometheus metrics of the worker, derived from the engine's report so that both agree."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from specdecode_worker.capture import CaptureCounts, Dropped
+from specdecode_worker.contract import OTHER_TASK, LatencyHistogram, Metric, Report, TrafficCell
+from specdecode_worker.core.messages import FinishReason, Tokens
+
+# Builders of Prometheus metric families. Every sample has the label ``model_name``.
+
+Samples = Iterable[tuple[tuple[str, ...], float]]
+"""Pairs of (values of the further labels, sample value)."""
+
+
+def counter(name: Metric, text: str, model: str, labels: Sequence[str], samples: Samples) -> Family:
+    """Build a counter with the labels ``model_name`` and ``labels``."""
+    family = CounterMetricFamily(name, text, labels=("model_name", *labels))
+    for values, value in samples:
+        family.add_metric((model, *values), value)
+    return family
+
+
+def gauge(name: Metric, text: str, model: str, labels: Sequence[str], samples: Samples) -> Family:
+    """Build a gauge with the labels ``model_name`` and ``labels``."""
+    family = GaugeMetricFamily(name, text, labels=("model_name", *labels))
+    for values, value in samples:
+        family.add_metric((model, *values), value)
+    return family
+
+
+Histograms = Iterable[tuple[tuple[str, ...], Sequence[int], float]]
+"""Triples of values of the further labels, observations per bucket (not accumulated) and sum of the observations."""
+
+
+def histogram(
+    name: Metric, text: str, model: str, labels: Sequence[str], edges: Sequence[float], histograms: Histograms
+) -> Family:
+    """Build a histogram with the labels ``model_name`` and ``labels``.
+
+    Args:
+        name: Name of the metric.
+        text: Help text.
+        model: Value of the label ``model_name``.
+        labels: Names of the further labels.
+        edges: Upper bounds of the buckets, inclusive; the last bucket has no upper bound.
+        histograms: Counts and sums, one for each combination of label values.
+    """
+    family = HistogramMetricFamily(name, text, labels=("model_name", *labels))
+    bounds = [*(str(edge) for edge in edges), "+Inf"]
+    for values, counts, total in histograms:
+        buckets = list(zip(bounds, map(float, accumulate(counts)), strict=True))
+        family.add_metric((model, *values), buckets, total)
+    return family
+
+
+# Counters of the server: speculation by task, sizes and times of requests, and requests by API key.
+
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_MILLISECONDS = (0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 25, 30, 40, 50, 75, 100, 200, 500, 1000)
+LATENCY_EDGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0)
+"""Upper bounds of the latency buckets by API key, in seconds. They are coarse, because they exist for every key."""
+MAX_API_KEYS = 32
+"""Most names of API keys that are exported. It bounds the number of time series; all further keys count as other."""
+OTHER_API_KEY = "other"
+
+
+@dataclass(slots=True)
+class TaskCounts:
+    """Speculation counts of one task; ``per_position[i]`` is the number of accepted tokens at depth i + 1."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    per_position: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+
+class Histogram:
+    """Observation counts per bucket. ``edges`` are inclusive upper bounds; one further bucket has no bound."""
+
+    __slots__ = ("counts", "edges", "sum")
+
+    def __init__(self, edges: tuple[float, ...]) -> None:
+        self.edges = edges
+        self.counts = [0] * (len(edges) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Add one observation."""
+        self.counts[bisect_left(self.edges, value)] += 1
+        self.sum += value
+
+
+class KeyCounts:
+    """Request counts of one API key."""
+
+    __slots__ = ("e2e", "finished", "generation_tokens", "prompt_tokens", "requests", "ttft")
+
+    def __init__(self) -> None:
+        self.requests = self.finished = self.prompt_tokens = self.generation_tokens = 0
+        self.ttft, self.e2e = Histogram(LATENCY_EDGES), Histogram(LATENCY_EDGES)
+
+
+class ServerCounters:
+    """Monotonic counters of the server.
+
+    Args:
+        clock: Monotonic clock, in seconds.
+        capture: Counters of the recorder, if traffic is captured.
+        api_keys: Count requests by the name of their API key.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], capture: CaptureCounts | None = None, *, api_keys: bool = False
+    ) -> None:
+        self.clock = clock
+        self.timeouts = {"deadline": 0, "queue": 0}
+        """Requests that the engine cancelled: at their deadline, or after the longest time in the queue."""
+        self.by_key: dict[str, KeyCounts] = {}
+        self._api_keys = api_keys
+        self.capture = capture or CaptureCounts()
+        self.by_task: defaultdict[str, TaskCounts] = defaultdict(TaskCounts)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generation_tokens = Histogram(_TOKENS)
+        self.seconds_per_token = Histogram(tuple(edge / 1000 for edge in _MILLISECONDS))
+
+    def request_counter(
+        self, task: str, prompt_tokens: int, client: str = "", earlier_tokens: int | None = None
+    ) -> RequestCounter:
+        """Return the observer of a request.
+
+        Args:
+            task: Task of the request.
+            prompt_tokens: Number of its prompt tokens.
+            client: Name of its API key.
+            earlier_tokens: Output tokens of an earlier attempt on another worker, which counted the arrival of the
+                request; None for a new request.
+        """
+        return RequestCounter(self, task, prompt_tokens, self._key_counts(client), earlier_tokens)
+
+    def _key_counts(self, client: str) -> KeyCounts:
+        """Return the counts of an API key. They are not exported for requests without a key."""
+        if not self._api_keys or not client:
+            return KeyCounts()
+        named = len(self.by_key) - (OTHER_API_KEY in self.by_key)
+        name = client if client in self.by_key or named < MAX_API_KEYS else OTHER_API_KEY
+        return self.by_key.setdefault(name, KeyCounts())
+
+
+class RequestCounter:
+    """Observer that counts one request. It receives every message in order; messages have cumulative counts."""
+
+    __slots__ = ("_began", "_continued", "_counts", "_earlier_tokens", "_ended", "_first", "_key", "_last",
+                 "_previous", "_prompt_tokens", "_task", "_tokens")  # fmt: skip
+
+    def __init__(
+        self,
+        counts: ServerCounters,
+        task: str,
+        prompt_tokens: int,
+        key: KeyCounts,
+        earlier_tokens: int | None = None,
+    ) -> None:
+        self._counts = counts
+        self._key = key
+        self._began = counts.clock()
+        self._continued, self._earlier_tokens = earlier_tokens is not None, earlier_tokens or 0
+        if not self._continued:
+            key.requests += 1
+            key.prompt_tokens += prompt_tokens
+        self._task = counts.by_task[task]
+        self._prompt_tokens = prompt_tokens
+        self._previous = Tokens(request_id="", tokens=())
+        self._tokens = 0
+        self._first = self._last = 0.0
+        self._ended = False
+
+    def process(self, tokens: Tokens) -> None:
+        """Count the increase since the previous message."""
+        task, previous = self._task, self._previous
+        accepted = tokens.accepted - previous.accepted
+        task.drafts += tokens.drafts - previous.drafts
+        task.draft_tokens += tokens.draft_tokens - previous.draft_tokens
+        task.accepted += accepted
+        for position in range(accepted):
+            task.per_position[position] += 1
+        self._previous = tokens
+        if tokens.tokens:
+            self._last = self._counts.clock()
+            if not self._tokens:
+                self._first = self._last
+                if not self._continued:
+                    self._key.ttft.add(self._first - self._began)
+            self._tokens += len(tokens.tokens)
+        if tokens.finish is not None:
+            self._count_finish(tokens.finish)
+
+    def _count_finish(self, finish: FinishReason) -> None:
+        if finish == "deadline":
+            self._counts.timeouts["deadline"] += 1
+        elif finish == "queue_timeout":
+            self._counts.timeouts["queue"] += 1
+        elif finish in ("stop", "length"):
+            self._key.finished += 1
+            if not self._continued:
+                self._key.e2e.add(self._last - self._began)
+
+    def end(self, *, moved: bool = False) -> None:
+        """Count the ended request in the histograms. Further calls, and requests without output, are not counted.
+
+        Args:
+            moved: Another worker continues the request, and counts its size.
+        """
+        if self._ended or not self._tokens:
+            return
+        self._ended = True
+        self._key.generation_tokens += self._tokens
+        if moved:
+            return
+        self._counts.prompt_tokens.add(self._prompt_tokens)
+        self._counts.generation_tokens.add(self._earlier_tokens + self._tokens)
+        if self._tokens > 1:
+            self._counts.seconds_per_token.add((self._last - self._first) / (self._tokens - 1))
+
+
+# Latency metrics of requests, tokens, engine steps and step phases.
+
+_BY_TASK = {
+    "ttft": (Metric.time_to_first_token_seconds, "Time from arrival to the first token."),
+    "ttit": (Metric.inter_token_latency_seconds, "Time between consecutive tokens."),
+}
+_TOGETHER = {
+    "e2e": (Metric.e2e_request_latency_seconds, "Time from arrival to the last token."),
+    "queue": (Metric.request_queue_time_seconds, "Time from arrival to the first step."),
+}
+
+
+def latency(report: Report, counts: ServerCounters) -> Iterator[Family]:
+    """Yield the latency and size histograms of requests, and the time of engine steps."""
+    for cell in report.latency:
+        if cell.name in _BY_TASK:
+            name, text = _BY_TASK[cell.name]
+            yield histogram(name, text, report.model, ("task",), cell.edges, _latency_by_task(report, cell))
+        else:
+            name, text = _TOGETHER[cell.name]
+            yield histogram(name, text, report.model, (), cell.edges, [((), cell.counts, cell.sum)])
+    counted = (
+        (Metric.request_prompt_tokens, "Prompt tokens per request.", counts.prompt_tokens),
+        (Metric.request_generation_tokens, "Generated tokens per request.", counts.generation_tokens),
+        (
+            Metric.request_time_per_output_token_seconds,
+            "Mean time per output token of a request after its first token, as the client sees it.",
+            counts.seconds_per_token,
+        ),
+    )
+    for name, text, sizes in counted:
+        yield histogram(name, text, report.model, (), sizes.edges, [((), sizes.counts, sizes.sum)])
+    timeouts = [((reason,), float(count)) for reason, count in counts.timeouts.items()]
+    text = "Requests that were cancelled at their deadline, or after the longest time in the queue."
+    yield counter(Metric.request_timeouts, text, report.model, ("reason",), timeouts)
+    yield from _steps(report)
+
+
+def _latency_by_task(report: Report, cell: LatencyHistogram) -> Histograms:
+    """Yield the histogram of each task. Without counts by task, everything belongs to ``other``."""
+    if not report.tasks:
+        yield (OTHER_TASK,), cell.counts, cell.sum
+    for task in report.tasks:
+        counted = task.ttft if cell.name == "ttft" else task.itl
+        yield (task.task,), counted.counts, counted.sum
+
+
+def _steps(report: Report) -> Iterator[Family]:
+    steps = SummaryMetricFamily(Metric.iteration_seconds, "Wall time of engine steps.", labels=("model_name",))
+    count, seconds = sum(cell.count for cell in report.steps), sum(cell.wall_seconds for cell in report.steps)
+    steps.add_metric((report.model,), count, seconds)
+    yield steps
+    if report.phases is not None:
+        phases = [((phase,), value) for phase, value in report.phases.model_dump().items()]
+        text = "Time of engine steps, by phase."
+        yield counter(Metric.step_phase_seconds, text, report.model, ("phase",), phases)
+
+
+# Metrics of traffic, queue, KV cache and device memory.
+
+
+def traffic(report: Report) -> Iterator[Family]:
+    """Yield the metrics of traffic, scheduling, engine state and device memory."""
+    yield from _traffic(report)
+    yield from _work(report)
+    yield from _state(report)
+    if report.memory is not None:
+        kinds = (((kind,), float(value)) for kind, value in report.memory.model_dump().items())
+        text = "Device memory in bytes, by use; the kind limit is the total available to the worker."
+        yield gauge(Metric.memory_bytes, text, report.model, ("kind",), kinds)
+
+
+def _traffic(report: Report) -> Iterator[Family]:
+    counters: tuple[tuple[Metric, str, Callable[[TrafficCell], int]], ...] = (
+        (Metric.prompt_tokens, "Prompt tokens of all requests.", lambda cell: cell.prompt_tokens),
+        (Metric.generation_tokens, "Generated tokens.", lambda cell: cell.output_tokens),
+        (Metric.request_success, "Finished requests.", lambda cell: cell.finished),
+    )
+    for name, text, value in counters:
+        samples = [((cell.task,), float(value(cell))) for cell in report.traffic]
+        yield counter(name, text, report.model, ("task",), samples)
+
+
+def _work(report: Report) -> Iterator[Family]:
+    counters = (
+        (
+            Metric.num_preemptions,
+            "Preemptions: requests that freed their KV blocks to restart.",
+            report.preemptions,
+        ),
+        (Metric.prefill_chunks, "Prefill chunks that the model processed.", report.prefill_chunks),
+        (Metric.prefix_cache_queries, "Prompt tokens looked up in the prefix cache.", report.prefix_query_tokens),
+        (Metric.prefix_cache_hits, "Prompt tokens found in the prefix cache.", report.prefix_hit_tokens),
+    )
+    for name, text, value in counters:
+        yield counter(name, text, report.model, (), [((), value)])
+
+
+def _state(report: Report) -> Iterator[Family]:
+    total = report.kv_tokens_total or 1
+    gauges = (
+        (Metric.num_requests_running, "Requests that are running.", report.running),
+        (Metric.num_requests_waiting, "Requests that are waiting to run.", report.waiting),
+        (Metric.kv_cache_usage_perc, "Fraction of the KV cache in use, from 0 to 1.", report.kv_tokens_used / total),
+        (
+            Metric.kv_cache_reusable_perc,
+            "Fraction of the KV cache with reusable prefixes.",
+            report.kv_tokens_cached / total,
+        ),
+        (Metric.plan_version, "Version of the current speculation plan.", report.plan.version),
+        (Metric.synthetic, "1 while synthetic knobs distort the measurements, else 0.", report.synthetic is not None),
+    )
+    for name, text, value in gauges:
+        yield gauge(name, text, report.model, (), [((), float(value))])
+
+
+# Speculation metrics: drafted and accepted tokens, target ranks, loaded drafts and the state of the guard.
+
+
+def speculation(report: Report, counts: ServerCounters) -> Iterator[Family]:
+    """Yield the metrics of speculation, by task, depth, draft and bucket of the guard."""
+    yield from _by_task(report, counts)
+    yield _ranked(report)
+    text = "Steps of a sequence without a draft."
+    yield counter(Metric.num_plain_steps, text, report.model, (), [((), report.plain_steps)])
+    text = "Steps of a sequence after its prompt, with or without a draft."
+    steps = [((cell.task,), float(cell.decode_steps)) for cell in report.tasks]
+    yield counter(Metric.num_decode_steps, text, report.model, ("task",), steps)
+    text = "Tokens that decode steps emitted. Divided by the number of decode steps: tokens per step."
+    tokens = [((cell.task,), float(cell.decode_tokens)) for cell in report.tasks]
+    yield counter(Metric.num_decode_tokens, text, report.model, ("task",), tokens)
+    yield _drafts(report)
+    yield from _guard(report)
+
+
+def _by_task(report: Report, counts: ServerCounters) -> Iterator[Family]:
+    """Yield the draft counters per task; ``other`` gets the remainder of the report's totals."""
+    totals = (
+        (Metric.num_drafts, "Steps of a sequence that verified a draft.", report.drafts, "drafts"),
+        (Metric.num_draft_tokens, "Draft tokens that were verified.", report.draft_tokens, "draft_tokens"),
+        (Metric.num_accepted_tokens, "Draft tokens that were accepted.", report.accepted_tokens, "accepted"),
+    )
+    for name, text, total, attribute in totals:
+        named = {t: int(getattr(c, attribute)) for t, c in counts.by_task.items() if t != OTHER_TASK}
+        rest = max(0, total - sum(named.values()))
+        samples: Samples = (((task,), value) for task, value in (named | {OTHER_TASK: rest}).items())
+        yield counter(name, text, report.model, ("task",), samples)
+    positions = (
+        ((task, str(position)), value)
+        for task, counted in counts.by_task.items()
+        for position, value in sorted(counted.per_position.items())
+    )
+    text = "Draft tokens that were accepted, by position in the draft."
+    yield counter(Metric.num_accepted_tokens_per_pos, text, report.model, ("task", "position"), positions)
+
+
+def _ranked(report: Report) -> Family:
+    """Build the counter of target ranks, summed over the cells that the report separates.
+
+    The sum is over drafts, greedy and sampled requests, and both kinds of parents.
+    """
+    rank_counts: Counter[tuple[str, str, str]] = Counter()
+    for cell in report.acceptance:
+        for rank, count in enumerate(cell.ranks):
+            rank_counts[cell.task, str(cell.depth), "miss" if rank == len(cell.ranks) - 1 else str(rank)] += count
+    text = "Ranks of the target's token among the draft's candidates, counted where the parent token was accepted."
+    return counter(Metric.num_ranked, text, report.model, ("task", "depth", "rank"), rank_counts.items())
+
+
+def _drafts(report: Report) -> Family:
+    samples = (
+        ((draft.name, draft.method, draft.hash, draft.uri, draft.problem or ""), 1.0)
+        for draft in (report.draft, *report.named_drafts)
+    )
+    text = "1 for each configured draft; problem is the reason why it is not loaded, else empty."
+    return gauge(Metric.draft_info, text, report.model, ("draft", "method", "hash", "uri", "problem"), samples)
+
+
+def _guard(report: Report) -> Iterator[Family]:
+    suppressed = sum(cell.suppressed for cell in report.guard)
+    text = "Plan buckets in which the guard suppresses speculation."
+    yield gauge(Metric.guard_suppressed, text, report.model, (), [((), suppressed)])
+    cells = [((str(cell.concurrency), str(cell.context)), cell) for cell in report.guard]
+    text = "1 if the guard suppresses speculation in this plan bucket, else 0."
+    state: Samples = ((load, cell.suppressed) for load, cell in cells)
+    yield gauge(Metric.guard_state, text, report.model, ("concurrency", "context"), state)
+    seconds: Samples = (
+        ((*load, how), value)
+        for load, cell in cells
+        for how, value in (("speculative", cell.speculative), ("plain", cell.plain))
+        if value is not None
+    )
+    text = "Seconds per token with and without speculation, as the guard compares them."
+    yield gauge(Metric.guard_time_per_token_seconds, text, report.model, ("concurrency", "context", "mode"), seconds)
+
+
+# Metrics of traffic capture.
+#
+# They exist with value 0 if capture is off, so that an alert rule on dropped records needs no special case.
+
+
+def capture(model: str, counts: CaptureCounts) -> Iterator[Family]:
+    """Yield the metrics of captured records, dropped records and stored bytes."""
+    records = [((task,), float(count)) for task, count in counts.records.items()]
+    yield counter(Metric.capture_records, "Requests that were captured.", model, ("task",), records)
+    dropped = [((reason.value,), float(counts.dropped[reason])) for reason in Dropped]
+    yield counter(
+        Metric.capture_dropped,
+        "Requests that were not captured.",
+        model,
+        ("reason",),
+        dropped,
+    )
+    stored = [((), float(counts.stored_bytes))]
+    yield gauge(Metric.capture_stored_bytes, "Size of the capture folder in bytes.", model, (), stored)
+
+
+# Request metrics by the name of the API key. The families are empty unless ``api_key_metrics`` is on.
+
+_LABELS = ("api_key",)
+
+
+def api_keys(model: str, counts: ServerCounters) -> Iterator[Family]:
+    """Yield the metrics of requests by the name of their API key."""
+    by_key = counts.by_key
+    counters: tuple[tuple[Metric, str, Callable[[KeyCounts], int]], ...] = (
+        (Metric.api_key_requests, "Requests that were accepted, by API key.", lambda key: key.requests),
+        (Metric.api_key_request_success, "Finished requests, by API key.", lambda key: key.finished),
+        (
+            Metric.api_key_prompt_tokens,
+            "Prompt tokens of accepted requests, by API key.",
+            lambda key: key.prompt_tokens,
+        ),
+        (Metric.api_key_generation_tokens, "Generated tokens, by API key.", lambda key: key.generation_tokens),
+    )
+    for name, text, value in counters:
+        yield counter(name, text, model, _LABELS, [((key,), float(value(one))) for key, one in by_key.items()])
+    ttft = [((key,), one.ttft.counts, one.ttft.sum) for key, one in by_key.items()]
+    text = "Time from the start of a request to its first token, by API key."
+    yield histogram(Metric.api_key_time_to_first_token_seconds, text, model, _LABELS, LATENCY_EDGES, ttft)
+    e2e = [((key,), one.e2e.counts, one.e2e.sum) for key, one in by_key.items()]
+    text = "Time from the start of a request to its last token, by API key."
+    yield histogram(Metric.api_key_e2e_request_latency_seconds, text, model, _LABELS, LATENCY_EDGES, e2e)
+
+
+# Text exposition of all metrics, the response of /metrics.
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def render(report: Report, counts: ServerCounters) -> bytes:
+    """Return all metrics in the Prometheus text format."""
+    registry = CollectorRegistry()
+    families = [*speculation(report, counts), *traffic(report), *latency(report, counts)]
+    families += [*capture(report.model, counts.capture), *api_keys(report.model, counts)]
+    registry.register(_StaticCollector(families))
+    return generate_latest(registry)
+
+
+class _StaticCollector(Collector):
+    """Collector of metric families that are already built."""
+
+    def __init__(self, families: list[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families

@@ -1,0 +1,178 @@
+"""Strict assignment of a checkpoint's tensors to a network, by name: every tensor is used, and none is missing.
+
+The headers are compared first, so a checkpoint can be checked without loading it (`UnloadedNetwork`) and is loaded
+only if it fits. Only safetensors are read; `pickled_weights` converts other checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from specdecode_worker.models.errors import WeightMismatch
+from specdecode_worker.models.headers import TensorHeader, read_tensor_headers
+
+Network = TypeVar("Network", bound=nn.Module)
+Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
+"""Function from a network's tensor name and shape to the part to read, one slice per dimension."""
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+class _MetaInit(TorchFunctionMode):
+    """Mode that skips the random initialization of embeddings.
+
+    On the meta device, torch imports its compiler for it, which costs seconds at every start.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return given["tensor"] if func is nn.init.normal_ else func(*args, **given)
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Build networks on the meta device inside this context: names and shapes without data."""
+    with torch.device("meta"), _MetaInit():
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Tensors of a folder, by their names in the network.
+
+    ``origins`` maps these names to the names in the files.
+    """
+
+    folder: Path
+    tensors: Mapping[str, TensorHeader]
+    origins: Mapping[str, str]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def without(self, *names: str) -> Checkpoint:
+        """Return this checkpoint without the given tensors."""
+        return Checkpoint(self.folder, {k: v for k, v in self.tensors.items() if k not in names}, self.origins)
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor in its stored dtype."""
+        return dict(self.read_all([name]))[name]
+
+    def read_all(self, names: Iterable[str], part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors with their names in the network, file by file.
+
+        ``part``, if given, selects the slices to read of each tensor.
+
+        Raises:
+            WeightMismatch: a file cannot be read.
+        """
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        for file_name, inside in by_file.items():
+            try:
+                with safe_open(self.folder / file_name, framework="pt") as file:
+                    for name in inside:
+                        origin = self.origins[name]
+                        if part is None:
+                            yield name, file.get_tensor(origin)
+                        else:
+                            yield name, file.get_slice(origin)[part(name, self.tensors[name].shape)]
+            except (SafetensorError, OSError) as error:
+                raise WeightMismatch(
+                    f"{self.folder / file_name} cannot be read as safetensors: {error}; copy it again"
+                ) from None
+
+
+def open_checkpoint(folder: Path, rename: Callable[[str], str] = lambda name: name) -> Checkpoint:
+    """Read the headers of ``folder``; ``rename`` maps names in the files to names in the network.
+
+    Raises:
+        WeightMismatch: the headers are invalid, or ``rename`` maps two tensors to the same name.
+    """
+    tensors = read_tensor_headers(folder).tensors
+    origins: dict[str, str] = {}
+    for origin in tensors:
+        if (name := rename(origin)) in origins:
+            raise WeightMismatch(f"{folder}: {origins[name]} and {origin} are the same tensor; keep one")
+        origins[name] = origin
+    return Checkpoint(folder, {name: tensors[origin] for name, origin in origins.items()}, origins)
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadedNetwork(Generic[Network]):
+    """Network on the meta device with the checkpoint that fills it.
+
+    ``given`` names parts of the network that are not filled from the checkpoint. ``spare`` names tensors that the
+    checkpoint may hold in addition to the network's.
+    """
+
+    network: Network
+    checkpoint: Checkpoint
+    given: frozenset[str] = frozenset()
+    spare: frozenset[str] = frozenset()
+
+    def check(self) -> None:
+        """Raise WeightMismatch for the first tensor that is missing, extra, misshapen or of the wrong dtype."""
+        folder, headers, origins = self.checkpoint.folder, self.checkpoint.tensors, self.checkpoint.origins
+        wanted = {name: tensor for name, tensor in self.network.state_dict().items() if name not in self.given}
+        if missing := sorted(wanted.keys() - headers.keys()):
+            raise WeightMismatch(f"{folder}: {missing[0]} is missing ({len(missing)} missing in all)")
+        if extra := sorted(origins[name] for name in headers.keys() - wanted.keys() - self.spare):
+            raise WeightMismatch(f"{folder}: {extra[0]} is not part of this model ({len(extra)} extra in all)")
+        for name, tensor in wanted.items():
+            _expect(folder, origins[name], headers[name], tensor)
+
+    def fill(self, *, dtype: torch.dtype, device: torch.device, finite: bool = False) -> Network:
+        """Load the weights and return the frozen network in ``dtype`` on ``device``.
+
+        Raises:
+            WeightMismatch: a tensor does not fit, or holds NaN or infinity and ``finite`` is set.
+        """
+        self.check()
+        placed: dict[str, Tensor] = {}
+        for name, tensor in self.checkpoint.read_all(self.checkpoint.tensors.keys() - self.spare):
+            placed[name] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else _integer(tensor))
+        if finite:
+            self._check_finite(placed)
+        self.network.load_state_dict(placed, strict=False, assign=True)
+        self.network.requires_grad_(False)
+        for child in self.network.modules():
+            if hasattr(child, "cos_PD"):
+                child.to(device)
+        return self.network
+
+    def _check_finite(self, placed: Mapping[str, Tensor]) -> None:
+        """Raise WeightMismatch for the first tensor with NaN or infinity, by one reduction per tensor on its device."""
+        floats = {name: tensor for name, tensor in placed.items() if tensor.is_floating_point() and tensor.numel()}
+        if not floats:
+            return
+        # The extremes of a tensor are NaN if one value is. They need no mask as large as the tensor.
+        extremes = torch.stack([torch.stack(torch.aminmax(tensor)) for tensor in floats.values()])
+        for name, is_finite in zip(floats, extremes.isfinite().all(dim=1).tolist(), strict=True):
+            if not is_finite:
+                folder, origin = self.checkpoint.folder, self.checkpoint.origins[name]
+                raise WeightMismatch(f"{folder}: {origin} holds NaN or infinity; export the weights again")
+
+
+def _integer(tensor: Tensor) -> torch.dtype:
+    return torch.bool if tensor.dtype == torch.bool else torch.int64
+
+
+def _expect(folder: Path, name: str, header: TensorHeader, wanted: Tensor) -> None:
+    if header.shape != tuple(wanted.shape):
+        raise WeightMismatch(
+            f"{folder}: {name} has shape {list(header.shape)}, config.json asks for {list(wanted.shape)}"
+        )
+    if header.is_floating_point != wanted.is_floating_point():
+        raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}, expected {wanted.dtype}")
+    if header.is_floating_point and header.dtype not in _FLOATS:
+        raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}; quantised weights are not supported")

@@ -1,1 +1,0 @@
-"""Location, download, checks and loading of model folders."""

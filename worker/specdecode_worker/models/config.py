@@ -1,0 +1,558 @@
+"""Shapes of networks, read from config.json."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.fields import Fields, read_config
+from specdecode_worker.models.rope import LinearScaling, RopeScaling, Scaling, YarnScaling, read_rope
+
+log = logging.getLogger(__name__)
+
+# Shapes of targets, read from Hugging Face's config.json: Llama 2 and 3, Qwen 2 and 3, Mistral.
+#
+# Defaults of absent fields come from transformers' configuration files. Unsupported features of a family are refused by
+# name. Shapes of drafts are in `draft_config`.
+
+_MOST_LAYERS = 1024
+_LONGEST = 2**31
+_MOST_TABLE = 2**28
+"""Most entries of a table of rotary positions (1 GiB of fp32): a million positions of 256 dimensions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """Shape of decoder blocks, for targets and drafts."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Scaling | None
+    max_position_embeddings: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """True if queries and keys are normed per head before they are rotated (Qwen 3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig(BlockConfig):
+    """Shape of a target, or of a draft model: Llama and the families that share its blocks."""
+
+    vocab_size: int
+    num_hidden_layers: int
+    tie_word_embeddings: bool
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def aux_layers(self) -> tuple[int, int, int]:
+        """Layer inputs that an EAGLE-3 head reads by default: those of layers 2, N//2 and N-3 of N."""
+        n = self.num_hidden_layers
+        return (min(2, n - 1), n // 2, max(n - 3, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """Differences between a family's blocks and Llama's, and the family's defaults for absent fields."""
+
+    model_type: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    sliding_window: int | None = None
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(model_type="llama"),
+    "Qwen2ForCausalLM": _Family(model_type="qwen2", qkv_bias=True),
+    "Qwen3ForCausalLM": _Family(model_type="qwen3", qk_norm=True, head_dim=128),
+    "MistralForCausalLM": _Family(model_type="mistral", sliding_window=4096),
+}
+
+
+def llama_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> LlamaConfig:
+    """Read the config of a target that serves texts of up to ``max_model_len`` tokens.
+
+    None for ``max_model_len`` selects the model's own limit.
+
+    Raises:
+        ConfigMismatch: the model is of another family, or uses an unsupported feature.
+    """
+    fields = Fields(raw)
+    architecture = _architecture(fields)
+    family = _FAMILIES[architecture]
+    refuse_unknown(fields)
+    blocks = block_fields(fields, head_dim=family.head_dim, kv_heads_required=architecture != "LlamaForCausalLM")
+    _refuse_window(fields, family, min(max_model_len or _LONGEST, blocks["max_position_embeddings"]))
+    bias = family.model_type in ("llama", "qwen3") and fields.flag("attention_bias")
+    return LlamaConfig(
+        vocab_size=fields.integer("vocab_size"),
+        num_hidden_layers=fields.integer("num_hidden_layers", most=_MOST_LAYERS),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        bos_token_id=fields.integers("bos_token_id")[0] if fields.integers("bos_token_id") else None,
+        eos_token_ids=fields.integers("eos_token_id"),
+        qkv_bias=bias or family.qkv_bias,
+        o_bias=bias,
+        mlp_bias=family.model_type == "llama" and fields.flag("mlp_bias"),
+        qk_norm=family.qk_norm,
+        **blocks,
+    )
+
+
+def refuse_unknown(fields: Fields) -> None:
+    """Raise ConfigMismatch for features that no network of this package supports."""
+    if fields.text("hidden_act", "silu") != "silu":
+        raise ConfigMismatch(f"hidden_act {fields.raw['hidden_act']!r} is not supported; only silu is")
+    for name in ("quantization_config", "compression_config"):
+        if fields.has(name):
+            raise ConfigMismatch(f"{fields.where}: {name}: quantised weights are not supported; take the bf16 model")
+    fields.refuse("logit_scale", 1)
+
+
+def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_required: bool = False) -> dict[str, Any]:
+    """Return the fields of BlockConfig that all families share, except biases. Raise ConfigMismatch if invalid."""
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads", most=2**16)
+    kv_heads = fields.integer("num_key_value_heads", None if kv_heads_required else heads, most=heads)
+    if heads % kv_heads:
+        raise ConfigMismatch(f"{heads} num_attention_heads cannot share {kv_heads} num_key_value_heads")
+    if not fields.has("head_dim") and head_dim is None and hidden % heads:
+        raise ConfigMismatch(f"hidden_size {hidden} is no multiple of {heads} num_attention_heads; head_dim is needed")
+    width = fields.integer("head_dim", head_dim or hidden // heads, most=4096)
+    if width % 2:
+        raise ConfigMismatch(f"head_dim {width} is odd; rotary positions need pairs")
+    theta, scaling, positions = _positions(fields, width)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": width,
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": positions,
+    }
+
+
+def _architecture(fields: Fields) -> str:
+    architectures = fields.texts("architectures")
+    if not architectures:
+        kind = fields.text("model_type", "llama")
+        architectures = tuple(name for name, family in _FAMILIES.items() if family.model_type == kind) or (kind,)
+    if len(architectures) != 1 or architectures[0] not in _FAMILIES:
+        raise ConfigMismatch(f"architectures {list(architectures)} is not supported; {', '.join(_FAMILIES)} are")
+    return architectures[0]
+
+
+def _refuse_window(fields: Fields, family: _Family, length: int) -> None:
+    """Raise ConfigMismatch if a sliding window is shorter than the longest text.
+
+    A longer window has no effect; sliding-window attention is not supported.
+    """
+    window = fields.integer("sliding_window", 0, least=0) if "sliding_window" in fields.raw else family.sliding_window
+    if family.model_type in ("qwen2", "qwen3") and not fields.flag("use_sliding_window"):
+        window = None
+    kinds = set(fields.texts("layer_types"))
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        raise ConfigMismatch(f"layer_types {sorted(other)} are not supported")
+    if kinds and "sliding_attention" not in kinds:
+        window = None
+    if window and window < length:
+        raise ConfigMismatch(
+            f"sliding_window {window} is below the longest text of {length} tokens, and windows are not supported; "
+            f"set max_model_len to {window} or less"
+        )
+
+
+def _positions(fields: Fields, width: int) -> tuple[float, Scaling | None, int]:
+    positions = fields.integer("max_position_embeddings", 2048, most=_LONGEST)
+    theta, scaling = read_rope(fields, positions)
+    if isinstance(scaling, YarnScaling):
+        # As in vLLM: YaRN is often enabled without a change to max_position_embeddings.
+        positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
+    if positions * width > _MOST_TABLE:
+        raise ConfigMismatch(
+            f"max_position_embeddings {positions} is too large for head_dim {width}; lower it in config.json"
+        )
+    return theta, scaling, positions
+
+
+# Shapes of draft heads, read from config.json and checked against their target.
+#
+# Sources: EAGLE-3 heads as SafeAILab, vLLM and SGLang read them (``norm_before_fc`` vllm-project/speculators#337,
+# ``fc_norm`` and ``norm_output`` vllm-project/vllm#42764, the two conventions of layer ids sgl-project/sglang#25454).
+# EAGLE-1 follows SafeAILab's cnets1.py. The nested config of speculators is flattened as in vLLM's
+# transformers_utils/configs/speculators. Medusa follows FasterDecoding's MedusaConfig and vLLM's.
+
+_MOST_DRAFT_LAYERS = 64
+_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(BlockConfig):
+    """Shape of an EAGLE-3 head: a layer over pairs (target hidden state, embedding), then ordinary layers.
+
+    The inputs of the target's layers ``aux_layers`` are fused. If ``aux_layers`` is empty, the head reads the target's
+    final hidden state directly and has no ``fc`` (``use_aux_hidden_state: false``).
+    """
+
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    num_hidden_layers: int = 1
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    """True if one norm is applied to the concatenated states that ``fc`` reads."""
+    fc_norm: bool = False
+    """True if each state that ``fc`` reads has its own norm."""
+    norm_output: bool = False
+    """True if the next step reads the hidden state after the last norm instead of before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig(BlockConfig):
+    """Shape of an EAGLE-1 or EAGLE-2 head.
+
+    ``fc_bias`` is None if config.json does not specify it; the weights then decide.
+    """
+
+    vocab_size: int
+    num_hidden_layers: int = 1
+    fc_bias: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """Shape of Medusa heads: each has ``num_layers`` residual blocks and a matrix to the vocabulary."""
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+
+
+def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
+    """Read the config of an EAGLE-3 head.
+
+    Raises:
+        ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
+    """
+    fields = flattened_fields(raw, "eagle3")
+    fields.refuse("parallel_drafting")
+    # speculators omits this field if it is true (vLLM's update_eagle3); all others omit it if it is false.
+    return Eagle3Config(**eagle3_fields(fields, target, norm_before_residual=fields.has("speculators_model_type")))
+
+
+def eagle3_fields(fields: Fields, target: LlamaConfig, *, norm_before_residual: bool) -> dict[str, Any]:
+    """Return the values of `Eagle3Config` for a head of that architecture.
+
+    Args:
+        fields: Fields of config.json, flattened.
+        target: Config of the target.
+        norm_before_residual: Value of the field of this name if it is absent.
+
+    Raises:
+        ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
+    """
+    nested = fields.part("eagle_config")
+    blocks = head_blocks(fields, target)
+    hidden = fields.integer("target_hidden_size", blocks["hidden_size"])
+    expect_equal("hidden_size", hidden, target.hidden_size)
+    # A head maps its own tokens to the target's, so it still fits a target whose vocabulary has grown since.
+    vocab = fields.integer("vocab_size", target.vocab_size)
+    vocab = vocab if vocab < target.vocab_size else head_vocabulary(fields, target)
+    reads_aux = nested.flag("use_aux_hidden_state", True)
+    if not reads_aux and blocks["hidden_size"] != target.hidden_size:
+        raise ConfigMismatch(f"use_aux_hidden_state false needs the target's hidden_size {target.hidden_size}")
+    norm_before_fc = reads_aux and nested.flag("norm_before_fc", fields.flag("norm_before_fc"))
+    fc_norm = reads_aux and fields.flag("fc_norm")
+    if fc_norm and norm_before_fc:
+        raise ConfigMismatch("config.json: fc_norm and norm_before_fc exclude each other; which one was trained?")
+    return {
+        "target_hidden_size": hidden,
+        "vocab_size": vocab,
+        "draft_vocab_size": fields.integer("draft_vocab_size", vocab, most=vocab),
+        "aux_layers": _aux_layers(fields, nested, target) if reads_aux else (),
+        "num_hidden_layers": fields.integer("num_hidden_layers", 1, most=_MOST_DRAFT_LAYERS),
+        "norm_before_residual": fields.flag("norm_before_residual", norm_before_residual),
+        "norm_before_fc": norm_before_fc,
+        "fc_norm": fc_norm,
+        "norm_output": fields.flag("norm_output"),
+        **blocks,
+    }
+
+
+def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
+    """Read the config of an EAGLE-1 or EAGLE-2 head.
+
+    Raises:
+        ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
+    """
+    fields = flattened_fields(raw, "eagle")
+    for name in ("add_para_norm", "layernorms"):
+        fields.refuse(name)
+    blocks = head_blocks(fields, target)
+    expect_equal("hidden_size", blocks["hidden_size"], target.hidden_size)
+    bias = "fusion_bias" if fields.has("fusion_bias") else "bias"
+    return EagleConfig(
+        vocab_size=head_vocabulary(fields, target),
+        num_hidden_layers=fields.integer("num_hidden_layers", 1, most=_MOST_DRAFT_LAYERS),
+        fc_bias=fields.flag(bias) if fields.has(bias) else None,
+        **blocks,
+    )
+
+
+def medusa_config(raw: Mapping[str, Any], target: LlamaConfig) -> MedusaConfig:
+    """Read the config of Medusa heads, with FasterDecoding's or vLLM's field names. Raise ConfigMismatch if invalid."""
+    fields = Fields(raw)
+    fields.refuse("original_lm_head")
+    fields.refuse("logit_scale", 1)
+    ours = fields.has("medusa_num_heads")
+    expect_equal("hidden_size", fields.integer("hidden_size", target.hidden_size), target.hidden_size)
+    vocab = head_vocabulary(fields, target)
+    return MedusaConfig(
+        num_heads=fields.integer("medusa_num_heads" if ours else "num_heads", most=64),
+        num_layers=fields.integer("medusa_num_layers" if ours else "num_hidden_layers", 1, most=_MOST_DRAFT_LAYERS),
+        hidden_size=target.hidden_size,
+        vocab_size=vocab,
+        draft_vocab_size=fields.integer("truncated_vocab_size", vocab, most=vocab),
+    )
+
+
+def flattened_fields(raw: Mapping[str, Any], kind: str) -> Fields:
+    """Return the fields of a possibly nested config, and check its kind.
+
+    speculators nests the layer's shape in ``transformer_layer_config``; the fields outside it take precedence.
+    """
+    fields = Fields(raw)
+    declared_kind = fields.text("speculators_model_type", kind)
+    if declared_kind != kind:
+        raise ConfigMismatch(f"speculators_model_type {declared_kind!r} is no {kind} head")
+    if not fields.has("transformer_layer_config"):
+        return fields
+    outside = {name: value for name, value in raw.items() if value is not None and name != "transformer_layer_config"}
+    return Fields({**fields.part("transformer_layer_config").raw, **outside})
+
+
+def head_blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
+    """Return the fields of BlockConfig for a head. Positions follow the target's. Raise ConfigMismatch if invalid."""
+    refuse_unknown(fields)
+    # Heads declare a short limit that only describes their training text. Positions follow the target's.
+    known = {**fields.raw, "max_position_embeddings": target.max_position_embeddings}
+    bias = fields.flag("attention_bias")
+    return block_fields(Fields(known)) | {
+        "max_position_embeddings": target.max_position_embeddings,
+        "qkv_bias": fields.flag("qkv_bias", bias),
+        "o_bias": bias,
+        "mlp_bias": fields.flag("mlp_bias"),
+    }
+
+
+def head_vocabulary(fields: Fields, target: LlamaConfig) -> int:
+    """Return the size of the draft's whole vocabulary, which is the target's. Raise ConfigMismatch if it differs."""
+    vocab = fields.integer("vocab_size", target.vocab_size)
+    if vocab != target.vocab_size:
+        raise ConfigMismatch(
+            f"the draft's vocab_size is {vocab}, the target's {target.vocab_size}; a head works on the target's "
+            "embeddings, so only a draft of method draft-model may have another vocabulary"
+        )
+    return vocab
+
+
+def expect_equal(name: str, drafts: int, targets: int) -> None:
+    """Raise ConfigMismatch unless a draft was made for the target's value of ``name``."""
+    if drafts != targets:
+        raise ConfigMismatch(f"the draft was made for a target of {name} {drafts}, this target has {targets}")
+
+
+def _aux_layers(fields: Fields, nested: Fields, target: LlamaConfig) -> tuple[int, ...]:
+    declared_ids = fields.integers(_IDS) or nested.integers(_IDS)
+    count = fields.integer("num_aux_hidden_states", len(declared_ids) or 3, most=target.num_hidden_layers + 1)
+    if not declared_ids and count == 3:
+        return target.aux_layers
+    # Two conventions exist: layer inputs, or layer outputs (the first id is 1 then, and input = output + 1).
+    outputs = declared_ids[:1] == (1,) and all(a < b for a, b in itertools.pairwise(declared_ids))
+    ids = tuple(i + outputs for i in declared_ids)
+    if len(ids) != count or any(i > target.num_hidden_layers for i in ids):
+        raise ConfigMismatch(f"{_IDS} {list(declared_ids)} do not name {count} of the target's layers")
+    meaning = "outputs" if outputs else "inputs"
+    log.info("%s %s name %s of layers: reading the inputs of layers %s", _IDS, list(declared_ids), meaning, list(ids))
+    return ids
+
+
+# Shape of P-EAGLE heads, read from config.json and checked against their target.
+#
+# A P-EAGLE head is an EAGLE-3 head with a mask token. The token's id has three names: ``mask_token_id`` in the format
+# ``peagle`` of speculators (vllm-project/speculators, src/speculators/models/peagle/config.py), ``ptd_token_id`` in
+# heads of an earlier version of that class, and ``pard_token`` in vLLM (vllm-project/vllm,
+# vllm/v1/spec_decode/llm_base_proposer.py reads all three).
+
+_MASK_TOKEN_NAMES = ("mask_token_id", "pard_token", "ptd_token_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PEagleConfig(Eagle3Config):
+    """Shape of a P-EAGLE head. ``mask_token_id`` is the token of every drafted position except the first."""
+
+    mask_token_id: int
+
+
+def peagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> PEagleConfig:
+    """Read the config of a P-EAGLE head.
+
+    Raises:
+        ConfigMismatch: the head names no mask token, was made for a target of another shape, or uses an unsupported
+            feature.
+    """
+    fields = flattened_fields(raw, "peagle")
+    if fields.has("parallel_drafting") and not fields.flag("parallel_drafting"):
+        raise ConfigMismatch("config.json: parallel_drafting false is no P-EAGLE head")
+    shape = eagle3_fields(fields, target, norm_before_residual=False)
+    return PEagleConfig(mask_token_id=_mask_token(fields, shape["vocab_size"]), **shape)
+
+
+def _mask_token(fields: Fields, vocab_size: int) -> int:
+    """Return the id of the mask token, which has a row in the draft's embedding."""
+    names = [name for name in _MASK_TOKEN_NAMES if fields.has(name)]
+    if not names:
+        raise ConfigMismatch(f"config.json: a P-EAGLE head needs one of {', '.join(_MASK_TOKEN_NAMES)}")
+    ids = {name: fields.integer(name, least=0, most=vocab_size - 1) for name in names}
+    if len(set(ids.values())) > 1:
+        raise ConfigMismatch(f"config.json: {' and '.join(names)} name different tokens; which one was trained?")
+    return ids[names[0]]
+
+
+# Shape of DFlash heads, read from config.json and checked against their target.
+#
+# Two layouts are read. z-lab's has its own fields in ``dflash_config`` (z-lab/dflash, dflash/model.py; vllm-
+# project/vllm, vllm/model_executor/models/qwen3_dflash.py) and counts layers by their outputs, so id i is the input of
+# layer i + 1. The one of speculators nests the shape of the layers in ``transformer_layer_config``, counts layers by
+# their inputs, and may have a smaller draft vocabulary (vllm-project/speculators at c05b95b3:
+# src/speculators/models/dflash/config.py, and src/speculators/convert/dflash/converter.py for the ids of layers; vLLM's
+# counterpart is ``update_dflash`` of vllm/transformers_utils/configs/speculators/algos.py). Variants of the
+# architecture that these files also read (sliding windows, causal blocks, sinks, scaled embeddings, tokens proposed by
+# the root's slot) are refused by name.
+
+_LONGEST_BLOCK = 64
+_IDS, _NESTED_IDS = "aux_hidden_state_layer_ids", "target_layer_ids"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(BlockConfig):
+    """Shape of a DFlash head. ``aux_layers`` are the target's layers whose inputs it reads.
+
+    ``block_size`` is the number of slots of a block that the head was trained on, the root included.
+    ``draft_vocab_size`` is ``vocab_size`` unless the head proposes only some of the target's tokens.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    mask_token_id: int
+    block_size: int
+    num_hidden_layers: int
+
+
+def is_speculators(raw: Mapping[str, Any]) -> bool:
+    """Return whether config.json is in the layout of speculators."""
+    return raw.get("speculators_model_type") is not None
+
+
+def dflash_config(raw: Mapping[str, Any], target: LlamaConfig) -> DFlashConfig:
+    """Read the config of a DFlash head, in either layout.
+
+    Raises:
+        ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
+    """
+    fields = flattened_fields(raw, "dflash")
+    nested = fields.part("dflash_config")
+    _refuse_variants(fields, nested)
+    blocks = head_blocks(fields, target)
+    expect_equal("hidden_size", blocks["hidden_size"], target.hidden_size)
+    vocab = head_vocabulary(fields, target)
+    own = _speculators_fields(fields, target, vocab) if is_speculators(raw) else _zlab_fields(fields, nested, target)
+    mask = (fields if is_speculators(raw) else nested).integer("mask_token_id", least=0, most=vocab - 1)
+    return DFlashConfig(
+        **{**blocks, "qk_norm": True},
+        **{"draft_vocab_size": vocab, **own},
+        vocab_size=vocab,
+        mask_token_id=mask,
+        block_size=fields.integer("block_size", least=2, most=_LONGEST_BLOCK),
+        num_hidden_layers=fields.integer("num_hidden_layers", most=64),
+    )
+
+
+def _refuse_variants(fields: Fields, nested: Fields) -> None:
+    """Raise ConfigMismatch for variants of the architecture that are not supported."""
+    for name in ("use_swa", "attention_sink_bias", "causal", "projector_type"):
+        nested.refuse(name)
+    for name in ("is_causal", "use_sliding_window", "add_swa_attention_sink_bias", "sample_from_anchor"):
+        fields.refuse(name)
+    for each in (nested, fields):
+        each.refuse("input_embedding_scale", 1)
+    if other := set(fields.texts("layer_types")) - {"full_attention"}:
+        raise ConfigMismatch(f"config.json: layer_types {sorted(other)} are not supported")
+
+
+def _zlab_fields(fields: Fields, nested: Fields, target: LlamaConfig) -> dict[str, Any]:
+    """Return the values of `DFlashConfig` that z-lab's layout has in fields of its own."""
+    if fields.has("num_target_layers"):
+        expect_equal("num_hidden_layers", fields.integer("num_target_layers"), target.num_hidden_layers)
+    return {"aux_layers": _dflash_aux_layers(nested, _NESTED_IDS, 1, target)}
+
+
+def _speculators_fields(fields: Fields, target: LlamaConfig, vocab: int) -> dict[str, Any]:
+    """Return the values of `DFlashConfig` that the layout of speculators has in fields of its own."""
+    expect_equal("hidden_size", fields.integer("target_hidden_size", target.hidden_size), target.hidden_size)
+    return {
+        "aux_layers": _dflash_aux_layers(fields, _IDS, 0, target),
+        "draft_vocab_size": fields.integer("draft_vocab_size", most=vocab),
+    }
+
+
+def _dflash_aux_layers(where: Fields, name: str, offset: int, target: LlamaConfig) -> tuple[int, ...]:
+    """Return the layers whose inputs the head reads: the ids of the field ``name``, plus ``offset``."""
+    given = where.integers(name)
+    ids = tuple(i + offset for i in given)
+    if not ids or len(set(ids)) < len(ids) or any(i > target.num_hidden_layers for i in ids):
+        raise ConfigMismatch(f"{where.where}: {name} {list(given)} do not name layers of the target")
+    return ids
+
+
+# Public names of the config modules: shapes of networks, read from Hugging Face's config.json.
+#
+# Targets are in `target_config`, draft heads in `draft_config`, rotary scalings in `networks.rope`.
+
+__all__ = [
+    "BlockConfig",
+    "DFlashConfig",
+    "Eagle3Config",
+    "EagleConfig",
+    "LinearScaling",
+    "LlamaConfig",
+    "MedusaConfig",
+    "PEagleConfig",
+    "RopeScaling",
+    "YarnScaling",
+    "dflash_config",
+    "eagle3_config",
+    "eagle_config",
+    "llama_config",
+    "medusa_config",
+    "peagle_config",
+    "read_config",
+]

@@ -1,1 +1,0 @@
-"""Shapes of networks, read from config.json."""

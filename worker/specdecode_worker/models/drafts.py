@@ -1,0 +1,209 @@
+"""Loading of a draft of any method for a target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_worker.contract import Method
+from specdecode_worker.models.checkpoint import Network, UnloadedNetwork
+from specdecode_worker.models.config import llama_config, read_config
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
+from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.headers import infer_method, read_tensor_headers
+from specdecode_worker.models.llama import Llama, VocabularyMap
+from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.models.vocabulary import (
+    TOKENIZER_FILE,
+    VocabularyMatch,
+    expect_same_ordinary_tokens,
+    match_vocabularies,
+)
+from specdecode_worker.models.weights import (
+    load_dflash,
+    load_eagle,
+    load_eagle3,
+    load_llama,
+    load_medusa,
+    load_peagle,
+    prepare_dflash,
+    prepare_eagle,
+    prepare_eagle3,
+    prepare_llama,
+    prepare_medusa,
+    prepare_peagle,
+)
+
+# Fit of a draft model's vocabulary to that of its target.
+#
+# Equal tokenizers may have matrices of different sizes, since published models pad them differently; `fit_vocabulary`
+# makes them equal. Other tokenizers are matched by the bytes of their tokens.
+
+
+def expect_vocabulary(method: Method, folder: Path, target_folder: Path) -> None:
+    """Raise VocabularyMismatch if ``folder`` holds a head with the tokenizer of another target.
+
+    Most heads come without a tokenizer. They are checked by the shapes of their matrices alone.
+    """
+    if method != "draft-model" and (folder / TOKENIZER_FILE).is_file():
+        expect_same_ordinary_tokens(target_folder, folder)
+
+
+def match_draft_model(
+    target_folder: Path, target_size: int, draft_folder: Path, max_model_len: int | None
+) -> VocabularyMatch | None:
+    """Match a draft model's vocabulary with that of a target with ``target_size`` rows. No weights are read.
+
+    Raises:
+        ConfigMismatch: The draft's config.json is unsupported.
+        VocabularyMismatch: The draft cannot draft for this target.
+    """
+    draft_size = llama_config(read_config(draft_folder), max_model_len).vocab_size
+    return match_vocabularies(target_folder, draft_folder, target_size, draft_size)
+
+
+def set_vocabulary(draft: Llama, match: VocabularyMatch | None, target_size: int) -> None:
+    """Let a draft model read and propose ids of a target with ``target_size`` rows, in place."""
+    if match is None:
+        fit_vocabulary(draft, target_size)
+    else:
+        draft.vocabulary = VocabularyMap(match, draft.model.embed_tokens.weight.device)
+
+
+@torch.no_grad()
+def fit_vocabulary(draft: Llama, size: int) -> None:
+    """Resize the draft's embedding and lm_head to ``size`` rows, in place.
+
+    Padding rows at the end are cut, or added as zeros. Target and draft can then exchange any token id; the added ids
+    belong to no token.
+    """
+    if draft.config.vocab_size == size:
+        return
+    embedding, output = draft.model.embed_tokens, draft.lm_head
+    tied = output.weight is embedding.weight
+    embedding.weight = _resized(embedding.weight, size)
+    output.weight = embedding.weight if tied else _resized(output.weight, size)
+    embedding.num_embeddings = output.out_features = size
+    draft.config = replace(draft.config, vocab_size=size)
+
+
+def _resized(weight: Tensor, size: int) -> nn.Parameter:
+    resized = weight.new_zeros(size, weight.shape[1])
+    common_rows = min(size, len(weight))
+    resized[:common_rows] = weight[:common_rows]
+    return nn.Parameter(resized, requires_grad=False)
+
+
+# Entry points that load or check a draft with weights, by its method.
+#
+# A folder with a draft of another method is refused with a message that names the method found.
+
+WeightMethod = Literal["eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model"]
+"""Methods with draft weights."""
+Draft = Eagle3Head | PEagleHead | DFlashHead | EagleHead | MedusaHeads | Llama
+_CALLED: dict[Method, str] = {
+    "eagle3": "an EAGLE-3 head",
+    "peagle": "a P-EAGLE head",
+    "dflash": "a DFlash head",
+    "eagle": "an EAGLE-1 or EAGLE-2 head",
+    "medusa": "a Medusa checkpoint",
+    "draft-model": "a whole model",
+}
+
+
+def load_draft(
+    method: WeightMethod,
+    folder: Path,
+    target: Llama,
+    *,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+) -> Draft:
+    """Load the draft in ``folder`` for ``target``, unfused.
+
+    ``target`` may be fused; it was loaded from ``target_folder``. A draft model is resized to the target's vocabulary,
+    or gets a map to it if its tokenizer is another one. Its config keeps its own maximum length.
+
+    Raises:
+        ConfigMismatch: config.json is unsupported, or made for a target of another shape.
+        WeightMismatch: the tensors do not fit config.json.
+        VocabularyMismatch: the draft cannot draft in the tokens of the target.
+    """
+    expect_method(method, folder)
+    expect_vocabulary(method, folder, target_folder)
+    match method:
+        case "eagle3":
+            return load_eagle3(folder, target, dtype=dtype, device=device)
+        case "peagle":
+            return load_peagle(folder, target, dtype=dtype, device=device)
+        case "dflash":
+            return load_dflash(folder, target, dtype=dtype, device=device)
+        case "eagle":
+            return load_eagle(folder, target, dtype=dtype, device=device)
+        case "medusa":
+            return load_medusa(folder, target, dtype=dtype, device=device)
+        case "draft-model":
+            shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
+            draft = load_llama(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
+            set_vocabulary(draft, shared, target.config.vocab_size)
+            return draft
+
+
+def check_draft(method: WeightMethod, folder: Path, target_folder: Path, *, max_model_len: int | None = None) -> None:
+    """Check a draft by its config.json, tokenizers and tensor headers, without reading weights.
+
+    Raises the errors of `load_draft`, except those about the values of weights.
+    """
+    target = prepare_llama(target_folder, max_model_len=max_model_len).network
+    build_meta_draft(method, folder, target, target_folder=target_folder, max_model_len=max_model_len)
+
+
+def build_meta_draft(
+    method: WeightMethod, folder: Path, target: Llama, *, target_folder: Path, max_model_len: int | None = None
+) -> Draft:
+    """Return the network that `load_draft` would load, on the meta device, after the checks of `check_draft`."""
+    expect_method(method, folder)
+    expect_vocabulary(method, folder, target_folder)
+    match method:
+        case "eagle3":
+            return _checked_network(prepare_eagle3(folder, target))
+        case "peagle":
+            return _checked_network(prepare_peagle(folder, target))
+        case "dflash":
+            return _checked_network(prepare_dflash(folder, target))
+        case "eagle":
+            return _checked_network(prepare_eagle(folder, target))
+        case "medusa":
+            return _checked_network(prepare_medusa(folder, target))
+        case "draft-model":
+            shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
+            draft = _checked_network(prepare_llama(folder, max_model_len=max_model_len))
+            set_vocabulary(draft, shared, target.config.vocab_size)
+            return draft
+
+
+def _checked_network(prepared: UnloadedNetwork[Network]) -> Network:
+    prepared.check()
+    return prepared.network
+
+
+def expect_method(method: WeightMethod, folder: Path) -> None:
+    """Raise an error unless ``folder`` holds a draft of ``method``.
+
+    Raises:
+        ConfigMismatch: the folder holds a draft of another method.
+        WeightMismatch: the folder holds no known draft.
+    """
+    inferred = infer_method(read_tensor_headers(folder))
+    if inferred is None:
+        raise WeightMismatch(f"{folder} holds no draft that is known: neither a head's nor a model's tensors are there")
+    if inferred != method:
+        missing = "mask_hidden is missing, " if (method, inferred) == ("peagle", "eagle3") else ""
+        raise ConfigMismatch(f"{folder}: {missing}this is {_CALLED[inferred]}, set method: {inferred} (it is {method})")

@@ -1,0 +1,192 @@
+"""Contents of a model folder, read from its safetensors headers: names, shapes, dtypes and sizes of tensors.
+
+No weights are loaded. Format: https://huggingface.co/docs/safetensors (eight bytes of length, a JSON header, then the
+data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from specdecode_worker.contract import Method
+from specdecode_worker.models.config import (
+    DFlashConfig,
+    Eagle3Config,
+    EagleConfig,
+    LlamaConfig,
+    MedusaConfig,
+    PEagleConfig,
+    dflash_config,
+    eagle3_config,
+    eagle_config,
+    llama_config,
+    medusa_config,
+    peagle_config,
+    read_config,
+)
+from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+
+Described = LlamaConfig | Eagle3Config | PEagleConfig | DFlashConfig | EagleConfig | MedusaConfig
+_MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+|blocks\.\d+|lm_heads\.\d+)\.")
+
+INDEX = "model.safetensors.index.json"
+_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+}
+"""Bits per element of each safetensors dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Header of one tensor.
+
+    ``dtype`` is the name in the safetensors format (F32, BF16, I64, BOOL); ``file`` is the file that holds the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    file: str
+
+    @property
+    def is_floating_point(self) -> bool:
+        """True for floating-point dtypes."""
+        return "F" in self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Tensor headers of a folder, by their names in the checkpoint."""
+
+    tensors: Mapping[str, TensorHeader]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.bytes for tensor in self.tensors.values())
+
+
+def read_tensor_headers(folder: Path) -> Headers:
+    """Return the headers of all weights of a folder.
+
+    The rotary frequencies that old exporters stored (``inv_freq``) are left out.
+
+    Raises:
+        WeightMismatch: the folder has no safetensors, a file is truncated or not in the format, or two files hold the
+            same tensor.
+    """
+    headers: dict[str, TensorHeader] = {}
+    for path in weight_files(folder):
+        for name, header in _headers_of(path):
+            if name in headers:
+                raise WeightMismatch(f"{folder}: {name} stands in both {headers[name].file} and {path.name}; keep one")
+            headers[name] = header
+    return Headers({name: tensor for name, tensor in headers.items() if not name.endswith("inv_freq")})
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files named by the index; without an index, every *.safetensors file.
+
+    Mistral's consolidated copies are skipped.
+
+    Raises:
+        WeightMismatch: there is no such file, or the index is invalid.
+    """
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
+    paths = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if not paths:
+        raise WeightMismatch(f"{folder} holds no *.safetensors; other formats are not read, convert them first")
+    return paths
+
+
+def _indexed(folder: Path) -> list[Path]:
+    path = folder / INDEX
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightMismatch(f"{path} is no index of safetensors ({type(error).__name__}: {error})") from None
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise WeightMismatch(f"{path}: weight_map must name files of this folder")
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise WeightMismatch(f"{folder}: {absent[0]} is missing, which {INDEX} names ({len(absent)} missing in all)")
+    return [folder / name for name in names]
+
+
+def _headers_of(path: Path) -> Iterator[tuple[str, TensorHeader]]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - a safe_open is no dict
+                part = file.get_slice(name)
+                yield name, _header(path, name, tuple(part.get_shape()), part.get_dtype())
+    except (SafetensorError, OSError) as error:
+        raise WeightMismatch(f"{path} cannot be read as safetensors: {error}; copy it again") from None
+
+
+def _header(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> TensorHeader:
+    if dtype not in _BITS:
+        raise WeightMismatch(f"{path}: {name} has dtype {dtype}, which is not supported")
+    return TensorHeader(shape, dtype, math.prod(shape) * _BITS[dtype] // 8, path.name)
+
+
+def infer_method(headers: Headers) -> Method | None:
+    """Return the draft method that the tensor names of a folder belong to, or None if they belong to no known one."""
+    names = [name.removeprefix("model.") for name in headers.tensors]
+    if "mask_hidden" in names:
+        return "peagle"
+    if "hidden_norm.weight" in names:
+        return "dflash"
+    if any(name in ("d2t", "t2d") or name.endswith("hidden_norm.weight") for name in names):
+        return "eagle3"
+    if any(_MEDUSA.match(name) for name in names):
+        return "medusa"
+    if "fc.weight" in names or "fusion_fc.weight" in names:
+        return "eagle"
+    return "draft-model" if "embed_tokens.weight" in names else None
+
+
+def describe(folder: Path, target: LlamaConfig | None = None) -> Described:
+    """Return the shape of the network in ``folder``, from config.json and the tensor names.
+
+    ``target`` is the config of the target, which is required for a draft head.
+
+    Raises:
+        ConfigMismatch: config.json is unsupported, or ``target`` is missing.
+        WeightMismatch: the headers cannot be read.
+    """
+    raw = read_config(folder)
+    method = infer_method(read_tensor_headers(folder))
+    if method in (None, "draft-model"):
+        return llama_config(raw)
+    if target is None:
+        raise ConfigMismatch(f"{folder} holds a draft of method {method}, no model of its own; name its target too")
+    if method == "medusa":
+        return medusa_config(raw, target)
+    if method == "dflash":
+        return dflash_config(raw, target)
+    if method == "peagle":
+        return peagle_config(raw, target)
+    return eagle_config(raw, target) if method == "eagle" else eagle3_config(raw, target)

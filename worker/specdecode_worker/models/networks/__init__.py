@@ -1,1 +1,0 @@
-"""Target and draft networks as plain torch modules."""

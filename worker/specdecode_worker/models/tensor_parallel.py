@@ -1,0 +1,111 @@
+"""Tensor parallelism of a target: each device computes a part of every layer.
+
+Each layer says how its matrices are split (`linear.Split`). Embeddings and norms are replicated on every device. A
+device reads only its own slices of the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from specdecode_worker.models.checkpoint import meta_init
+from specdecode_worker.models.config import LlamaConfig
+from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.linear import Linear, Shard, Split
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import prepare_llama
+
+
+def split_config(config: LlamaConfig, size: int) -> LlamaConfig:
+    """Return the shape of one device's part; vocabulary and hidden size stay whole.
+
+    Raises:
+        ConfigMismatch: a dimension is not divisible by ``size``.
+    """
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % size:
+            raise ConfigMismatch(
+                f"{name} {getattr(config, name)} cannot be split over tensor_parallel_size {size}; take a divisor of it"
+            )
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // size,
+        num_key_value_heads=config.num_key_value_heads // size,
+        intermediate_size=config.intermediate_size // size,
+    )
+
+
+def split_network(config: LlamaConfig, shard: Shard) -> Llama:
+    """Build one device's part on the meta device. Parameter names are those of the whole network."""
+    with meta_init():
+        model = Llama(split_config(config, shard.size))
+        if not config.tie_word_embeddings:
+            rows = shard.part(config.vocab_size)
+            model.lm_head = Linear(config.hidden_size, rows.stop - rows.start, split=Split.VOCABULARY)
+    return model
+
+
+def load_shard(
+    folder: Path, shard: Shard, *, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None
+) -> Llama:
+    """Load one device's part of the target in ``folder``.
+
+    Every device must call this; the returned module contains collectives.
+
+    Raises:
+        ConfigMismatch: the target cannot be split over this number of devices.
+        WeightMismatch: the checkpoint does not fit config.json.
+    """
+    whole = prepare_llama(folder, max_model_len=max_model_len)
+    whole.check()
+    config = whole.network.config
+    model = split_network(config, shard)
+    splits = splits_of(model)
+
+    def part(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        return slices(splits.get(name, Split.WHOLE), shape, shard)
+
+    placed = {
+        name: tensor.to(device=device, dtype=dtype)
+        for name, tensor in whole.checkpoint.read_all(whole.checkpoint.tensors, part)
+    }
+    model.load_state_dict(placed, strict=False, assign=True)
+    if config.tie_word_embeddings:
+        rows = model.model.embed_tokens.weight[shard.part(config.vocab_size)]
+        model.lm_head = Linear.of(rows, split=Split.VOCABULARY)
+    model.requires_grad_(False)
+    model.rope.to(device)
+    share(model, shard)
+    return model
+
+
+def splits_of(model: nn.Module) -> dict[str, Split]:
+    """Return how devices share each parameter of the matrices of ``model``, by name."""
+    return {
+        f"{name}.{parameter}": linear.split
+        for name, linear in model.named_modules()
+        if isinstance(linear, Linear)
+        for parameter, _ in linear.named_parameters()
+    }
+
+
+def slices(split: Split, shape: tuple[int, ...], shard: Shard) -> tuple[slice, ...]:
+    """Return the part of a checkpoint tensor that this device holds, one slice per dimension."""
+    first, *rest = (slice(0, size) for size in shape)
+    match split:
+        case Split.OUTPUTS | Split.VOCABULARY:
+            return (shard.part(shape[0]), *rest)
+        case Split.INPUTS if len(shape) == 2:
+            return (first, shard.part(shape[1]))
+    return (first, *rest)
+
+
+def share(model: Llama, shard: Shard) -> None:
+    """Make the matrices of ``model`` parts of those of all devices, in place, once their weights are loaded."""
+    for linear in model.modules():
+        if isinstance(linear, Linear):
+            linear.share(shard, model.config.vocab_size if linear is model.lm_head else None)

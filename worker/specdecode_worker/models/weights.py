@@ -1,0 +1,281 @@
+"""Loading of networks from model folders: tensor names per kind of checkpoint, and the tensors that may be absent."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_worker.models.checkpoint import (
+    Checkpoint,
+    UnloadedNetwork,
+    meta_init,
+    open_checkpoint,
+)
+from specdecode_worker.models.config import (
+    Eagle3Config,
+    dflash_config,
+    eagle3_config,
+    eagle_config,
+    is_speculators,
+    llama_config,
+    medusa_config,
+    peagle_config,
+    read_config,
+)
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
+from specdecode_worker.models.errors import WeightMismatch
+from specdecode_worker.models.fields import end_tokens
+from specdecode_worker.models.linear import Linear
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
+
+# Loading of networks from model folders: tensor names per kind of checkpoint, and the tensors that may be absent.
+#
+# ``prepare_*`` check config.json against its bounds and read the tensor headers only; they return an
+# `UnloadedNetwork`, whose `check` compares both. ``load_*`` read the weights as well. All tensor renames of the known
+# checkpoint families are in this module. Every function raises ConfigMismatch or WeightMismatch, with a message that
+# names the field or tensor.
+
+Head = TypeVar("Head", bound=Eagle3Head)
+_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+
+
+def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> UnloadedNetwork[Llama]:
+    """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
+    config = replace(llama_config(read_config(folder), max_model_len), eos_token_ids=end_tokens(folder))
+    checkpoint = open_checkpoint(folder)
+    with meta_init():
+        model = Llama(config)
+    if not config.tie_word_embeddings:
+        return UnloadedNetwork(model, checkpoint)
+    # A tied checkpoint may repeat the matrix as lm_head; the embedding is used.
+    return UnloadedNetwork(model, checkpoint.without("lm_head.weight"), frozenset(("lm_head.weight",)))
+
+
+def load_llama(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    finite: bool = False,
+) -> Llama:
+    """Load the target, or draft model, in ``folder``. With ``finite``, weights with NaN or infinity are refused."""
+    model = prepare_llama(folder, max_model_len=max_model_len).fill(dtype=dtype, device=device, finite=finite)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def prepare_eagle3(folder: Path, target: Llama) -> UnloadedNetwork[Eagle3Head]:
+    """Return the unloaded EAGLE-3 head of ``folder`` for ``target``."""
+    return prepare_head(Eagle3Head, eagle3_config(read_config(folder), target.config), folder, target)
+
+
+def prepare_head(kind: type[Head], config: Eagle3Config, folder: Path, target: Llama) -> UnloadedNetwork[Head]:
+    """Return the unloaded head of ``folder``, an EAGLE-3 head or one that extends it by further tensors."""
+    checkpoint = open_checkpoint(folder, _eagle3_name)
+    own = _EMBEDDING in checkpoint
+    if not own and config.hidden_size != target.config.hidden_size:
+        raise WeightMismatch(
+            f"{folder}: {_EMBEDDING} is missing; a head of hidden_size {config.hidden_size} cannot use the target's "
+            f"embeddings of size {target.config.hidden_size}"
+        )
+    if own and config.vocab_size < target.config.vocab_size:
+        raise WeightMismatch(
+            f"{folder}: {_EMBEDDING} has {config.vocab_size} rows, the target's {target.config.vocab_size}; a head of "
+            "the vocabulary before it grew must use the target's"
+        )
+    with meta_init():
+        embedding = nn.Embedding(config.vocab_size, config.hidden_size) if own else target.model.embed_tokens
+        head = kind(config, embedding, own_embedding=own)
+    whole = config.draft_vocab_size == config.vocab_size and "d2t" not in checkpoint
+    head.shares_output = config.draft_vocab_size == target.config.vocab_size and _OUTPUT not in checkpoint
+    given = ("d2t",) * whole + (_OUTPUT,) * head.shares_output
+    return UnloadedNetwork(head, checkpoint, frozenset(given), spare=frozenset(("t2d",)))
+
+
+def load_eagle3(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
+    """Load the EAGLE-3 head in ``folder`` for ``target``."""
+    return fill_head(prepare_eagle3(folder, target), target, dtype=dtype, device=device)
+
+
+def fill_head(prepared: UnloadedNetwork[Head], target: Llama, *, dtype: torch.dtype, device: torch.device) -> Head:
+    """Load the weights of a head from `prepare_head` and check its vocabulary map; the target's lm_head may be shared.
+
+    Raises:
+        WeightMismatch: A tensor or the map does not fit, or the target's lm_head is split over several devices.
+    """
+    head = prepared.fill(dtype=dtype, device=device, finite=True)
+    if "d2t" in prepared.given:
+        head.d2t = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
+    if head.shares_output:
+        if target.lm_head.shard is not None:
+            raise WeightMismatch(f"{prepared.checkpoint.folder}: {_OUTPUT} is missing, and the target's is split")
+        if target.lm_head.stored is None:
+            head.lm_head = Linear.of(target.lm_head.weight.to(device, dtype))
+        else:
+            head.lm_head = target.lm_head
+    _check_map(head, prepared.checkpoint)
+    return head
+
+
+def prepare_eagle(folder: Path, target: Llama) -> UnloadedNetwork[EagleHead]:
+    """Return the unloaded EAGLE-1 or EAGLE-2 head of ``folder`` for ``target``."""
+    config = eagle_config(read_config(folder), target.config)
+    checkpoint = open_checkpoint(folder, _eagle_name)
+    if config.fc_bias is None:
+        config = replace(config, fc_bias="fc.bias" in checkpoint)
+    with meta_init():
+        head = EagleHead(
+            config, target, own_embedding=_EMBEDDING in checkpoint, own_lm_head="lm_head.weight" in checkpoint
+        )
+    return UnloadedNetwork(head, checkpoint)
+
+
+def load_eagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> EagleHead:
+    """Load the EAGLE-1 or EAGLE-2 head in ``folder`` for ``target``."""
+    return prepare_eagle(folder, target).fill(dtype=dtype, device=device, finite=True)
+
+
+def prepare_medusa(folder: Path, target: Llama) -> UnloadedNetwork[MedusaHeads]:
+    """Return the unloaded Medusa heads of ``folder`` for ``target``."""
+    config = medusa_config(read_config(folder), target.config)
+    checkpoint = open_checkpoint(folder, lambda name: _medusa_name(name, config.num_layers))
+    with meta_init():
+        heads = MedusaHeads(config, bias="blocks.0.layers.0.bias" in checkpoint)
+    return UnloadedNetwork(heads, checkpoint)
+
+
+def load_medusa(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
+    """Load the Medusa heads in ``folder`` for ``target``."""
+    heads = prepare_medusa(folder, target).fill(dtype=dtype, device=device, finite=True)
+    if heads.token_map is not None and not _maps_into(heads.token_map, heads.config.vocab_size):
+        raise WeightMismatch(f"{folder}: token_map maps outside the target's vocabulary of {heads.config.vocab_size}")
+    return heads
+
+
+def _eagle3_name(name: str) -> str:
+    """Return SafeAILab's name of an EAGLE-3 tensor.
+
+    SafeAILab's ``midlayer.*`` is ``layers.0.*`` in speculators and ``model.layers.0.*`` in NeMo. TensorRT-LLM numbers
+    its midlayers, and the speculators class uses a plural for the norms before ``fc``.
+    """
+    name = re.sub(r"^fc_norms\.", "fc_norm.", name.removeprefix("model."))
+    name = re.sub(r"^midlayer\.(?=\d+\.)", "layers.", name)
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
+def _eagle_name(name: str) -> str:
+    """Return the network's name of an EAGLE-1 tensor, which is SafeAILab's.
+
+    vLLM nests the names in ``model.``; speculators uses other names for the parts.
+    """
+    name = name.removeprefix("model.")
+    return re.sub(r"^transformer\.", "layers.0.", re.sub(r"^fusion_fc\.", "fc.", name))
+
+
+def _medusa_name(name: str, layers: int) -> str:
+    """Return vLLM's name of a Medusa tensor.
+
+    In FasterDecoding's checkpoints, head h is ``layers`` blocks followed by a matrix: ``h.0.linear.weight``,
+    ``h.1.weight``.
+    """
+    name = re.sub(r"^medusa_heads?\.", "", name)
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(rf"^(\d+)\.{layers}\.weight$", r"lm_heads.\1.weight", name)
+
+
+def _check_map(head: Eagle3Head, checkpoint: Checkpoint) -> None:
+    if head.config.draft_vocab_size == head.config.vocab_size and head.d2t.any():
+        raise WeightMismatch(
+            f"{checkpoint.folder}: d2t moves tokens, but the draft's vocabulary is the target's; it must be 0"
+        )
+    check_vocabulary_map(head.target_ids, head.config.vocab_size, checkpoint)
+
+
+def check_vocabulary_map(ids: Tensor, size: int, checkpoint: Checkpoint) -> None:
+    """Raise WeightMismatch unless ``ids``, from the head's d2t, are tokens of the target and agree with its t2d.
+
+    ``size`` is the size of the target's vocabulary.
+    """
+    folder = checkpoint.folder
+    if not _maps_into(ids, size):
+        raise WeightMismatch(f"{folder}: d2t maps outside the target's vocabulary of {size}")
+    if "t2d" not in checkpoint:
+        return
+    known_V = checkpoint.read("t2d").bool().flatten()
+    if known_V.shape != (size,):
+        raise WeightMismatch(f"{folder}: t2d has {len(known_V)} entries, the target's vocabulary {size}")
+    mapped_V = torch.zeros_like(known_V)
+    mapped_V[ids.cpu()] = True
+    if (wrong := (mapped_V != known_V).nonzero()).numel():
+        raise WeightMismatch(f"{folder}: t2d and d2t disagree on target token {int(wrong[0])}")
+
+
+def _maps_into(ids: Tensor, size: int) -> bool:
+    return bool(((ids >= 0) & (ids < size)).all())
+
+
+# Loading of P-EAGLE heads: the tensors of an EAGLE-3 head, and ``mask_hidden``.
+#
+# speculators stores ``mask_hidden`` as [1, 1, A]; vLLM flattens it (vllm-project/vllm,
+# vllm/model_executor/models/llama_eagle3.py), so other exporters may store it as [1, A] or [A].
+
+_MASK = "mask_hidden"
+
+
+def prepare_peagle(folder: Path, target: Llama) -> UnloadedNetwork[PEagleHead]:
+    """Return the unloaded P-EAGLE head of ``folder`` for ``target``. Raise ModelError if it does not fit."""
+    prepared = prepare_head(PEagleHead, peagle_config(read_config(folder), target.config), folder, target)
+    if _MASK in prepared.checkpoint:
+        width = prepared.network.mask_hidden.numel()
+        shape = prepared.checkpoint.tensors[_MASK].shape
+        if shape in ((width,), (1, width)):
+            prepared.network.mask_hidden = nn.Parameter(prepared.network.mask_hidden.view(shape))
+    return prepared
+
+
+def load_peagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> PEagleHead:
+    """Load the P-EAGLE head in ``folder`` for ``target``. Raise ModelError if it does not fit."""
+    return fill_head(prepare_peagle(folder, target), target, dtype=dtype, device=device)
+
+
+# Loading of DFlash heads, in z-lab's layout (z-lab/dflash, dflash/model.py) and in that of speculators.
+#
+# z-lab's heads share embeddings and output matrix with the target. speculators writes copies of them into the
+# checkpoint, the output matrix with the rows of the draft's vocabulary only; ``d2t`` and ``t2d`` then map it
+# (vllm-project/speculators at c05b95b3: src/speculators/models/dflash/core.py for the tensors that are saved, and
+# ``DraftVocabMixin`` of src/speculators/model.py for those of the vocabulary). As in vLLM (vllm-project/vllm,
+# vllm/model_executor/models/qwen3_dflash.py), a head without a copy reads the target's.
+
+
+def prepare_dflash(folder: Path, target: Llama) -> UnloadedNetwork[DFlashHead]:
+    """Return the unloaded DFlash head of ``folder`` for ``target``. Raise ModelError if it does not fit."""
+    raw = read_config(folder)
+    config, copies = dflash_config(raw, target.config), is_speculators(raw)
+    checkpoint = open_checkpoint(folder, lambda name: name.removeprefix("model."))
+    mapped = config.draft_vocab_size < config.vocab_size
+    with meta_init():
+        head = DFlashHead(
+            config,
+            target,
+            own_embedding=copies and "embed_tokens.weight" in checkpoint,
+            own_lm_head=mapped or (copies and "lm_head.weight" in checkpoint),
+        )
+    return UnloadedNetwork(head, checkpoint, spare=frozenset(("t2d",) if mapped else ()))
+
+
+def load_dflash(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> DFlashHead:
+    """Load the DFlash head in ``folder`` for ``target``. Raise ModelError if it does not fit."""
+    prepared = prepare_dflash(folder, target)
+    head = prepared.fill(dtype=dtype, device=device, finite=True)
+    if head.target_ids is not None:
+        check_vocabulary_map(head.target_ids, head.config.vocab_size, prepared.checkpoint)
+    return head

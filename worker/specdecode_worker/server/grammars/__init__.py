@@ -1,1 +1,0 @@
-"""Grammars of answers: built from the fields of a request, and checked before the request starts."""

@@ -1,0 +1,342 @@
+"""Internal streams: frames for a router, which another worker can continue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from specdecode_worker.contract import internal_stream as contract
+from specdecode_worker.contract.internal_stream import (
+    ALIVE_SECONDS,
+    Alive,
+    End,
+    Error,
+    Frame,
+    Moved,
+    encode_frame,
+)
+from specdecode_worker.server.errors import ApiError, BadRequest, DeadlineExceeded, EngineFailed, Unavailable
+from specdecode_worker.server.generation import Output, contract_logprobs
+from specdecode_worker.server.request_terms import RequestTerms
+from specdecode_worker.server.responses import ChoicePiece
+from specdecode_worker.server.service import Service
+from specdecode_worker.server.streaming import Call, EventEncoder, Result, StartedRequest, start
+
+log = logging.getLogger(__name__)
+
+# Channel of frames from the task of a request to its connection, with signs of life and a notice of moves.
+
+_MAX_QUEUED_FRAMES = 16
+"""Frames that wait for the router outside of the token streams, which bound the unread output."""
+
+
+class FrameChannel:
+    """Bounded queue of frames for one connection. ``alive`` returns the sign of life that is due, or None."""
+
+    def __init__(self, alive: Callable[[], Alive | None]) -> None:
+        self._alive = alive
+        self._frames: deque[Frame] = deque()
+        self._has_news = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._alive_due = False
+        self.moved = False
+        """True if the worker has asked for a continuation on another worker."""
+
+    async def put(self, frame: Frame) -> None:
+        """Append a frame, as soon as there is room for it."""
+        while len(self._frames) >= _MAX_QUEUED_FRAMES:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._frames.append(frame)
+        self._has_news.set()
+
+    def move(self) -> None:
+        """End the stream with ``Moved`` after the frames that are queued now."""
+        self.moved = True
+        self._has_news.set()
+
+    async def encoded(self) -> AsyncIterator[bytes]:
+        """Yield the encoded frames as they arrive, up to the last one."""
+        timer = _Timer(self._tick)
+        try:
+            while True:
+                await self._has_news.wait()
+                self._has_news.clear()
+                frames = self._take()
+                if frames:
+                    yield b"".join(map(encode_frame, frames))
+                if frames and isinstance(frames[-1], Moved | Error | End):
+                    return
+        finally:
+            timer.cancel()
+
+    def _take(self) -> list[Frame]:
+        """Remove and return the frames to send now. A stream that has its last frame does not move."""
+        frames: list[Frame] = []
+        if self._alive_due and (alive := self._alive()) is not None:
+            frames.append(alive)
+        self._alive_due = False
+        frames += self._frames
+        self._frames.clear()
+        self._has_room.set()
+        if self.moved and not (frames and isinstance(frames[-1], Error | End)):
+            frames.append(Moved())
+        return frames
+
+    def _tick(self) -> None:
+        self._alive_due = True
+        self._has_news.set()
+
+
+class _Timer:
+    """Repeated call of a function every ALIVE_SECONDS, first at once."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._next_seconds = self._loop.time()
+        self._run()
+
+    def cancel(self) -> None:
+        """Stop the calls."""
+        self._handle.cancel()
+
+    def _run(self) -> None:
+        self._call()
+        self._next_seconds = max(self._next_seconds + ALIVE_SECONDS, self._loop.time())
+        self._handle = self._loop.call_at(self._next_seconds, self._run)
+
+
+# Internal stream of one request: its generations as frames for a router.
+
+# Age of the engine's last beat up to which the engine counts as alive: two beats of an idle engine.
+_FRESH_BEAT_SECONDS = 0.5
+
+
+class FrameStream(StreamingResponse):
+    """Response of frames. It frees the engine slots however it ends, also when the router hangs up."""
+
+    def __init__(self, service: Service, request: contract.OpenStream) -> None:
+        self._channel = FrameChannel(lambda: _alive(service))
+        self._service = service
+        self._run = _StreamRun(service, request, self._channel)
+        super().__init__(self._channel.encoded(), media_type=contract.CONTENT_TYPE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the frames, then end the request."""
+        listeners = self._service.lifecycle.on_leave
+        listeners.add(self._channel.move)
+        work = asyncio.create_task(self._run.run())
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            listeners.discard(self._channel.move)
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+            self._run.close()
+
+
+class _StreamRun:
+    """Work of one internal stream: starts the generations and puts their frames on the channel."""
+
+    def __init__(self, service: Service, request: contract.OpenStream, channel: FrameChannel) -> None:
+        self._service, self._request, self._channel = service, request, channel
+        self._started: StartedRequest | None = None
+
+    async def run(self) -> None:
+        """Put all frames on the channel. Every error becomes the last frame."""
+        try:
+            await self._frames()
+        except ApiError as error:
+            await self._channel.put(error_frame(error))
+        except Exception:
+            log.exception("an internal stream failed")
+            failed = EngineFailed("the server failed on this request; its log says why", code="internal_error")
+            await self._channel.put(error_frame(failed))
+
+    def close(self) -> None:
+        """Close the generations."""
+        for generation in self._started.generations if self._started is not None else ():
+            generation.close(moved=self._channel.moved)
+
+    async def _frames(self) -> None:
+        request, lifecycle = self._request, self._service.lifecycle
+        lifecycle.check_accepting()
+        if lifecycle.shutting_down:
+            raise Unavailable("this worker is shutting down", code="draining")
+        started = self._started = await start(self._service, request.route, _call_of(request, self._service), _wait)
+        delivered = _delivered(request, len(started.generations))
+        encoder = EventEncoder(started.generations, started.writer, started.stream_options)
+        await self._channel.put(_open_frame(started, encoder, self._service.compatibility_key))
+        readers = [
+            _ChoiceReader(started, encoder, index, self._channel, count) for index, count in enumerate(delivered)
+        ]
+        await _all_or_first_error([reader.run() for reader in readers])
+        if started.body.stream:
+            body = b"".join(encoder.closing())
+        else:
+            choices = [one.choice(reader.pieces) for one, reader in zip(started.generations, readers, strict=True)]
+            body = await started.encode_whole(choices)
+        await self._channel.put(_end_frame(started, body))
+
+
+class _ChoiceReader:
+    """Reader of one generation, which puts its steps on the channel. ``pieces`` has the output without a stream."""
+
+    def __init__(
+        self, started: StartedRequest, encoder: EventEncoder, index: int, channel: FrameChannel, delivered: int
+    ) -> None:
+        self._generation, self._index, self._channel = started.generations[index], index, channel
+        self._encoder = encoder if started.body.stream else None
+        self._delivered = delivered
+        # Where text is held back, the boundaries of pieces decide which events a step has, and which log-probabilities
+        # wait with the text. With one piece for each token, a continuation on another worker has the same events.
+        streamed_or_scored = started.body.stream or started.body.top_logprobs_count is not None
+        self._one_by_one = sys.maxsize if started.writer.holds_back_text and streamed_or_scored else delivered
+        self.pieces: list[ChoicePiece] = []
+
+    async def run(self) -> None:
+        """Put all steps on the channel. Raises ApiError."""
+        if self._encoder is not None:
+            await self._encoder.skip(self._index, self._generation.replayed)
+        async for output in self._generation.outputs(one_by_one=self._one_by_one):
+            events = b""
+            if output.piece.is_shown and self._encoder is not None:
+                if output.index + output.count <= self._delivered:
+                    await self._encoder.skip(self._index, [output.piece])
+                else:
+                    events = b"".join(await self._encoder.encode(self._index, output.piece))
+            elif output.piece.is_shown:
+                self.pieces.append(output.piece)
+            if output.count:
+                await self._channel.put(self._step(output, events))
+
+    def _step(self, output: Output, events: bytes) -> contract.Step:
+        tokens = output.tokens
+        return contract.Step(
+            choice=self._index,
+            index=output.index,
+            ids=tokens.tokens[: output.count],
+            counters=self._generation.output.counters,
+            logprobs=contract_logprobs(tokens.logprobs[: output.count]),
+            prompt_logprobs=contract_logprobs(tokens.prompt_logprobs),
+            events=events,
+        )
+
+
+def error_frame(error: ApiError) -> contract.Error:
+    """Return the last frame of a request that failed."""
+    return contract.Error(
+        status=error.status,
+        body=msgspec.json.encode(error.body()),
+        headers=tuple(error.headers.items()),
+        retryable=error.retryable,
+    )
+
+
+def _open_frame(started: StartedRequest, encoder: EventEncoder, key: str) -> contract.Open:
+    made = started.body.generated_choices
+    return contract.Open(
+        compatibility_key=key,
+        prompts=tuple(tuple(prompt.ids) for prompt in started.prompts),
+        choices=tuple(
+            contract.ChoiceStart(prompt=index // made, sampling=msgspec.msgpack.encode(generation.sampling))
+            for index, generation in enumerate(started.generations)
+        ),
+        created=started.writer.created,
+        stream=started.body.stream,
+        opening=b"".join(encoder.opening()) if started.body.stream else b"",
+    )
+
+
+def _end_frame(started: StartedRequest, body: bytes) -> contract.End:
+    statistics = [generation.statistics for generation in started.generations]
+    once = [one for one in statistics if one.counts_prompt]
+    return contract.End(
+        body=body,
+        prompt_tokens=sum(one.prompt_tokens for one in once),
+        completion_tokens=sum(one.completion_tokens for one in statistics),
+        cached_tokens=sum(one.cached_tokens for one in once),
+    )
+
+
+def _alive(service: Service) -> contract.Alive | None:
+    """Return a sign of life of the engine; None if its last beat is too old."""
+    beat = service.engine.heartbeat
+    if service.engine.ended.done() or time.monotonic() - beat.beat_seconds > _FRESH_BEAT_SECONDS:
+        return None
+    return contract.Alive(step=beat.step, longest_step_seconds=beat.longest_step_seconds)
+
+
+def _call_of(request: contract.OpenStream, service: Service) -> Call:
+    """Return the call of a stream.
+
+    Raises:
+        DeadlineExceeded: No time is left for it.
+    """
+    config, now, timeout = service.config.server, time.monotonic(), request.timeout_seconds
+    if timeout is not None and timeout <= 0:
+        raise DeadlineExceeded("the deadline of this request passed before it was complete; see X-Request-Timeout")
+    limit = config.request_timeout_seconds
+    return Call(
+        body=request.body,
+        request_id=request.request_id,
+        created=_created(request),
+        seed=request.seed,
+        task=request.task,
+        capture=request.capture,
+        terms=RequestTerms(
+            client=request.tenant,
+            weight=request.weight,
+            deadline_seconds=now + (limit if timeout is None else min(timeout, limit)),
+            queue_deadline_seconds=now + config.queue_timeout_seconds,
+            cache_salt=request.cache_salt,
+        ),
+        resume=request.resume,
+    )
+
+
+def _created(request: contract.OpenStream) -> int:
+    """Return the Unix time of the response: that of its first attempt."""
+    if request.resume is not None:
+        return request.resume.open.created
+    return int(time.time()) if request.created is None else request.created
+
+
+def _delivered(request: contract.OpenStream, choices: int) -> tuple[int, ...]:
+    """Return the number of tokens of each choice whose events the client has.
+
+    Raises:
+        BadRequest: The request has another number of choices.
+    """
+    delivered = (0,) * choices if request.delivered is None else request.delivered
+    if len(delivered) != choices or min(delivered) < 0:
+        raise BadRequest("delivered must have one count for each choice", param="delivered", code="invalid_value")
+    return delivered
+
+
+async def _wait(work: Awaitable[Result], /) -> Result:
+    """Return the result of ``work``. The whole task of a stream is cancelled when its router hangs up."""
+    return await work
+
+
+async def _all_or_first_error(works: list[Awaitable[None]]) -> None:
+    """Wait for all works. Cancel the others and raise the error if one fails."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

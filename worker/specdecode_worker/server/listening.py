@@ -1,0 +1,506 @@
+"""Listeners of both ports: connections with time-outs and bounds, and TLS with certificates that are read again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from specdecode_worker.contract import ServerConfig
+from specdecode_worker.http_edge.tls import TlsCertificate
+from specdecode_worker.server.liveness import VitalParts
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
+
+log = logging.getLogger(__name__)
+
+# Pure rules of one client connection: its phase, and when the server closes it.
+#
+#     ARRIVING -> SERVING -> IDLE -> ARRIVING ...
+#
+# A connection is ARRIVING from its start, or from the first byte of a later request, until the last byte of the body.
+# The caller passes the time, in seconds of one monotonic clock.
+
+MAX_HEADER_BYTES = 64 * 1024
+"""Limit of request line and headers together, the same as in h11."""
+_FRAMING_FACTOR = 8
+"""Bytes of chunked framing allowed for each byte of a body; a chunk of one byte has five."""
+_EARLY_FACTOR = 0.95
+"""Share of a time-out after which a half-open connection is closed.
+
+The rest is for the interval of the checks and for a busy event loop, so that none is open longer than the time-out.
+"""
+KEEP_ALIVE_SECONDS = 75
+"""Longest idle time of a connection.
+
+It is longer than the connection pools of clients keep idle connections: the client then closes an idle connection
+first, and no request is sent on a connection that the server has just closed.
+"""
+
+
+class Phase(Enum):
+    """Phase of a connection."""
+
+    ARRIVING = auto()
+    SERVING = auto()
+    IDLE = auto()
+
+
+class Cut(Enum):
+    """Reason why the server closes a connection; the value is the text of the log line."""
+
+    HEADERS_LATE = "the headers did not arrive in time"
+    BODY_LATE = "the body did not arrive in time"
+    IDLE = "it was idle"
+    UNREAD = "the client does not read its answer"
+    DISPLACED = "it was the oldest of too many connections without a request"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """Time-outs of a connection in seconds."""
+
+    header_seconds: float
+    body_seconds: float
+    write_seconds: float
+    idle_seconds: float = KEEP_ALIVE_SECONDS
+
+    @classmethod
+    def from_config(cls, config: ServerConfig) -> TimeLimits:
+        """Return the time-outs of the configuration."""
+        return cls(
+            _EARLY_FACTOR * config.header_timeout_seconds,
+            _EARLY_FACTOR * config.body_timeout_seconds,
+            config.write_timeout_seconds,
+        )
+
+
+class ConnectionState:
+    """State of one connection that decides when it is closed."""
+
+    __slots__ = ("_body_bytes", "_framing_bytes", "_stalled_since", "_unsent_bytes", "begun", "has_headers", "paused",
+                 "phase", "since")  # fmt: skip
+
+    def __init__(self, now: float) -> None:
+        self.phase = Phase.ARRIVING
+        self.since = now
+        """Time at which the phase began; for ARRIVING the start of the connection or the request's first byte."""
+        self.begun = False
+        """True once the first byte of the current request has arrived."""
+        self.has_headers = False
+        self.paused = False
+        """True while the transport has more unsent output than its high-water mark."""
+        self._framing_bytes = self._body_bytes = 0
+        self._unsent_bytes = 0
+        self._stalled_since: float | None = None
+
+    def begin_request(self, now: float) -> None:
+        """Record the first byte of a request. The first request counts from the start of the connection."""
+        if self.phase is not Phase.ARRIVING or self.begun:
+            self.since = now
+        self.phase, self.begun, self.has_headers = Phase.ARRIVING, True, False
+        self._framing_bytes = self._body_bytes = 0
+
+    def queue_request(self) -> None:
+        """Record that the request must wait for an earlier one of its connection. It has no deadline meanwhile."""
+        self.phase = Phase.SERVING
+
+    def start_queued_request(self, now: float) -> None:
+        """Record that the rest of a queued request is read from now on."""
+        self.phase, self.since = Phase.ARRIVING, now
+
+    def complete_request(self, now: float, *, answered: bool) -> None:
+        """Record the last byte of a request; ``answered`` is true if the response was sent before that."""
+        self.phase, self.since = (Phase.IDLE if answered else Phase.SERVING), now
+
+    def complete_response(self, now: float) -> None:
+        """Record that the whole response is written. A request that is still arriving keeps its deadline."""
+        if self.phase is Phase.SERVING:
+            self.phase, self.since = Phase.IDLE, now
+        if self._stalled_since is not None:
+            self._stalled_since = now
+
+    def count_received(self, received: int, body: int) -> None:
+        """Count bytes of the current request: all that arrived, and those of them that belong to its body."""
+        self._body_bytes += body
+        self._framing_bytes += received - body
+
+    @property
+    def has_too_much_framing(self) -> bool:
+        """True if headers, trailers and chunk framing exceed their limit."""
+        return self._framing_bytes > MAX_HEADER_BYTES + _FRAMING_FACTOR * self._body_bytes
+
+    def pause_writing(self, now: float) -> None:
+        """Record that the unsent output exceeds the high-water mark."""
+        self.paused, self._stalled_since = True, now
+
+    def resume_writing(self, now: float) -> None:
+        """Record that the client has read most of the unsent output."""
+        self.paused, self._stalled_since = False, now
+
+    def observe_unsent(self, unsent_bytes: int, now: float) -> None:
+        """Record the size of the unsent output.
+
+        A shrinking output is progress while a response is written. A paused connection must shrink to the low-water
+        mark, and the rest of a complete response to nothing, so that a client cannot read a byte at a time for ever.
+        """
+        is_progress = self.phase is Phase.SERVING and not self.paused and unsent_bytes < self._unsent_bytes
+        if not unsent_bytes:
+            self._stalled_since = None
+        elif self._stalled_since is None or is_progress:
+            self._stalled_since = now
+        self._unsent_bytes = unsent_bytes
+
+    def overdue(self, now: float, limits: TimeLimits) -> Cut | None:
+        """Return the reason to close the connection at time ``now``, or None."""
+        if self._stalled_since is not None and now - self._stalled_since > limits.write_seconds:
+            return Cut.UNREAD
+        seconds = now - self.since
+        match self.phase:
+            case Phase.ARRIVING if not self.has_headers and seconds > limits.header_seconds:
+                return Cut.HEADERS_LATE
+            case Phase.ARRIVING if seconds > limits.body_seconds:
+                return Cut.BODY_LATE
+            case Phase.IDLE if seconds > limits.idle_seconds:
+                return Cut.IDLE
+            case _:
+                return None
+
+
+# Table of the open connections of one port: closes those that are overdue, and the oldest ones beyond the bound.
+
+SWEEP_SECONDS = 0.2
+"""Interval of the sweeps. One over 2,000 connections takes a millisecond."""
+
+
+class Connection(Protocol):
+    """Connection that the table can close."""
+
+    state: ConnectionState
+
+    def unsent_bytes(self) -> int:
+        """Return the size of the output that the transport still holds."""
+        ...
+
+    def cut(self, reason: Cut) -> None:
+        """Close the connection."""
+        ...
+
+
+class ConnectionTable:
+    """Open connections of one port, at most ``max_connections``, in the order in which they were accepted."""
+
+    def __init__(self, port_name: str, limits: TimeLimits, max_connections: int) -> None:
+        self._port_name, self._limits, self._max = port_name, limits, max_connections
+        # The values of a dict are not used; unlike a set, it keeps the order.
+        self._connections: dict[Connection, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def add(self, connection: Connection) -> bool:
+        """Add a new connection. Return False if there is no place for it; the caller then refuses it.
+
+        At the bound, the connection that has waited longest without a complete request makes place. Half-open
+        connections therefore displace each other and not the clients that are served.
+        """
+        if len(self._connections) >= self._max:
+            oldest = _longest_without_request(self._connections)
+            if oldest is None:
+                return False
+            self.remove(oldest)
+            self._log({Cut.DISPLACED: 1})
+            oldest.cut(Cut.DISPLACED)
+        self._connections[connection] = None
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        """Remove a connection that has ended."""
+        self._connections.pop(connection, None)
+
+    def sweep(self, now: float) -> None:
+        """Close all connections that are overdue."""
+        reasons: Counter[Cut] = Counter()
+        for connection in list(self._connections):
+            connection.state.observe_unsent(connection.unsent_bytes(), now)
+            reason = connection.state.overdue(now, self._limits)
+            if reason is not None:
+                reasons[reason] += 1
+                connection.cut(reason)
+        self._log(reasons)
+
+    def _log(self, reasons: dict[Cut, int]) -> None:
+        for reason, count in reasons.items():
+            if reason is not Cut.IDLE:
+                log.info("%s port: closed %d connections: %s", self._port_name, count, reason.value)
+
+
+def _longest_without_request(connections: Iterable[Connection]) -> Connection | None:
+    waiting = (one for one in connections if one.state.phase is not Phase.SERVING)
+    return min(waiting, key=lambda one: one.state.since, default=None)
+
+
+# HTTP connection with time-outs and bounds: uvicorn's httptools protocol, observed by a `ConnectionTable`.
+
+_LATE = (Cut.HEADERS_LATE, Cut.BODY_LATE)
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Protocol of one connection.
+
+    It reports the phases of the connection to its state; the table closes the connection when it is overdue.
+    """
+
+    def __init__(
+        self,
+        table: ConnectionTable,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.state = ConnectionState(time.monotonic())
+        self._table = table
+        self._running: RequestResponseCycle | None = None
+        self._fed_body_bytes = 0
+        self._request_began = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuse the connection with 503 if the table has no place for it."""
+        super().connection_made(transport)
+        # The limit of a TLS transport is much higher by default.
+        transport.set_write_buffer_limits(high=HIGH_WATER_LIMIT)
+        if not self._table.add(self):
+            self._send_error(503, "too many connections; try again later", "too_many_connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell every request of the connection that its client is gone."""
+        self._table.remove(self)
+        # uvicorn tells the newest request only, which is not the running one while a client pipelines requests.
+        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser. Answer 431 if headers, trailers or chunk framing exceed their limit."""
+        self._fed_body_bytes, self._request_began = 0, False
+        super().data_received(data)
+        if self._request_began or self.state.phase is not Phase.ARRIVING:
+            return  # the counters belong to a request that began or ended within these data
+        self.state.count_received(len(data), self._fed_body_bytes)
+        if self.state.has_too_much_framing and not self.transport.is_closing():
+            self._send_error(431, f"headers and framing exceed {MAX_HEADER_BYTES} bytes", "headers_too_large")
+
+    def on_message_begin(self) -> None:
+        """Record the first byte of a request."""
+        super().on_message_begin()
+        self._request_began = True
+        self.state.begin_request(time.monotonic())
+
+    def on_headers_complete(self) -> None:
+        """Record the end of the headers."""
+        self.state.has_headers = True
+        super().on_headers_complete()
+        if self.pipeline:
+            self.state.queue_request()
+
+    def on_body(self, body: bytes) -> None:
+        """Count the bytes of the body."""
+        self._fed_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Record the last byte of a request."""
+        super().on_message_complete()
+        self.state.complete_request(time.monotonic(), answered=self.cycle.response_complete)
+
+    def on_response_complete(self) -> None:
+        """Record the end of a response, unless another request of the connection waits for its own."""
+        if not self.pipeline:
+            self.state.complete_response(time.monotonic())
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Record that the client reads too slowly."""
+        self.state.pause_writing(time.monotonic())
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Record that the client has read most of the output."""
+        self.state.resume_writing(time.monotonic())
+        super().resume_writing()
+
+    def unsent_bytes(self) -> int:
+        """Return the size of the output that the transport still holds."""
+        return self.transport.get_write_buffer_size()
+
+    def cut(self, reason: Cut) -> None:
+        """Close the connection. A client that is late with its request gets 408 first."""
+        answers = reason in _LATE and self.state.begun and not self._is_answering
+        if self.transport.is_closing() or self.unsent_bytes():
+            self.transport.abort()
+        elif answers:
+            self._send_error(408, reason.value, "request_timeout")
+        else:
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        if cycle.more_body and self.state.phase is Phase.SERVING:
+            self.state.start_queued_request(time.monotonic())
+        super()._start_asgi_task(cycle, app)
+
+    def _send_error(self, status: int, message: str, code: str) -> None:
+        """Send an error object and close the connection."""
+        body = msgspec.json.encode(
+            {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error",
+                       "param": None, "code": code}}
+        )  # fmt: skip
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+
+# HTTP listeners of the public and the admin port.
+
+# Time for open connections to read the data already written, after the last request has ended.
+_FLUSH_SECONDS = 2
+# The operator, a router and the kubelet need a few connections each.
+_MAX_ADMIN_CONNECTIONS = 256
+# File descriptors for everything but connections: models, libraries, sockets of the engine, capture.
+_OTHER_FILES = 256
+# Bytes of unread output that the kernel holds for each connection; without it the kernel grows its buffer to megabytes.
+_SEND_BUFFER_BYTES = 128 * 1024
+_TLS_CHECK_SECONDS = 2.0
+# Time for a client to answer the end of TLS before its connection is dropped.
+_TLS_CLOSE_SECONDS = 1.0
+# uvicorn calls `on_tick` ten times a second.
+_TICKS_PER_SECOND = 10
+
+
+class Listener(uvicorn.Server):
+    """uvicorn server of one port, with bounded connections.
+
+    It has no signal handlers of its own, because `serve` controls the shutdown of the process.
+    """
+
+    def __init__(self, app: FastAPI, table: ConnectionTable, header_seconds: float, tls: TlsCertificate | None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedHttpProtocol,
+                ws="none",
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_FLUSH_SECONDS,
+            )
+        )
+        self._table, self._header_seconds, self._tls = table, header_seconds, tls
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no signal handlers."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections on ``sockets``."""
+        protocol = partial(BoundedHttpProtocol, self._table, self.config, self.server_state, {})
+        # The table sees a connection only after its handshake, so the handshake has the time-out of headers.
+        handshake_seconds, close_seconds = (
+            (None, None) if self._tls is None else (self._header_seconds, _TLS_CLOSE_SECONDS)
+        )
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                protocol,
+                sock=one,
+                backlog=self.config.backlog,
+                ssl=None if self._tls is None else self._tls.context,
+                ssl_handshake_timeout=handshake_seconds,
+                ssl_shutdown_timeout=close_seconds,
+            )
+            for one in sockets or ()
+        ]
+        self.started = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close overdue connections, and read a changed certificate."""
+        if counter % round(SWEEP_SECONDS * _TICKS_PER_SECOND) == 0:
+            self._table.sweep(time.monotonic())
+        if self._tls is not None and counter % round(_TLS_CHECK_SECONDS * _TICKS_PER_SECOND) == 0:
+            self._tls.refresh()
+        return await super().on_tick(counter)
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    apps: tuple[FastAPI, FastAPI],
+    sockets: Sequence[socket.socket],
+    config: ServerConfig,
+    tls: TlsCertificate | None,
+    parts: VitalParts,
+) -> AsyncIterator[None]:
+    """Serve the public and the admin application on their sockets; a failure of a listener is one of ``parts``.
+
+    On exit, open connections get some time to read the data already written.
+    """
+    limits = TimeLimits.from_config(config)
+    tables = (
+        ConnectionTable("public", limits, _affordable_connections(config.max_connections)),
+        ConnectionTable("admin", limits, _MAX_ADMIN_CONNECTIONS),
+    )
+    listeners = [Listener(app, table, limits.header_seconds, tls) for app, table in zip(apps, tables, strict=True)]
+    for one in sockets:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted sockets inherit it
+    serving = [
+        asyncio.create_task(listener.serve(sockets=[one])) for listener, one in zip(listeners, sockets, strict=True)
+    ]
+    for name, task in zip(("public listener", "admin listener"), serving, strict=True):
+        parts.watch(name, task)
+    try:
+        yield
+    finally:
+        for listener in listeners:
+            listener.should_exit = True
+        await asyncio.gather(*serving, return_exceptions=True)
+
+
+def _affordable_connections(max_connections: int) -> int:
+    """Raise the limit of open files for ``max_connections``, and return how many connections the limit allows."""
+    needed = max_connections + _MAX_ADMIN_CONNECTIONS + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return max_connections
+    affordable = max(soft - (needed - max_connections), 1)
+    log.warning("at most %d connections, because the limit of open files is %d (ulimit -n)", affordable, hard)
+    return affordable

@@ -1,1 +1,0 @@
-"""OpenAPI description of the public port: request bodies, responses and errors."""

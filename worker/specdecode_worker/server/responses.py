@@ -1,0 +1,431 @@
+"""OpenAI's response objects, as plain dicts with the fields in OpenAI's order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from specdecode_worker.core.messages import Logprobs
+from specdecode_worker.models.vocabulary import Vocabulary
+from specdecode_worker.server.tools import ArgumentsDelta, CallStart, Delta, TextDelta, ToolParser, text_deltas
+
+# Parts of a response, before they are formatted for a route.
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Token and speculation counts of one choice.
+
+    ``drafts`` is the number of steps with a draft, ``accepted`` the number of accepted draft tokens.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    drafts: int
+    draft_tokens: int
+    accepted: int
+    counts_prompt: bool = True
+    """False for the further choices of a prompt, so that its tokens count once in the usage."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """Token with its log-probabilities and the character ``offset`` at which it begins in the returned text.
+
+    The first token of a prompt has no log-probabilities, because no token precedes it.
+    """
+
+    token: int
+    offset: int
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePiece:
+    """New text of a choice, with its scored tokens if log-probabilities are requested.
+
+    Only the last piece of a choice has a ``finish_reason``.
+    """
+
+    text: str
+    finish_reason: str | None
+    scored: tuple[ScoredToken, ...] = ()
+
+    @property
+    def is_shown(self) -> bool:
+        """True if the piece changes the response."""
+        return bool(self.text or self.scored or self.finish_reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Finished choice. ``mean_logprob`` is the mean per token; 0 if the engine returned no log-probabilities."""
+
+    text: str
+    finish_reason: str
+    statistics: Statistics
+    scored: tuple[ScoredToken, ...] = ()
+    mean_logprob: float = 0.0
+
+
+# Usage and speculation statistics over all choices of one request.
+
+
+def usage(statistics: Iterable[Statistics]) -> dict[str, Any]:
+    """Return OpenAI's usage object."""
+    per_choice = list(statistics)
+    once = [s for s in per_choice if s.counts_prompt]
+    prompt, completion = sum(s.prompt_tokens for s in once), sum(s.completion_tokens for s in per_choice)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in once)},
+    }
+
+
+def metrics(statistics: Iterable[Statistics]) -> dict[str, Any]:
+    """Return the speculation statistics of the request under vLLM's names."""
+    per_choice = list(statistics)
+    drafts, accepted = sum(s.drafts for s in per_choice), sum(s.accepted for s in per_choice)
+    draft_tokens = sum(s.draft_tokens for s in per_choice)
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + accepted / drafts if drafts else 1.0,
+            "draft_acceptance_rate": accepted / draft_tokens if draft_tokens else 0.0,
+            "num_drafts": drafts,
+            "num_draft_tokens": draft_tokens,
+            "num_accepted_tokens": accepted,
+        }
+    }
+
+
+# Log-probability objects of chat and completion responses.
+#
+# Log-probabilities are those of the raw distribution of the model, before temperature, truncation and penalties, as in
+# vLLM and OpenAI. So they do not depend on speculation or on the sampling parameters.
+
+# Value that OpenAI uses for very unlikely tokens, because JSON has no infinity.
+_LEAST = -9999.0
+
+
+def chat_logprobs(scored: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return {"content": [{token, logprob, bytes, top_logprobs}]} of a chat response.
+
+    ``bytes`` is exact also for a token that is an incomplete character.
+    """
+    return {"content": [_chat_token(one, vocabulary) for one in scored], "refusal": None}
+
+
+def completion_logprobs(scored: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return four lists of equal length. ``top_logprobs`` has the most likely tokens and the sampled token."""
+    return {
+        "text_offset": [one.offset for one in scored],
+        "token_logprobs": [None if one.logprobs is None else _bounded(one.logprobs.logprob) for one in scored],
+        "tokens": [_name(one.token, vocabulary) for one in scored],
+        "top_logprobs": [
+            None if one.logprobs is None else {_name(token, vocabulary): value for token, value in _all(one)}
+            for one in scored
+        ],
+    }
+
+
+def _chat_token(one: ScoredToken, vocabulary: Vocabulary) -> dict[str, Any]:
+    assert one.logprobs is not None, "chat echoes no prompt"
+    top = zip(one.logprobs.top_tokens, one.logprobs.top_logprobs, strict=True)
+    return {
+        **_entry(one.token, one.logprobs.logprob, vocabulary),
+        "top_logprobs": [_entry(token, value, vocabulary) for token, value in top],
+    }
+
+
+def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
+    token_bytes = vocabulary.bytes_of(token)
+    return {"token": token_bytes.decode(errors="replace"), "logprob": _bounded(logprob), "bytes": list(token_bytes)}
+
+
+def _all(one: ScoredToken) -> Iterator[tuple[int, float]]:
+    """Yield (token id, log-probability) of the most likely tokens, and of the sampled token if it is not among them."""
+    assert one.logprobs is not None
+    for token, value in zip(one.logprobs.top_tokens, one.logprobs.top_logprobs, strict=True):
+        yield token, _bounded(value)
+    if one.token not in one.logprobs.top_tokens:
+        yield one.token, _bounded(one.logprobs.logprob)
+
+
+def _name(token: int, vocabulary: Vocabulary) -> str:
+    """Return the text of a token.
+
+    An incomplete character is written as "bytes:" and hexadecimal escapes, as in OpenAI, so that keys are unique.
+    """
+    token_bytes = vocabulary.bytes_of(token)
+    try:
+        return token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+
+
+def _bounded(logprob: float) -> float:
+    return max(logprob, _LEAST)
+
+
+# Base of the response formatters: the fields that all objects of one response share, and event encoding.
+
+Json = dict[str, Any]
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(body: Json) -> bytes:
+    """Return ``body`` encoded as one server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseContext:
+    """Facts about the request that its response needs in addition to the text."""
+
+    request_id: str
+    model: str
+    fingerprint: str
+    """Fingerprint of the weights and the program, which can change the text of a seeded request."""
+    vocabulary: Vocabulary
+    logprobs: bool
+    """True if the request asks for log-probabilities."""
+    created: int = 0
+    """Unix time of the response in seconds."""
+
+
+class ResponseWriter:
+    """Formatter of one response; each route has a subclass."""
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, context: ResponseContext) -> None:
+        self._context = context
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request, without the prefix of the route."""
+        return self._context.request_id
+
+    @property
+    def created(self) -> int:
+        """Unix time of the response in seconds."""
+        return self._context.created
+
+    @property
+    def holds_back_text(self) -> bool:
+        """True if chunks can lack text whose meaning is uncertain."""
+        return False
+
+    def whole(self, choices: Sequence[Choice], statistics: Sequence[Statistics] | None = None) -> Json:
+        """Return the response to a request that does not stream.
+
+        Args:
+            choices: The choices to return.
+            statistics: Statistics of all generated choices, if they are more than the returned choices (best_of).
+        """
+        took = [choice.statistics for choice in choices] if statistics is None else statistics
+        return {
+            **self._named(self.kind),
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage(took),
+            "metrics": metrics(took),
+        }
+
+    def opening(self, index: int) -> Json | None:
+        """Return the chunk before any text; None if the route has none."""
+        return None
+
+    def chunks(self, index: int, piece: ChoicePiece) -> list[Json]:
+        """Return the chunks for a piece of one choice; empty while its meaning is uncertain (text or tool call)."""
+        raise NotImplementedError
+
+    def closing(self, statistics: Sequence[Statistics]) -> Json:
+        """Return the last chunk, which has the usage of the whole stream."""
+        return {
+            **self._named(self.chunk_kind),
+            "choices": [],
+            "usage": usage(statistics),
+            "metrics": metrics(statistics),
+        }
+
+    def _chunk(self, choice: Json) -> Json:
+        return {**self._named(self.chunk_kind), "choices": [choice]}
+
+    def _named(self, kind: str) -> Json:
+        return {
+            "id": f"{self.prefix}-{self._context.request_id}",
+            "object": kind,
+            "created": self._context.created,
+            "model": self._context.model,
+            "system_fingerprint": self._context.fingerprint,
+        }
+
+    def _choice(self, index: int, choice: Choice) -> Json:
+        raise NotImplementedError
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
+        raise NotImplementedError
+
+
+# Responses of /v1/chat/completions: text, and tool calls if the request offers tools.
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallOptions:
+    """Options of tool call parsing: a parser factory, and ``parallel``; if false, only the first call is kept."""
+
+    parser: Callable[[], ToolParser]
+    parallel: bool = True
+
+
+class ChatWriter(ResponseWriter):
+    """Formatter of chat completion objects. Each choice is one turn of the assistant."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, context: ResponseContext, tools: ToolCallOptions | None = None) -> None:
+        super().__init__(context)
+        self._tools = tools
+        self._turns: dict[int, _Turn] = {}
+
+    @property
+    def holds_back_text(self) -> bool:
+        """True if the request offers tools."""
+        return self._tools is not None
+
+    def opening(self, index: int) -> Json | None:
+        """Return the first chunk of a choice, which has the role."""
+        return self._part(index, {"role": "assistant", "content": ""}, (), None)
+
+    def chunks(self, index: int, piece: ChoicePiece) -> list[Json]:
+        """Return the chunks for a piece.
+
+        The list is empty while the parser holds back the text; its log-probabilities then go into the next chunk.
+        """
+        if (turn := self._turns.get(index)) is None:
+            turn = self._turns[index] = self._turn(index)
+        deltas: list[Json] = turn.read(piece.text, last=piece.finish_reason is not None)
+        scored = (*turn.unsent, *piece.scored)
+        if piece.finish_reason is None and not deltas:
+            turn.unsent = scored
+            return []
+        turn.unsent = ()
+        chunks = [self._part(index, delta, scored if i == 0 else (), None) for i, delta in enumerate(deltas or [{}])]
+        if piece.finish_reason is not None:
+            chunks[-1]["choices"][0]["finish_reason"] = turn.reason(piece.finish_reason)
+        return chunks
+
+    def _choice(self, index: int, choice: Choice) -> Json:
+        turn = self._turn(index)
+        turn.read(choice.text, last=True)
+        return {
+            "index": index,
+            "message": turn.message(),
+            "logprobs": self._logprobs(choice.scored),
+            "finish_reason": turn.reason(choice.finish_reason),
+        }
+
+    def _turn(self, index: int) -> _Turn:
+        return _Turn(self._tools, f"{self._context.request_id}/{index}")
+
+    def _part(self, index: int, delta: Json, scored: Sequence[ScoredToken], finish_reason: str | None) -> Json:
+        logprobs = self._logprobs(scored) if scored else None
+        return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
+        return chat_logprobs(scored, self._context.vocabulary) if self._context.logprobs else None
+
+
+class _Turn:
+    """State of one choice: separates the text into content and tool calls, and collects the message."""
+
+    def __init__(self, tools: ToolCallOptions | None, identity: str) -> None:
+        """Start with empty text. ``identity`` distinguishes the choice from all others; call ids depend on it."""
+        self._identity = identity
+        self._parser = tools.parser() if tools is not None else None
+        self._most_calls = None if tools is None or tools.parallel else 1
+        self._text = ""
+        self._calls: list[Json] = []
+        self._dropping = False
+        self.unsent: tuple[ScoredToken, ...] = ()
+        """Scored tokens that are not sent yet, because the parser holds back their text."""
+
+    def read(self, text: str, *, last: bool) -> list[Json]:
+        """Return OpenAI's deltas for new text; ``last`` ends the text."""
+        if self._parser is None:
+            deltas: list[Delta] = text_deltas(text)
+        else:
+            deltas = self._parser.push(text) + (self._parser.end() if last else [])
+        return [delta_json for delta in deltas if (delta_json := self._to_json(delta)) is not None]
+
+    def message(self) -> Json:
+        """Return the complete message of the assistant."""
+        message: Json = {"role": "assistant", "content": self._text, "refusal": None}
+        if self._calls:
+            message |= {"content": self._text or None, "tool_calls": self._calls}
+        return message
+
+    def reason(self, finish_reason: str) -> str:
+        """Return OpenAI's finish reason: "tool_calls" instead of "stop" if the turn has calls."""
+        return "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
+
+    def _to_json(self, delta: Delta) -> Json | None:
+        match delta:
+            case TextDelta(text):
+                self._text += text
+                return {"content": text}
+            case CallStart(name):
+                return self._begin(name)
+            case ArgumentsDelta(text):
+                return None if self._dropping else self._append_arguments(text)
+
+    def _begin(self, name: str) -> Json | None:
+        """Start a tool call; None if it is dropped because parallel calls are off."""
+        self._dropping = self._most_calls is not None and len(self._calls) >= self._most_calls
+        if self._dropping:
+            return None
+        call: Json = {"id": _call_id(self._identity, len(self._calls)), "type": "function"}
+        self._calls.append(call | {"function": {"name": name, "arguments": ""}})
+        index = len(self._calls) - 1
+        return {"tool_calls": [{"index": index, **call, "function": {"name": name, "arguments": ""}}]}
+
+    def _append_arguments(self, text: str) -> Json:
+        self._calls[-1]["function"]["arguments"] += text
+        return {"tool_calls": [{"index": len(self._calls) - 1, "function": {"arguments": text}}]}
+
+
+def _call_id(identity: str, index: int) -> str:
+    """Return the id of call ``index`` of a choice. It is the same on every worker that continues the choice."""
+    return f"call_{hashlib.blake2b(f'{identity}/{index}'.encode(), digest_size=12).hexdigest()}"
+
+
+# Responses of /v1/completions.
+
+
+class CompletionWriter(ResponseWriter):
+    """Formatter of text completion objects."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def chunks(self, index: int, piece: ChoicePiece) -> list[Json]:
+        """Return one chunk for a piece."""
+        return [self._chunk(self._text(index, piece.text, piece.scored, piece.finish_reason))]
+
+    def _choice(self, index: int, choice: Choice) -> Json:
+        return self._text(index, choice.text, choice.scored, choice.finish_reason)
+
+    def _text(self, index: int, text: str, scored: Sequence[ScoredToken], finish_reason: str | None) -> Json:
+        return {"index": index, "text": text, "logprobs": self._logprobs(scored), "finish_reason": finish_reason}
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
+        return completion_logprobs(scored, self._context.vocabulary) if self._context.logprobs else None

@@ -1,1 +1,0 @@
-"""Convert between text and token ids: tokenizer, chat template, detokenizer and stop strings."""

@@ -1,0 +1,315 @@
+"""The tokenizer of the served model, bounds of text lengths, and stop strings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import models
+
+from specdecode_worker.guided.grammars import TEXT_TAGS
+from specdecode_worker.models.chat_template import ChatTemplate, Message, find_template
+from specdecode_worker.models.errors import TokenizerProblem
+from specdecode_worker.models.vocabulary import Vocabulary
+
+# Upper bound of the bytes per token, by which a text that is too long is refused without tokenizing it.
+#
+# A text of B bytes has at least B / b tokens if no token represents more than b bytes of it. The longest token of the
+# vocabulary gives b, provided that nothing between text and tokens removes or merges characters. Each part of the
+# tokenizer is therefore checked, and parts that are not known to keep all characters give no bound.
+
+# Largest ratio of the UTF-8 bytes of a text to those of its NFC form: a Hangul syllable of 3 bytes is composed of
+# three letters of 3 bytes each. `test_length_bound.py` computes it over all characters.
+NFC_SHRINKAGE = 3
+_KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Metaspace"})
+_BYTES = 256
+
+
+def most_bytes_per_token(model: tokenizers.Tokenizer) -> int | None:
+    """Return the largest number of UTF-8 bytes of a text that one token can stand for; None if no bound is known."""
+    shrinkage = _shrinkage(_state(model.normalizer))
+    if shrinkage is None or not _keeps_text(_state(model.pre_tokenizer)) or not _has_all_bytes(model):
+        return None
+    if any(token.lstrip or token.rstrip for token in model.get_added_tokens_decoder().values()):
+        return None  # such a token swallows any number of spaces beside it
+    # A vocabulary writes a byte as one or more characters, so the written form is at least as long as its bytes.
+    return shrinkage * max((len(piece.encode()) for piece in model.get_vocab(with_added_tokens=True)), default=1)
+
+
+def _state(part: Any) -> dict[str, Any] | None:
+    """Return the configuration of a part of the tokenizer, as in tokenizer.json; None for a missing part."""
+    return None if part is None else dict(json.loads(part.__getstate__()))
+
+
+def _shrinkage(normalizer: dict[str, Any] | None) -> int | None:
+    """Return the factor by which a normalizer can shorten a text; None if it is unknown."""
+    if normalizer is None:
+        return 1
+    match normalizer["type"]:
+        case "Prepend":
+            return 1
+        case "NFC":
+            return NFC_SHRINKAGE
+        case "Replace":
+            pattern = normalizer["pattern"].get("String")
+            return 1 if pattern is not None and len(normalizer["content"].encode()) >= len(pattern.encode()) else None
+        case "Sequence":
+            factor = 1
+            for part in normalizer["normalizers"]:
+                if (one := _shrinkage(part)) is None:
+                    return None
+                factor *= one
+            return factor
+        case _:
+            return None
+
+
+def _keeps_text(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Return whether a pre-tokenizer only splits a text, and removes nothing from it."""
+    if pre_tokenizer is None or pre_tokenizer["type"] in _KEEPING_PRE_TOKENIZERS:
+        return True
+    if pre_tokenizer["type"] == "Sequence":
+        return all(map(_keeps_text, pre_tokenizer["pretokenizers"]))
+    return bool(pre_tokenizer["type"] == "Split" and pre_tokenizer["behavior"] != "Removed")
+
+
+def _has_all_bytes(model: tokenizers.Tokenizer) -> bool:
+    """Return whether every text has tokens. Otherwise unknown characters may vanish, or merge into one token."""
+    if not isinstance(model.model, models.BPE):
+        return False
+    if model.model.byte_fallback:
+        return all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(_BYTES))
+    has_byte_letters = "ByteLevel" in str(_state(model.pre_tokenizer))
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    return has_byte_letters and all(model.token_to_id(letter) is not None for letter in letters)
+
+
+# Tokenizer of one model: text to token ids, and incremental detokenization.
+#
+# The server and the command ``generate`` use it. A character can span several tokens. The `Detokenizer` returns a
+# character once it is complete; the concatenation of all returned text is the text of all tokens.
+
+_INCOMPLETE = "\ufffd"
+# The text of the first token depends on the tokens before it (a leading space, an incomplete character); this many
+# tokens are enough to decide it.
+_CONTEXT_TOKENS = 6
+# A character has at most four bytes, so a longer run of incomplete characters is invalid text and is returned as it is.
+# A longer run of tokens without text becomes the context of the next tokens, so that the cost per token is bounded.
+_MOST_HELD_TOKENS = 32
+
+
+class Tokenizer:
+    """Tokenizer and chat template of one model. Safe to share between threads."""
+
+    def __init__(self, model: tokenizers.Tokenizer, template: ChatTemplate | None, digest: str = "") -> None:
+        self._model = model
+        self.digest = digest
+        """Digest of tokenizer.json and of the chat template."""
+        self.template = template
+        """Chat template; None for a base model."""
+        self.vocabulary = Vocabulary(model)
+        self._special = frozenset(one.content for one in model.get_added_tokens_decoder().values() if one.special)
+
+    @classmethod
+    def from_folder(cls, folder: Path, template: str | None = None) -> Tokenizer:
+        """Load tokenizer.json and the chat template of a model folder, or another ``template`` (a file or its text).
+
+        Raises:
+            TokenizerProblem: tokenizer.json is missing, or a file cannot be parsed.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerProblem(f"{path} does not exist; only fast tokenizers (tokenizer.json) are read")
+        try:
+            model = with_text_tags(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerProblem(f"{path} cannot be read: {error}") from None
+        model.no_padding()
+        model.no_truncation()
+        chat_template = find_template(folder, template)
+        return cls(model, chat_template, _digest(path, chat_template))
+
+    @property
+    def json(self) -> str:
+        """Contents of tokenizer.json, without padding and truncation."""
+        return str(self._model.to_str())
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added tokens included."""
+        return int(self._model.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def most_bytes_per_token(self) -> int | None:
+        """Largest number of UTF-8 bytes of a text that one token can stand for; None if no bound is known."""
+        return most_bytes_per_token(self._model)
+
+    def tokens_from(self, first: int) -> Mapping[int, str]:
+        """Return the tokens with ids from ``first`` on, by id."""
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        return {token: piece for piece, token in sorted(vocabulary.items(), key=lambda one: one[1]) if token >= first}
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True unless the model is a base model without chat template."""
+        return self.template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of ``text``, by default with the special tokens (such as BOS) of the tokenizer."""
+        # The batch form releases the interpreter lock, so that a long text does not stop the other threads.
+        (encoding,) = self._model.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def chat_template(self) -> ChatTemplate:
+        """Return the chat template. Raises TokenizerProblem for a base model."""
+        if self.template is None:
+            raise TokenizerProblem("this model has no chat template; send a prompt instead of messages")
+        return self.template
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return the prompt text of a conversation.
+
+        Raises:
+            TokenizerProblem: The model has no chat template.
+            TemplateRefused: The template does not accept the messages.
+        """
+        return self.chat_template().render(messages)
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of a conversation, up to the start of the assistant's turn. Raises like ``render``."""
+        return self.encode_rendered(self.render(messages))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the token ids of a rendered template. Templates write BOS themselves, so no special token is added."""
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        return str(self._model.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def is_dropped(self, token: int, *, skip_special_tokens: bool) -> bool:
+        """Return whether ``decode`` drops a token before it forms the text, as if the token were not there.
+
+        It drops ids without a token, and special tokens if they are skipped.
+        """
+        piece = self._model.id_to_token(token)
+        return piece is None or (skip_special_tokens and piece in self._special)
+
+    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        """Return a detokenizer for the tokens that follow ``prompt``."""
+        return Detokenizer(self, prompt, skip_special_tokens=skip_special_tokens)
+
+
+def with_text_tags(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return a tokenizer in which no TEXT_TAGS are special, so that they reach parsers and clients."""
+    if not any(one.special and one.content in TEXT_TAGS for one in model.get_added_tokens_decoder().values()):
+        return model
+    document = json.loads(model.to_str())
+    for one in document["added_tokens"]:
+        one["special"] = one["special"] and one["content"] not in TEXT_TAGS
+    return tokenizers.Tokenizer.from_str(json.dumps(document))
+
+
+def _digest(path: Path, template: ChatTemplate | None) -> str:
+    parts = path.read_bytes(), b"" if template is None else template.digest_source.encode()
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+class Detokenizer:
+    """Incremental detokenizer for the tokens of one choice.
+
+    New text is the text of (context + fresh tokens) without the text of the context. The context ends with a complete
+    character, so new text begins with one. Only the context and the fresh tokens are decoded in each call, and both are
+    bounded: the cost per token does not grow with the length of the output, whatever its tokens are.
+    """
+
+    __slots__ = ("_context", "_context_text", "_fresh", "_skips_special", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
+        self._context = list(prompt[-_CONTEXT_TOKENS:])
+        self._context_text = self._decode(self._context)
+        self._fresh: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Add a token and return the new text; empty while the last character is incomplete."""
+        if self._tokenizer.is_dropped(token, skip_special_tokens=self._skips_special):
+            return ""
+        self._fresh.append(token)
+        new = self._new_text()
+        if (not new or new.endswith(_INCOMPLETE)) and len(self._fresh) < _MOST_HELD_TOKENS:
+            return ""
+        self._settle()
+        return new
+
+    def flush(self) -> str:
+        """Return the remaining text after the last token. An incomplete character becomes U+FFFD."""
+        new = self._new_text()
+        self._settle()
+        return new
+
+    def _new_text(self) -> str:
+        return self._decode(self._context + self._fresh)[len(self._context_text) :]
+
+    def _settle(self) -> None:
+        if self._fresh:
+            self._context, self._fresh = self._fresh, []
+            self._context_text = self._decode(self._context)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
+
+
+# Search for stop strings in streamed text; text that may be the start of a stop string is held back.
+
+
+class StopFinder:
+    """Filter that ends a stream of text at the first stop string.
+
+    Each ``push`` returns the text that may be sent to the client; after a stop string, it returns no more text. With
+    ``shows_stop`` the stop string itself is returned too.
+    """
+
+    __slots__ = ("_held", "_shows_stop", "_stops", "matched")
+
+    def __init__(self, stops: tuple[str, ...], *, shows_stop: bool = False) -> None:
+        assert all(stops), "an empty stop string would end every text at once"
+        self._stops = stops
+        self._shows_stop = shows_stop
+        self._held = ""
+        self.matched: str | None = None
+        """Stop string that ended the text; None before that."""
+
+    def push(self, text: str) -> str:
+        """Add ``text`` and return the held text that cannot be part of a stop string."""
+        if self.matched is not None:
+            return ""
+        self._held += text
+        first = min(((at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0), default=None)
+        if first is not None:
+            at, self.matched = first
+            return self._release(at + (len(self.matched) if self._shows_stop else 0), drop_rest=True)
+        return self._release(len(self._held) - self._possible_begin())
+
+    def flush(self) -> str:
+        """Return the text held back. Call it at the end of the stream."""
+        return self._release(len(self._held))
+
+    def _possible_begin(self) -> int:
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
+        longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+    def _release(self, length: int, *, drop_rest: bool = False) -> str:
+        """Remove and return the first ``length`` characters of the held text."""
+        shown, self._held = self._held[:length], "" if drop_rest else self._held[length:]
+        return shown

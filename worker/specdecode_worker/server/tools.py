@@ -1,0 +1,518 @@
+"""Streaming parsers of tool calls in generated text, one for each format in which models write them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from specdecode_worker.contract import ToolFormat
+
+# Output types and interface of the tool call parsers.
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Text content of the message."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """Start of a tool call. The `ArgumentsDelta` that follow belong to it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """Part of the arguments of the latest call. The parts of one call concatenate to the text of a JSON object."""
+
+    text: str
+
+
+Delta = TextDelta | CallStart | ArgumentsDelta
+IsOffered = Callable[[str], bool]
+"""Predicate: the request offers a function of this name."""
+
+
+class ToolParser(Protocol):
+    """Streaming parser of one choice. Its concatenated output does not depend on how the text was split into pieces."""
+
+    def push(self, text: str) -> list[Delta]:
+        """Add text and return the output that is certain."""
+        ...
+
+    def end(self) -> list[Delta]:
+        """Return the output held back. Call it at the end of the text."""
+        ...
+
+
+def text_deltas(text: str) -> list[Delta]:
+    """Return ``text`` as content; no delta if it is empty."""
+    return [TextDelta(text)] if text else []
+
+
+# Parser of one tool call that is a JSON object: {"name": ..., "arguments": {...}}.
+#
+# A call has a name that clients can send back, and arguments that are a JSON object; any other text is no call. It is
+# therefore returned once it is complete. Only where a grammar assures it, name and arguments are returned as they
+# arrive. Llama models write ``parameters`` instead of ``arguments``.
+
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+"""Names of functions, as OpenAI defines them, and with dots."""
+_ARGUMENTS = frozenset(("arguments", "parameters"))
+_KEYS = _ARGUMENTS | {"name", "type", "id"}
+_HEADER = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
+)
+_NAME = re.compile(FUNCTION_NAME.removesuffix("$"))
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+class JsonEndFinder:
+    """Depth counter that finds the end of a JSON object, character by character. Braces within strings do not count."""
+
+    __slots__ = ("_escaped", "closed", "depth", "in_string")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.closed = False
+        self.in_string = self._escaped = False
+
+    def push(self, char: str) -> None:
+        """Process the next character. ``closed`` becomes true at the end of the object."""
+        if self.in_string:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self.in_string = False
+        elif char == '"':
+            self.in_string = True
+        elif char in "{[":
+            self.depth += 1
+        elif char in "}]":
+            self.depth -= 1
+            self.closed = self.depth <= 0
+
+
+class CallReader:
+    """Parser of one JSON tool call. Push text until ``done`` or ``failed`` is true; ``rest`` is then available."""
+
+    def __init__(self, is_offered: IsOffered, *, streams: bool, close: str = "") -> None:
+        """Start before the call.
+
+        Args:
+            is_offered: Predicate for the names of functions that may be called.
+            streams: Return name and arguments as they arrive; a grammar assures that they are valid.
+            close: Tag that ends the call, even if its last brace is missing.
+        """
+        self._is_offered, self._streams, self._close_tag = is_offered, streams, close
+        self._text = ""
+        self._read = 0
+        self._json_end = JsonEndFinder()
+        self._arguments_from: int | None = None
+        self._arguments_over = False
+        self.done = False
+        self.failed = False
+
+    @property
+    def rest(self) -> str:
+        """Text behind the object after ``done``, or all text after ``failed``."""
+        assert self.done or self.failed
+        return self._text[self._read :] if self.done else self._text
+
+    def push(self, text: str) -> list[Delta]:
+        """Add text and return the parts of the call that are complete."""
+        assert not self.done
+        assert not self.failed
+        self._text += text
+        begin = self._text.lstrip()
+        if begin and begin[0] != "{":
+            self.failed = True
+            return []
+        deltas = self._header() if self._streams else []
+        shown, ended = self._scan()
+        if shown:
+            deltas.append(ArgumentsDelta(shown))
+        return deltas + (self.end() if ended else [])
+
+    def end(self) -> list[Delta]:
+        """Return the call at the end of its text. One that streams is done, even if it was cut off."""
+        if self._arguments_from is not None:
+            self.done = True
+            return []
+        call = read_call(self._text[: self._read], lacks_brace=self._json_end.depth == 1)
+        self.done = call is not None and self._is_offered(call[0])
+        self.failed = not self.done
+        return [CallStart(call[0]), ArgumentsDelta(call[1])] if call is not None and self.done else []
+
+    def _header(self) -> list[Delta]:
+        """Return the start of the call once the name and the opening brace of the arguments have arrived."""
+        if self._arguments_from is not None or (header_match := _HEADER.match(self._text)) is None:
+            return []
+        try:
+            name = json.loads(header_match[1])
+        except ValueError:
+            return []
+        if not self._is_offered(name):
+            return []
+        # The opening brace is in the latest piece, else the pattern had matched before: no argument text was scanned.
+        self._arguments_from = header_match.end()
+        return [CallStart(name)]
+
+    def _scan(self) -> tuple[str, bool]:
+        """Scan to the end of the text or of the call. Return the argument text in it, and whether the call ends.
+
+        No JSON has a ``<`` outside of its strings: it begins the tag that ends the call, or the text is no call.
+        """
+        shown: list[str] = []
+        while self._read < len(self._text) and not self._json_end.closed:
+            char = self._text[self._read]
+            if char == "<" and not self._json_end.in_string:
+                tag = self._text[self._read : self._read + len(self._close_tag)]
+                return "".join(shown), tag == self._close_tag or not self._close_tag.startswith(tag)
+            in_arguments = self._arguments_from is not None and self._read >= self._arguments_from
+            self._json_end.push(char)
+            self._read += 1
+            if in_arguments and not self._arguments_over:
+                shown.append(char)
+                self._arguments_over = self._json_end.depth <= 1
+        return "".join(shown), self._json_end.closed
+
+
+def read_call(text: str, *, lacks_brace: bool = False) -> tuple[str, str] | None:
+    """Return the name and the arguments of a call, or None if the text is no call.
+
+    The arguments are the text of a JSON object as the model wrote it; ``{}`` if they are missing, null or "". A model
+    may write them as a string, and control characters in strings without escapes. A call without its last brace
+    (``lacks_brace``) counts if its arguments are there.
+    """
+    try:
+        call = _loads(text + "}" * lacks_brace)
+        if not isinstance(call, dict) or not call.keys() <= _KEYS or len(call.keys() & _ARGUMENTS) > 1:
+            return None
+        name, arguments = call.get("name"), next((call[key] for key in _ARGUMENTS if key in call), None)
+        if isinstance(arguments, str):
+            arguments = _loads(arguments) if arguments.strip() else None
+        if arguments is None and not lacks_brace:
+            arguments = {}
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
+            return None
+        return name, _written(text, arguments)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _written(text: str, arguments: dict[str, Any]) -> str:
+    """Return arguments as a call has them, with control characters escaped; in other cases as JSON of our own."""
+    ours = object_text(arguments)
+    if (header := _HEADER.match(text)) is not None:
+        _, end = json.JSONDecoder(strict=False).raw_decode(text, header.end())
+        written = _STRING.sub(lambda part: _CONTROL.sub(_escaped, part[0]), text[header.end() : end])
+        if json.loads(written) == arguments:
+            return written
+    return ours
+
+
+def object_text(value: dict[str, Any]) -> str:
+    """Return the text of a JSON object. Raises ValueError for NaN, infinities and halves of surrogate pairs."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode().decode()
+
+
+def _escaped(control: re.Match[str]) -> str:
+    return json.dumps(control[0])[1:-1]
+
+
+def _loads(text: str) -> Any:
+    """Parse JSON that may have control characters in strings. Raises ValueError."""
+    return json.loads(text, strict=False, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+# Parser of the tool call format of Hermes and Qwen models.
+#
+# The output is text, then any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call> elements. Invalid
+# content between the tags remains text, so no output is lost. A closing tag ends a call whose last brace is missing,
+# and further braces before it are dropped. The tag marks a call without doubt, so a call of a function that was not
+# offered is returned too: the client can reply that there is no such function.
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser:
+    """Streaming parser of the Hermes format, which the module docstring describes."""
+
+    def __init__(self, *, streams: bool = False) -> None:
+        self._streams = streams
+        self._held = ""
+        self._before = ""
+        """Whitespace before the opening tag. It is dropped if a call follows, and is text otherwise."""
+        self._reader: CallReader | None = None
+        self._closing = False
+        self._called = False
+
+    def push(self, text: str) -> list[Delta]:
+        """Add text and return the output that is certain."""
+        self._held += text
+        deltas: list[Delta] = []
+        while True:
+            before = (len(self._held), self._reader, self._closing)
+            deltas += self._step()
+            if before == (len(self._held), self._reader, self._closing):
+                return deltas
+
+    def end(self) -> list[Delta]:
+        """Return the output held back, at the end of the text."""
+        deltas: list[Delta] = []
+        if self._reader is not None:
+            deltas += self._reader.end() + self._after_call()
+        rest, self._held = self._held, ""
+        if self._called and (not rest.strip() or self._closing):
+            return deltas
+        return deltas + text_deltas(rest)
+
+    def _step(self) -> list[Delta]:
+        """Process the held text once in the current state: outside a call, within it, or before the closing tag."""
+        if self._reader is not None:
+            return self._within_call()
+        if self._closing:
+            return self._close()
+        return self._outside()
+
+    def _outside(self) -> list[Delta]:
+        text, tag, rest = self._held.partition(_OPEN)
+        if tag:
+            self._held, self._reader = rest, self._new_reader()
+            self._before = text[len(text.rstrip()) :]
+            return text_deltas(text.rstrip())
+        keep = _undecided(self._held)
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return text_deltas(text)
+
+    def _new_reader(self) -> CallReader:
+        return CallReader(lambda name: True, streams=self._streams, close=_CLOSE)
+
+    def _within_call(self) -> list[Delta]:
+        assert self._reader is not None
+        text, self._held = self._held, ""
+        deltas = self._reader.push(text) if text else []
+        return deltas + self._after_call()
+
+    def _after_call(self) -> list[Delta]:
+        reader = self._reader
+        assert reader is not None
+        if reader.failed:
+            # Parse the text again, because a tag in it can begin a call.
+            self._held, self._reader = reader.rest + self._held, None
+            return text_deltas(self._before + _OPEN)
+        if reader.done:
+            self._held, self._reader = reader.rest + self._held, None
+            self._closing = self._called = True
+        return []
+
+    def _close(self) -> list[Delta]:
+        begin = self._held.lstrip("} \t\r\n")
+        if begin.startswith(_CLOSE):
+            self._held, self._closing = begin.removeprefix(_CLOSE), False
+        elif not _CLOSE.startswith(begin):
+            self._closing = False  # the model left out the closing tag
+        return []
+
+
+def _undecided(text: str) -> int:
+    """Return the length of the suffix of ``text`` that can be the start of an opening tag or whitespace before it."""
+    tag = next((n for n in range(min(len(_OPEN) - 1, len(text)), 0, -1) if text.endswith(_OPEN[:n])), 0)
+    before = text[: len(text) - tag]
+    return tag + len(before) - len(before.rstrip())
+
+
+# Parser of the JSON tool call format of Llama 3.
+#
+# The whole output is {"name": ..., "parameters": {...}}, or several of these objects separated by ``;``. The format has
+# no marker for calls, and JSON can also be the requested text. So the output is a call only if it names a function that
+# the request offers.
+
+_TAG = "<|python_tag|>"
+_BETWEEN = " \t\r\n;,"
+
+
+class Llama3JsonParser:
+    """Streaming parser of the Llama 3 JSON format, which the module docstring describes."""
+
+    def __init__(self, is_offered: IsOffered, *, streams: bool = False) -> None:
+        self._is_offered, self._streams = is_offered, streams
+        self._held = ""
+        self._before = ""
+        """Characters before the opening brace. They are dropped if a call follows, and are text otherwise."""
+        self._reader: CallReader | None = None
+        self._called = False
+        self._text_only = False
+
+    def push(self, text: str) -> list[Delta]:
+        """Add text and return the output that is certain."""
+        if self._text_only:
+            return text_deltas(text)
+        self._held += text
+        deltas: list[Delta] = []
+        while self._held and not self._text_only and self._begin():
+            assert self._reader is not None
+            text, self._held = self._held, ""
+            deltas += self._reader.push(text)
+            deltas += self._after_call()
+        return deltas + self._as_text()
+
+    def end(self) -> list[Delta]:
+        """Return the output held back, at the end of the text."""
+        deltas: list[Delta] = []
+        if self._reader is not None:
+            deltas += self._reader.end() + self._after_call()
+        rest, self._held = self._held, ""
+        return deltas + ([] if self._called and not rest.strip(_BETWEEN) else text_deltas(rest))
+
+    def _begin(self) -> bool:
+        """Return whether a call reader is active, and start one at an opening brace.
+
+        False means that more input is needed, or that the rest of the output is text.
+        """
+        if self._reader is not None:
+            return True
+        text = self._held.lstrip(_BETWEEN if self._called else None)
+        if text.startswith(_TAG):
+            text = text.removeprefix(_TAG).lstrip()
+        elif _TAG.startswith(text):
+            return False
+        if text and text[0] != "{":
+            self._text_only = True
+            return False
+        if text:
+            self._before = self._held[: len(self._held) - len(text)]
+            self._held, self._reader = text, CallReader(self._is_offered, streams=self._streams)
+        return bool(text)
+
+    def _after_call(self) -> list[Delta]:
+        reader = self._reader
+        assert reader is not None
+        if reader.failed or reader.done:
+            self._held, self._reader = (self._before if reader.failed else "") + reader.rest, None
+            self._text_only = reader.failed
+            self._called = self._called or reader.done
+        return []
+
+    def _as_text(self) -> list[Delta]:
+        if not self._text_only:
+            return []
+        text, self._held = self._held, ""
+        return text_deltas(text)
+
+
+# Parser of the pythonic tool call format of Llama 3.2 and 4.
+#
+# The whole output is a Python list of calls, such as [get_weather(city="Oslo"), now()]. It is parsed once it is
+# complete, because only then a list of calls can be distinguished from text in brackets.
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+class PythonicParser:
+    """Parser of the pythonic format, which the module docstring describes."""
+
+    def __init__(self, is_offered: IsOffered) -> None:
+        self._is_offered = is_offered
+        self._held = ""
+        self._text_only = False
+
+    def push(self, text: str) -> list[Delta]:
+        """Add text. It is returned at once if the output does not begin with a bracket, else held until ``end``."""
+        self._held += text
+        begin = self._held.lstrip()
+        self._text_only = self._text_only or (bool(begin) and begin[0] != "[")
+        if not self._text_only:
+            return []
+        shown, self._held = self._held, ""
+        return text_deltas(shown)
+
+    def end(self) -> list[Delta]:
+        """Return the calls of the complete output, or its text if it is no list of valid calls."""
+        text, self._held = self._held, ""
+        try:
+            return [delta for call in _calls(text) for delta in self._deltas(call)]
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return text_deltas(text)
+
+    def _deltas(self, call: ast.expr) -> list[Delta]:
+        """Convert one call. Raises ValueError unless it calls an offered function with literal keyword arguments."""
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("not a call with named arguments")
+        name = ast.unparse(call.func)
+        if not self._is_offered(name):
+            raise ValueError(f"{name} was not offered")
+        arguments = {
+            str(one.arg): ast.literal_eval(_Literals().visit(one.value)) for one in call.keywords if one.arg is not None
+        }
+        if len(arguments) < len(call.keywords):
+            raise ValueError("** is no literal")
+        return [CallStart(name), ArgumentsDelta(object_text(arguments))]
+
+
+class _Literals(ast.NodeTransformer):
+    """Reading of JSON's names of constants, which models write too, as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return the constant of a name such as `true`, else the name."""
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+def _calls(text: str) -> list[ast.expr]:
+    """Parse a list of expressions.
+
+    Raises:
+        ValueError: The text is empty or no list.
+        SyntaxError: The text is no Python expression.
+    """
+    if not text.strip():
+        raise ValueError("empty")
+    expression = ast.parse(text.strip(), mode="eval").body
+    if not isinstance(expression, ast.List) or not expression.elts:
+        raise ValueError("no list")
+    return expression.elts
+
+
+# Choice of the tool call parser for a model. The names are those of vLLM's --tool-call-parser.
+
+# Text in the chat template that identifies the format, most specific first.
+_MARKS: tuple[tuple[str, ToolFormat], ...] = (
+    ("<tool_call>", "hermes"),
+    ("[func_name1(", "pythonic"),
+    ('"parameters":', "llama3_json"),
+)
+
+
+def format_of(template_source: str) -> ToolFormat | None:
+    """Return the tool call format that a chat template asks for; None if it cannot be recognized."""
+    return next((name for mark, name in _MARKS if mark in template_source), None)
+
+
+def parser_for(name: ToolFormat, functions: Sequence[str], *, streams: bool = False) -> ToolParser:
+    """Return a parser for one choice of a request that offers ``functions``.
+
+    With ``streams``, which needs a grammar of the calls, arguments are returned as they arrive where the format allows.
+    """
+    is_offered = frozenset(functions).__contains__
+    match name:
+        case "hermes":
+            return HermesParser(streams=streams)
+        case "llama3_json":
+            return Llama3JsonParser(is_offered, streams=streams)
+        case "pythonic":
+            return PythonicParser(is_offered)

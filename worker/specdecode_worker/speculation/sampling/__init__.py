@@ -1,1 +1,0 @@
-"""Sampling parameters of a batch, their application to logits, and the samplers that use them."""

@@ -1,0 +1,117 @@
+"""Exact acceptance of a draft on recorded text at every root, depth and rank, without an engine.
+
+The text does not depend on the draft. One teacher-forced pass per depth therefore gives the rank of the target's token
+in the draft's ordering at every slot where a draft could have started. Walking the ranks gives the tokens that any
+chain or tree would have had accepted. Used for validation during training and by ``eval``.
+
+Shape suffixes: B texts, A answer slots, I roots of one text, K depths, X ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.unroll import batch_for, logits_of, unrolled, vocabulary_of
+
+RANKS = 8  # ranks 0-7 are distinguished; the value RANKS means a miss
+
+
+@torch.inference_mode()
+def target_token_ranks(
+    head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, depth: int
+) -> list[Tensor]:
+    """Return the rank of the target's token by root and depth, [answer slots, depth], for each greedy conversation.
+
+    Entry [i, k] is the rank of the token after slot i + k in a draft of depth k from a root at slot i. Beyond the end
+    of the text every entry is a miss.
+    """
+    batch = batch_for(head, conversations, output_VE.dtype)
+    wanted_BA = (batch.final_BAE @ output_VE.T).argmax(dim=-1)
+    vocabulary = vocabulary_of(head, len(output_VE))
+    by_slot = [
+        _rank(vocabulary[logits_of(head, state, k).topk(RANKS, dim=-1).indices], wanted_BA).cpu()
+        for k, (state, _) in enumerate(unrolled(head, batch, depth))
+    ]
+    counts = batch.valid_BA.sum(dim=1).tolist()
+    return [_by_root([at[row, :count] for at in by_slot]) for row, count in enumerate(counts)]
+
+
+def _rank(best_BAX: Tensor, wanted_BA: Tensor) -> Tensor:
+    """Return the position of the target's token among the draft's best, or ``RANKS`` if it is not among them."""
+    hit = best_BAX == wanted_BA[:, :, None]
+    return torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), RANKS)
+
+
+def _by_root(by_slot: list[Tensor]) -> Tensor:
+    """Return ranks by root from ranks by slot: depth k of root i was computed at slot i + k."""
+    missing = torch.full_like(by_slot[0], RANKS)
+    return torch.stack([torch.cat((at[k:], missing[:k]))[: len(missing)] for k, at in enumerate(by_slot)], dim=1)
+
+
+def accepted(ranks_K: Sequence[int], shape: TreeShape) -> int:
+    """Return the number of accepted drafted tokens of a tree of ``shape`` if the target's tokens have these ranks."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(shape.parents, start=1):
+        children.setdefault(parent, []).append(node)
+    node, count = 0, 0
+    for rank in ranks_K:
+        if rank >= len(children.get(node, ())):
+            break
+        node, count = children[node][rank], count + 1
+    return count
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Counts of steps and tokens over conversations, for one draft shape.
+
+    ``reached[k]`` is the number of steps that drafted at depth k after accepted parents; ``hits[k]`` of them were
+    accepted.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    reached: list[int] = field(default_factory=list)
+    hits: list[int] = field(default_factory=list)
+
+    def walk(self, ranks_IK: Tensor, shape: TreeShape) -> None:
+        """Add the decoding steps that an engine would take through one recorded answer."""
+        depth = ranks_IK.shape[1]
+        self.reached = self.reached or [0] * depth
+        self.hits = self.hits or [0] * depth
+        rows = ranks_IK.tolist()
+        at = 0
+        while at < len(rows):
+            count = accepted(rows[at], shape)
+            for k in range(min(count + 1, depth, len(rows) - at)):
+                self.reached[k] += 1
+                self.hits[k] += k < count
+            self.steps += 1
+            self.tokens += count + 1
+            at += count + 1
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean number of tokens per decoding step."""
+        return self.tokens / max(self.steps, 1)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Acceptance rate by depth, among drafts whose parents were accepted."""
+        return [hit / max(n, 1) for hit, n in zip(self.hits, self.reached, strict=True)]
+
+
+def distinct_ngrams(token_lists: Sequence[Sequence[int]], size: int = 4) -> float:
+    """Return the share of distinct n-grams among all n-grams.
+
+    Text that loops has few distinct n-grams and raises the acceptance of every draft.
+    """
+    ngrams = [tuple(tokens[i : i + size]) for tokens in token_lists for i in range(len(tokens) - size + 1)]
+    return len(set(ngrams)) / max(len(ngrams), 1)

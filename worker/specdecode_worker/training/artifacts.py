@@ -1,0 +1,376 @@
+"""Files that a training run writes: weights, config.json, lineage.json and the model card."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specdecode_worker.models.config import (
+    BlockConfig,
+    DFlashConfig,
+    Eagle3Config,
+    EagleConfig,
+    LlamaConfig,
+    MedusaConfig,
+    PEagleConfig,
+)
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.models.eagle import Eagle3Head, EagleHead
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.rope import Scaling
+from specdecode_worker.training.conversations import Conversation, DataSet, answer_length, shard_paths
+from specdecode_worker.training.files import write_json, write_text
+from specdecode_worker.training.trainer import TrainSettings
+
+# Content of config.json for trained drafts, in the formats that SafeAILab, vLLM, SGLang and speculators read.
+
+
+def eagle3_config(config: Eagle3Config) -> dict[str, Any]:
+    """Return config.json of an EAGLE-3 or P-EAGLE head as SafeAILab, vLLM and SGLang read it."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **_blocks(config, config.num_hidden_layers),
+        **_eagle3_fields(config),
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def speculators_config(config: Eagle3Config) -> dict[str, Any]:
+    """Return config.json of an EAGLE-3 or P-EAGLE head as speculators writes it.
+
+    The fields of the layers are nested, the others are at the top level.
+    """
+    kind, name = ("peagle", "PEagleSpeculator") if isinstance(config, PEagleConfig) else ("eagle3", "Eagle3Speculator")
+    return {
+        "architectures": [name],
+        "speculators_model_type": kind,
+        **_eagle3_fields(config),
+        "transformer_layer_config": {
+            "model_type": "llama",
+            **_blocks(config, config.num_hidden_layers),
+            "vocab_size": config.vocab_size,
+        },
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": None},
+        },
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def dflash_config(config: DFlashConfig, target_layers: int) -> dict[str, Any]:
+    """Return config.json of a DFlash head as z-lab writes it and vLLM reads it."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **_blocks(config, config.num_hidden_layers),
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [layer - 1 for layer in config.aux_layers],
+        },
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "num_target_layers": target_layers,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+
+
+def eagle_config(config: EagleConfig) -> dict[str, Any]:
+    """Return config.json of an EAGLE-1 head as SafeAILab and vLLM read it."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        **_blocks(config, config.num_hidden_layers),
+        "vocab_size": config.vocab_size,
+        "bias": bool(config.fc_bias),
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def medusa_config(config: MedusaConfig) -> dict[str, Any]:
+    """Return config.json of Medusa heads as vLLM reads it."""
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.draft_vocab_size,
+        "medusa_fc_bias": True,
+        "dtype": "bfloat16",
+    }
+
+
+def draft_model_config(target: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+    """Return config.json of a draft model: the target's own, with fewer layers."""
+    return {**target, "num_hidden_layers": config.num_hidden_layers, "dtype": "bfloat16"}
+
+
+def _eagle3_fields(config: Eagle3Config) -> dict[str, Any]:
+    """Return the fields that only EAGLE-3 and P-EAGLE heads have."""
+    fields: dict[str, Any] = {
+        "target_hidden_size": config.target_hidden_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+    }
+    if isinstance(config, PEagleConfig):
+        fields["mask_token_id"] = config.mask_token_id
+    for name in ("norm_before_fc", "fc_norm", "norm_output"):
+        if getattr(config, name):
+            fields[name] = True
+    if not config.aux_layers:
+        return fields | {"eagle_config": {"use_aux_hidden_state": False}}
+    return fields | {"eagle_aux_hidden_state_layer_ids": list(config.aux_layers)}
+
+
+def _blocks(config: BlockConfig, layers: int) -> dict[str, Any]:
+    """Return the fields that describe the shape of the layers."""
+    fields = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _scaling(config.rope_scaling),
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+    biases = {"attention_bias": config.o_bias, "qkv_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    return fields | {name: True for name, has_bias in biases.items() if has_bias}
+
+
+def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
+    return None if scaling is None else {"rope_type": scaling.kind, **asdict(scaling)}
+
+
+# Lineage of a trained draft: its origin and results, as lineage.json, README.md and curve.png.
+
+_CARD = """# {name}
+
+A draft for speculative decoding (method `{method}`), trained by `specdecode-worker train` for the target
+`{target}` ({target_hash}){parent}. Use it for no other target.
+
+## Data
+
+{tokens:,} answer tokens in {conversations:,} conversations, which the target itself said; by domain: {domains}.
+Probability of what the draft's vocabulary ({vocabulary:,} tokens) lacks, by domain: {uncovered}.
+
+## Result
+
+Greedy replay of a chain of 3 on {validation} conversations kept apart, after {steps:,} steps ({minutes:.0f} minutes):
+
+| domain | tokens per step | acceptance by depth |
+| --- | --- | --- |
+{rows}
+
+![tokens per step on validation](curve.png)
+
+Settings, hashes and all validations are in lineage.json.
+"""
+
+
+def lineage(
+    *,
+    method: str,
+    target: tuple[str, str],
+    parent: tuple[str, str] | None,
+    data: DataSet,
+    settings: TrainSettings,
+    uncovered: dict[str, float],
+    vocabulary: int,
+    history: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the content of lineage.json. ``target`` and ``parent`` are (uri, hash of config and weights)."""
+    best = max(history, key=lambda line: line["tokens_per_step"], default={})
+    return {
+        "method": method,
+        "target": {"uri": target[0], "hash": target[1]},
+        "parent": {"uri": parent[0], "hash": parent[1]} if parent else None,
+        "data": _described(data),
+        "vocabulary": {"size": vocabulary, "uncovered": uncovered},
+        "settings": asdict(settings),
+        "results": best,
+        "history": list(history),
+    }
+
+
+def _described(data: DataSet) -> dict[str, Any]:
+    """Return a summary of the data.
+
+    ``window`` spans the modification times of the shards. ``hash`` covers the tokens of all conversations.
+    """
+    every = [*data.training, *data.validation]
+    times = [path.stat().st_mtime for path in shard_paths(data.folder)]
+    tokens: Counter[str] = Counter()
+    for conversation in every:
+        tokens[conversation.domain] += answer_length(conversation)
+    return {
+        "conversations": len(every),
+        "validation": len(data.validation),
+        "answer_tokens": tokens.total(),
+        "by_domain": dict(sorted(tokens.items())),
+        "window": [_moment(min(times)), _moment(max(times))] if times else [],
+        "hash": _hash(every),
+    }
+
+
+def _hash(conversations: Sequence[Conversation]) -> str:
+    """Return 16 hex digits of SHA-256 over the tokens of all conversations."""
+    digest = hashlib.sha256()
+    for conversation in conversations:
+        digest.update(len(conversation.tokens_N).to_bytes(4) + conversation.tokens_N.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def write_card(document: dict[str, Any], folder: Path) -> None:
+    """Write README.md, the model card, from the content of lineage.json."""
+    data, result, parent = document["data"], document["results"], document["parent"]
+    parts = {**result.get("domains", {}), "all": result}
+    text = _CARD.format(
+        name=folder.parent.name if folder.name == "head" else folder.name,
+        method=document["method"],
+        target=document["target"]["uri"],
+        target_hash=document["target"]["hash"],
+        parent=f", going on from `{parent['uri']}` ({parent['hash']})" if parent else "",
+        tokens=data["answer_tokens"],
+        conversations=data["conversations"],
+        domains=", ".join(f"{name} {count:,}" for name, count in data["by_domain"].items()),
+        vocabulary=document["vocabulary"]["size"],
+        uncovered=", ".join(f"{name} {share:.1%}" for name, share in document["vocabulary"]["uncovered"].items()),
+        validation=data["validation"],
+        steps=result.get("step", 0),
+        minutes=result.get("minutes", 0.0),
+        rows="\n".join(_row(name, part) for name, part in parts.items() if part),
+    )
+    write_text(folder / "README.md", text)
+
+
+def _row(name: str, part: dict[str, Any]) -> str:
+    acceptance = " ".join(f"{share:.2f}" for share in part["acceptance"])
+    return f"| {name} | {part['tokens_per_step']:.2f} | {acceptance} |"
+
+
+def write_curve(history: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Plot tokens per step over minutes, overall and by domain. Return False if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    axes = (figure := Figure(figsize=(7, 4))).add_subplot()
+    minutes = [line["minutes"] for line in history]
+    for name in sorted({name for line in history for name in line["domains"]}):
+        values = [line["domains"].get(name, {}).get("tokens_per_step") for line in history]
+        axes.plot(minutes, values, linewidth=0.8, alpha=0.6, label=name)
+    axes.plot(minutes, [line["tokens_per_step"] for line in history], "k.-", label="all")
+    axes.set_xlabel("minutes of training")
+    axes.set_ylabel("tokens per step, chain of 3")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=7, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    return True
+
+
+# Export of a trained draft as a folder that inference engines load: config.json and bf16 weights.
+#
+# EAGLE-3 and P-EAGLE heads can be written with the tensor names of SafeAILab, speculators or NeMo. EAGLE-1 heads get
+# SafeAILab's names, DFlash heads z-lab's, Medusa heads vLLM's, and a draft model its target's.
+
+Names = Literal["safeailab", "speculators", "nemo"]
+FAMILIES: tuple[Names, ...] = ("safeailab", "speculators", "nemo")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = "safeailab") -> None:
+    """Write config.json and model.safetensors of a draft of any method. A reader never sees a partial file."""
+    if isinstance(draft, Eagle3Head):
+        write_head(draft, folder, names)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = _rounded(draft)
+    if isinstance(draft, Llama):
+        config = json.loads((target_folder / "config.json").read_text())
+        document = draft_model_config(config, draft.config)
+        if draft.config.tie_word_embeddings:
+            tensors.pop("lm_head.weight")
+        for name in _TOKENIZER:
+            if (target_folder / name).exists():
+                shutil.copy(target_folder / name, folder / name)
+    elif isinstance(draft, DFlashHead):
+        target_layers = json.loads((target_folder / "config.json").read_text())["num_hidden_layers"]
+        document = dflash_config(draft.config, target_layers)
+    elif isinstance(draft, EagleHead):
+        document = eagle_config(draft.config)
+    else:
+        document = medusa_config(draft.config)
+    _save(tensors, folder)
+    write_json(folder / "config.json", document)
+
+
+def write_head(head: Eagle3Head, folder: Path, names: Names = "safeailab") -> None:
+    """Write an EAGLE-3 or P-EAGLE head. ``d2t`` and ``t2d`` are omitted if the draft vocabulary is the target's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = _rounded(head)
+    if head.config.draft_vocab_size < head.config.vocab_size:
+        known = torch.zeros(head.config.vocab_size, dtype=torch.bool)
+        known[head.target_ids] = True
+        tensors["t2d"] = known
+    else:
+        tensors.pop("d2t")
+    _save({_renamed(name, names): tensor for name, tensor in tensors.items()}, folder)
+    document = speculators_config if names == "speculators" else eagle3_config
+    write_json(folder / "config.json", document(head.config))
+
+
+def _renamed(name: str, names: Names) -> str:
+    """Return the tensor name in the family ``names``. Only the names of layers differ."""
+    prefix = {"safeailab": "midlayer.", "speculators": "layers.0.", "nemo": "model.layers.0."}[names]
+    name = re.sub(r"^midlayer\.", prefix, name)
+    return re.sub(r"^layers\.", "model.layers.", name) if names == "nemo" else name
+
+
+def _rounded(draft: Draft) -> dict[str, Tensor]:
+    """Return the weights of ``draft`` in bf16; integer tensors stay as they are."""
+    return {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in draft.state_dict().items()
+    }
+
+
+def _save(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write model.safetensors through a temporary file and one rename."""
+    partial = folder / "model.safetensors.partial"
+    save_file(tensors, partial, {"format": "pt"})
+    partial.chmod(0o644)  # safetensors writes files that only their owner can read; a worker is often another user
+    os.rename(partial, folder / "model.safetensors")

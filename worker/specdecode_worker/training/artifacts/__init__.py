@@ -1,1 +1,0 @@
-"""Files that a training run writes: weights, config.json, lineage.json and the model card."""

@@ -1,1 +1,0 @@
-"""Training data: prompts, target rollouts, shards of recorded states and batches."""

@@ -1,0 +1,220 @@
+"""Training of the student draft: rounds of optimizer steps with validation after each, in one checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.acceptance import StepCounts, target_token_ranks
+from specdecode_worker.training.artifacts import write_draft
+from specdecode_worker.training.conversations import Conversation, DataSet, batches
+from specdecode_worker.training.distillation.pool import (
+    RoundResult,
+    Weighted,
+    best_of,
+    compose,
+    has_stalled,
+    replay_share,
+)
+from specdecode_worker.training.distillation.records import Interrupted, Stopped
+from specdecode_worker.training.evaluation import CalibratedDraft, Sample, count_steps
+from specdecode_worker.training.trainer import Trainer, TrainSettings
+
+_PROGRESS_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentSettings:
+    """Settings of a distillation. Training ends after ``steps`` or ``minutes``, or when validation has stalled."""
+
+    steps: int = 2000
+    minutes: float = 60.0
+    learning_rate: float = 2e-4
+    batch_tokens: int = 1024
+    round_steps: int = 50
+    """Optimizer steps between two validations."""
+    patience: int = 3
+    """Rounds without progress after which training stops."""
+    replay_share: float = 0.5
+    depth: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StudentData:
+    """Texts for training and validation. ``weights`` are the shares of the traffic by captured domain."""
+
+    captured: Sequence[Weighted]
+    replay: Sequence[Conversation]
+    validation: Sequence[Sample]
+    old_validation: Sequence[Conversation]
+    weights: Mapping[str, float]
+
+
+class _BoundedTrainer(Trainer):
+    """Trainer that ends at the step limit or the time limit, whichever comes first."""
+
+    @property
+    def share_done(self) -> float:
+        """Completed share of the run; 1 or more means complete."""
+        at, limits = self.progress, self.settings
+        return max(at.step / limits.steps, at.seconds / (60 * limits.minutes))
+
+
+class StudentTraining:
+    """Training of one draft over rounds. All files go to ``out``; the best draft so far is in out/best."""
+
+    def __init__(
+        self, head: Draft, target: Llama, data: StudentData, settings: StudentSettings, out: Path, *,
+        target_folder: Path,
+    ) -> None:  # fmt: skip
+        self.settings, self._data, self._out, self._target_folder = settings, data, out, target_folder
+        output_VE = target.lm_head.weight
+        self._eos, self._vocab_size = target.config.eos_token_ids, len(output_VE)
+        self._trainer = _BoundedTrainer(
+            head, output_VE, DataSet(out / "unused", validation=0), train_settings(settings)
+        )
+        self._last_progress_seconds = 0.0
+
+    @property
+    def round_results(self) -> list[RoundResult]:
+        """Validation results so far, as the checkpoint stores them."""
+        return [RoundResult(one["step"], one["captured"], one["old"], one["old_mean"]) for one in self.history]
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Entries of all validations so far."""
+        return self._trainer.progress.history
+
+    @property
+    def best(self) -> int:
+        """Index of the best validation so far, see ``mixture.best_of``."""
+        return best_of(self.round_results, self._data.weights)
+
+    @property
+    def is_over(self) -> bool:
+        """True when the limits are reached or validation has stalled."""
+        stalled = has_stalled(self.round_results, self._data.weights, self.settings.patience)
+        return bool(self.history) and (stalled or self._trainer.share_done >= 1)
+
+    def run(self, log: Callable[[str], None], stopped: Stopped) -> None:
+        """Train to the end, from the checkpoint of an earlier run if there is one.
+
+        Raises:
+            Interrupted: ``stopped`` returned True; a checkpoint is written.
+            ResumeMismatch: The checkpoint was made with other settings.
+        """
+        if self._trainer.restore(self._out):
+            log(f"distill: going on from step {self._trainer.progress.step}")
+        if not self.history:
+            self._validate_and_save(0.0, log)
+        while not self.is_over:
+            self._validate_and_save(self._round(log, stopped), log)
+
+    def _round(self, log: Callable[[str], None], stopped: Stopped) -> float:
+        """Train one round, or the rest of an interrupted one, and return the mean loss."""
+        settings, at = self.settings, self._trainer.progress
+        texts = compose(
+            self._data.captured, self._data.replay, share=self.share, seed=settings.seed, number=at.epoch,
+            tokens=settings.round_steps * settings.batch_tokens,
+        )  # fmt: skip
+        groups = batches(texts, tokens=settings.batch_tokens, seed=settings.seed, epoch=at.epoch)
+        losses = [0.0]
+        while at.batch < len(groups) and self._trainer.share_done < 1:
+            if stopped():
+                self._trainer.save(self._out)
+                raise Interrupted
+            losses.append(self._trainer.step([groups[at.batch]]))
+            at.batch += 1
+            self._log(losses[-1], log)
+        at.epoch, at.batch = at.epoch + 1, 0
+        return sum(losses) / max(len(losses) - 1, 1)
+
+    @property
+    def share(self) -> float:
+        """Share of replayed tokens in the current or next round."""
+        return replay_share(self.round_results, self.settings.replay_share)
+
+    def _validate_and_save(self, loss: float, log: Callable[[str], None]) -> None:
+        """Validate, save the draft if it is the best, and write the checkpoint."""
+        at = self._trainer.progress
+        old = self._old_step_counts()
+        at.history.append(
+            {
+                "step": at.step,
+                "minutes": round(at.seconds / 60, 2),
+                "loss": round(loss, 4),
+                "replay_share": round(self.share, 3) if at.history else 0.0,
+                "captured": self._captured_tokens_per_step(),
+                "old": {domain: round(counts.tokens_per_step, 4) for domain, counts in old.items()},
+                "old_mean": round(_mean_tokens_per_step(list(old.values())), 4),
+            }
+        )
+        if self.best == len(at.history) - 1:
+            write_draft(self._trainer.master, self._out / "best", self._target_folder)
+        self._trainer.save(self._out)
+        log(f"distill: validation {at.history[-1]}")
+
+    def _captured_tokens_per_step(self) -> dict[str, float]:
+        """Return the tokens per step of the trained chain by captured domain."""
+        counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
+        draft, shape = CalibratedDraft(self._trainer.head), TreeShape.chain(self.settings.depth)
+        for sample in self._data.validation:
+            (sample_counts,) = count_steps([draft], sample, shape, self._eos, self._vocab_size)
+            counts = counts_by_domain[sample.record.task]
+            counts.steps, counts.tokens = counts.steps + sample_counts.steps, counts.tokens + sample_counts.tokens
+        return {domain: round(counts.tokens_per_step, 4) for domain, counts in sorted(counts_by_domain.items())}
+
+    def _old_step_counts(self) -> dict[str, StepCounts]:
+        """Return the step counts of the trained chain by old domain."""
+        counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
+        texts = sorted(self._data.old_validation, key=lambda c: len(c.tokens_N))
+        head, output_VE, depth = self._trainer.head, self._trainer.output_VE, self.settings.depth
+        for start in range(0, len(texts), 8):
+            part = texts[start : start + 8]
+            for text, ranks in zip(part, target_token_ranks(head, part, output_VE, depth), strict=True):
+                counts_by_domain[text.domain].walk(ranks, TreeShape.chain(depth))
+        return dict(sorted(counts_by_domain.items()))
+
+    def _log(self, loss: float, log: Callable[[str], None]) -> None:
+        """Report progress, at most every 15 seconds."""
+        now = time.monotonic()
+        if now < self._last_progress_seconds + _PROGRESS_SECONDS:
+            return
+        self._last_progress_seconds = now
+        at, share = self._trainer.progress, max(self._trainer.share_done, 1e-6)
+        left = at.seconds / share * (1 - share) / 60
+        log(
+            f"distill: round {at.epoch + 1}, step {at.step} of {self.settings.steps}, loss {loss:.3f}, "
+            f"{at.tokens / max(at.seconds, 1e-6):.0f} tokens/s, at most {left:.1f} min of training left"
+        )
+
+
+def _mean_tokens_per_step(counts_by_domain: Sequence[StepCounts]) -> float:
+    """Return the tokens per step over all ``counts_by_domain``, 1 if there are none."""
+    return (
+        sum(t.tokens for t in counts_by_domain) / max(sum(t.steps for t in counts_by_domain), 1)
+        if counts_by_domain
+        else 1.0
+    )
+
+
+def train_settings(settings: StudentSettings) -> TrainSettings:
+    """Return the settings of the ``Trainer``."""
+    return TrainSettings(
+        steps=settings.steps,
+        minutes=settings.minutes,
+        learning_rate=settings.learning_rate,
+        batch_tokens=settings.batch_tokens,
+        depth=settings.depth,
+        # The head can draft at every depth already. With fewer depths at first it would forget the deeper ones.
+        deepen_at=(0.0,) * (settings.depth - 1),
+        seed=settings.seed,
+    )

@@ -1,0 +1,642 @@
+"""Measure drafts: acceptance, calibration and time per token, and the verdict on a candidate."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_worker.capture import Record
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.dflash import DFlashHead
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
+from specdecode_worker.models.fetch import CALIBRATION_FILE
+from specdecode_worker.models.layers import Attend
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.training.acceptance import RANKS, StepCounts, distinct_ngrams, target_token_ranks
+from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.files import write_json
+from specdecode_worker.training.replay import RecordPositions
+from specdecode_worker.training.unroll import batch_for, logits_of, max_depth, unrolled, vocabulary_of
+
+# Statistical comparison of two drafts: paired time per token, by domain and over the traffic's mix.
+#
+# All functions are pure except for seeded resampling. Both drafts were evaluated on the same texts, so a conversation
+# gives a pair of step counts and a round of timing gives a pair of step times. Conversations are resampled within their
+# domain and rounds of timing among themselves (Efron's percentile bootstrap), so the bounds include the uncertainty of
+# both.
+#
+# Shape suffixes: C conversations, R rounds of timing, B the data followed by the resamples, D domains.
+
+Floats = NDArray[np.float64]
+Finding = Literal["better", "worse", "inconclusive"]
+EXIT_CODES: Mapping[Finding, int] = {"better": 0, "worse": 2, "inconclusive": 3}
+MIN_CONVERSATIONS = 64
+"""Fewest conversations of a domain; with fewer the verdict is inconclusive."""
+TOLERATED_LOSS = -0.02
+"""Lowest gain that a single domain may have."""
+_TAILS = (0.025, 0.975)
+_RESAMPLES = 4000
+_AT_ONCE = 250
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Domain:
+    """Token and step counts of one domain by conversation (C).
+
+    ``tokens_C`` counts the tokens after the first of each answer; ``deployed_C`` and ``candidate_C`` the steps that
+    either draft takes for them. ``weight`` is the domain's share of the traffic's tokens, 0 for a golden domain.
+    """
+
+    name: str
+    weight: float
+    tokens_C: Floats
+    deployed_C: Floats
+    candidate_C: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds per step with either draft, from rounds (R) that time both in turn."""
+
+    deployed_R: Floats
+    candidate_R: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Deployed over candidate time per token, minus one, with bounds: 0.1 is 10 % more tokens in the same time."""
+
+    estimate: float
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of the comparison with its reasons and gains. ``mix`` is the gain over the traffic's mix."""
+
+    finding: Finding
+    reasons: tuple[str, ...]
+    mix: Gain | None
+    domains: Mapping[str, Gain]
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the command for this finding."""
+        return EXIT_CODES[self.finding]
+
+
+def compute_verdict(domains: Sequence[Domain], costs: StepCosts, *, wanted_gain: float, seed: int = 0) -> Verdict:
+    """Compare the drafts and return the verdict.
+
+    ``better``: the lower bound of the mix exceeds ``wanted_gain``, and the lower bound of every domain exceeds
+    ``TOLERATED_LOSS``. ``worse``: the upper bound of a domain is below ``TOLERATED_LOSS``, or that of the mix is below
+    zero. The bounds leave out 2.5 % on each side.
+    """
+    few = [f"{d.name}: {len(d.tokens_C)} conversations" for d in domains if len(d.tokens_C) < MIN_CONVERSATIONS]
+    judged = [d for d in domains if len(d.tokens_C)]
+    if not any(d.weight > 0 for d in judged):
+        return Verdict("inconclusive", ("no captured conversation to judge by",), None, {})
+    mix, gains = _gains(judged, costs, seed)
+    if few:
+        reason = f"fewer than {MIN_CONVERSATIONS} conversations in a domain"
+        return Verdict("inconclusive", (reason, *few), mix, gains)
+    finding, reasons = _finding(mix, gains, wanted_gain)
+    return Verdict(finding, reasons, mix, gains)
+
+
+def _finding(mix: Gain, gains: Mapping[str, Gain], wanted: float) -> tuple[Finding, tuple[str, ...]]:
+    """Return the finding for these gains and the reasons for it."""
+    lost = [f"{name}: gain under {g.upper:+.1%}" for name, g in gains.items() if g.upper < TOLERATED_LOSS]
+    lost += [f"mix: gain under {mix.upper:+.1%}"] if mix.upper < 0 else []
+    if lost:
+        return "worse", tuple(lost)
+    doubts = [f"{name}: gain above {g.lower:+.1%} only" for name, g in gains.items() if not g.lower > TOLERATED_LOSS]
+    doubts += [] if mix.lower > wanted else [f"mix: gain above {mix.lower:+.1%} only, {wanted:+.1%} is wanted"]
+    return ("inconclusive", tuple(doubts)) if doubts else ("better", (f"mix: gain above {mix.lower:+.1%}",))
+
+
+def _gains(domains: Sequence[Domain], costs: StepCosts, seed: int) -> tuple[Gain, dict[str, Gain]]:
+    """Return the gain over the mix and the gain of each domain."""
+    rng = np.random.default_rng(seed)
+    ratio_B = _cost_ratios(costs, rng)
+    steps = [_steps_per_token(domain, rng) for domain in domains]  # each [2, 1 + resamples]
+    gains = {d.name: _gain(ratio_B * each[0] / each[1] - 1) for d, each in zip(domains, steps, strict=True)}
+    weight_D = np.array([d.weight for d in domains])
+    mixed_2B = np.tensordot(weight_D, np.stack(steps), axes=1)
+    return _gain(ratio_B * mixed_2B[0] / mixed_2B[1] - 1), gains
+
+
+def _gain(drawn_B: Floats) -> Gain:
+    """Return the gain and its bounds. The first entry of ``drawn_B`` is the estimate, the others are resamples."""
+    lower, upper = np.quantile(drawn_B[1:], _TAILS)
+    return Gain(float(drawn_B[0]), float(lower), float(upper))
+
+
+def _cost_ratios(costs: StepCosts, rng: np.random.Generator) -> Floats:
+    """Return deployed over candidate seconds per step, [1 + resamples].
+
+    Each is the median of the rounds' ratios: a disturbance of a whole round cancels in its ratio, and one of a single
+    measurement does not move the median.
+    """
+    rounds = len(costs.deployed_R)
+    drawn_BR = np.vstack([np.arange(rounds), rng.integers(rounds, size=(_RESAMPLES, rounds))])
+    ratios: Floats = np.median((costs.deployed_R / costs.candidate_R)[drawn_BR], axis=1)
+    return ratios
+
+
+def _steps_per_token(domain: Domain, rng: np.random.Generator) -> Floats:
+    """Return the steps per token of both drafts, [2, 1 + resamples], as ratios of sums over the drawn conversations."""
+    count = len(domain.tokens_C)
+    sums_3C = np.stack([domain.deployed_C, domain.candidate_C, domain.tokens_C])
+    parts = [sums_3C.sum(axis=1, keepdims=True)]
+    for start in range(0, _RESAMPLES, _AT_ONCE):
+        times_BC = rng.multinomial(count, np.full(count, 1 / count), size=min(_AT_ONCE, _RESAMPLES - start))
+        parts.append(sums_3C @ times_BC.T)
+    sums_3B = np.hstack(parts)
+    ratios: Floats = sums_3B[:2] / sums_3B[2]
+    return ratios
+
+
+# Pools of small domains: domains with too few conversations for a verdict of their own are judged together.
+#
+# A pool keeps the verdict possible where traffic has many rare tasks. It cannot hide a large domain: one with at least
+# ``LARGEST_POOLED_SHARE`` of the traffic is judged by itself, however few its conversations are. Captured and golden
+# domains are pooled apart, because the first count for the mix and the second guard what the deployed draft knows.
+
+LARGEST_POOLED_SHARE = 0.1
+"""Share of the traffic's tokens from which a domain is never pooled."""
+CAPTURED_POOL, GOLDEN_POOL = "pool of small domains", "golden/pool of small domains"
+
+
+@dataclass(frozen=True, slots=True)
+class PooledDomains:
+    """Domains to judge. ``members`` maps the name of a pool to the names of the domains in it."""
+
+    domains: tuple[Domain, ...]
+    members: dict[str, tuple[str, ...]]
+
+
+def pool_small_domains(domains: Sequence[Domain]) -> PooledDomains:
+    """Return the domains with small ones pooled; at most one pool of captured and one of golden domains.
+
+    A pool that is itself too small takes in the smallest other domain of its kind, if that one may be pooled.
+    """
+    judged: list[Domain] = []
+    members: dict[str, tuple[str, ...]] = {}
+    for name, kind in (
+        (CAPTURED_POOL, [domain for domain in domains if domain.weight > 0]),
+        (GOLDEN_POOL, [domain for domain in domains if not domain.weight > 0]),
+    ):
+        pooled = _members(kind)
+        judged += [domain for domain in kind if domain not in pooled]
+        if pooled:
+            judged.append(_pool(name, pooled))
+            members[name] = tuple(domain.name for domain in pooled)
+    return PooledDomains(tuple(judged), members)
+
+
+def _members(domains: Sequence[Domain]) -> list[Domain]:
+    """Return the domains of one kind to pool; none if fewer than two would be together."""
+    eligible = sorted((d for d in domains if d.weight < LARGEST_POOLED_SHARE), key=_conversations)
+    pooled = [domain for domain in eligible if _conversations(domain) < MIN_CONVERSATIONS]
+    if pooled and sum(map(_conversations, pooled)) < MIN_CONVERSATIONS:
+        pooled = eligible[: len(pooled) + 1]
+    return pooled if len(pooled) > 1 else []
+
+
+def _pool(name: str, domains: Sequence[Domain]) -> Domain:
+    return Domain(
+        name,
+        sum(domain.weight for domain in domains),
+        np.concatenate([domain.tokens_C for domain in domains]),
+        np.concatenate([domain.deployed_C for domain in domains]),
+        np.concatenate([domain.candidate_C for domain in domains]),
+    )
+
+
+def _conversations(domain: Domain) -> int:
+    return len(domain.tokens_C)
+
+
+# Calibration of a draft for sampled text: a factor on the draft's logits for every depth.
+#
+# With coupled sampling the draft proposes the top of log q + g, where g is the target's own noise. A head trained on
+# soft targets is flatter than the target where it is uncertain, so it follows the noise instead of its own
+# distribution. A factor above one corrects this. The factors that agree with the target most often on validation text
+# are written to calibration.json, a file of its own, so that the weights keep their standard format. It holds factors
+# by depth for each temperature, and common factors by depth for workers that do not distinguish temperatures.
+
+FACTORS = (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.4, 2.8)
+TEMPERATURES = (0.3, 0.6, 0.8, 1.0)
+_POOLED = (0.6, 0.8, 1.0)
+"""Temperatures that select the common factors. At lower temperatures every factor agrees nearly as often."""
+_BATCH = 2
+
+
+@torch.inference_mode()
+def agreement(
+    head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, *, depth: int, seed: int = 0
+) -> Tensor:
+    """Return the share of slots where target and draft draw the same token from the same noise.
+
+    The result is [temperatures, depth, factors], in the order of ``TEMPERATURES`` and ``FACTORS``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    hits = torch.zeros(len(TEMPERATURES), depth, len(FACTORS))
+    slots = torch.zeros(depth, 1)
+    vocabulary = vocabulary_of(head, len(output_VE))
+    for start in range(0, len(conversations), _BATCH):
+        batch = batch_for(head, conversations[start : start + _BATCH], output_VE.dtype)
+        target_BAV = (batch.final_BAE @ output_VE.T).float()
+        # The noise is drawn on the CPU, so that it is the same on every device.
+        noise_BAV = -torch.empty(target_BAV.shape).exponential_(generator=generator).log_().to(target_BAV.device)
+        for k, (state_BAE, rooted_BA) in enumerate(unrolled(head, batch, depth)):
+            draft_RV, noise_RV = logits_of(head, state_BAE[rooted_BA], k).float(), noise_BAV[rooted_BA]
+            slots[k] += len(draft_RV)
+            for at, temperature in enumerate(TEMPERATURES):
+                drawn_R = (target_BAV[rooted_BA] / temperature + noise_RV).argmax(dim=-1)
+                hits[at, k] += _hits(draft_RV / temperature, noise_RV[:, vocabulary], vocabulary, drawn_R)
+    return hits / slots.clamp(min=1)
+
+
+def _hits(draft_RV: Tensor, noise_RV: Tensor, target_ids: Tensor, drawn_R: Tensor) -> Tensor:
+    """Return the number of rows where the draft proposes ``drawn_R``, for each factor."""
+    proposals = (target_ids[(factor * draft_RV + noise_RV).argmax(dim=-1)] for factor in FACTORS)
+    return torch.stack([(proposed_R == drawn_R).sum() for proposed_R in proposals]).cpu()
+
+
+def write_calibration(
+    head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, folder: Path, *, depth: int
+) -> list[float]:
+    """Write ``folder``/calibration.json and return the common factors by depth."""
+    agreements = agreement(head, conversations, output_VE, depth=max_depth(head, depth))
+    pooled = agreements[[TEMPERATURES.index(temperature) for temperature in _POOLED]].mean(dim=0)
+    document = {
+        **_best(pooled),
+        "temperatures": list(_POOLED),
+        "by_temperature": {str(t): _best(of_one) for t, of_one in zip(TEMPERATURES, agreements, strict=True)},
+    }
+    write_json(folder / CALIBRATION_FILE, document)
+    sharpness: list[float] = document["sharpness"]
+    return sharpness
+
+
+def _best(agreement_DF: Tensor) -> dict[str, Any]:
+    """Return the best factor and its agreement by depth, from agreements [depth, factors]."""
+    return {
+        "sharpness": [FACTORS[int(best)] for best in agreement_DF.argmax(dim=-1)],
+        "agreement": [round(float(share), 4) for share in agreement_DF.max(dim=-1).values],
+        "agreement_uncalibrated": [round(float(share), 4) for share in agreement_DF[:, FACTORS.index(1.0)]],
+    }
+
+
+# Evaluation of a draft on prompts: acceptance by depth, tokens per step and speedup on this machine, by domain.
+#
+# The target's greedy text is recorded once, and acceptance comes from ``acceptance_replay``. Step times are measured on
+# this machine with one sequence, because the speedup and the advised depth depend on them as well as on acceptance.
+
+CONTEXT = 256  # tokens of context at which steps are timed
+_TIMED = 15
+
+
+def evaluate(
+    target: Llama, head: Eagle3Head, conversations: Sequence[Conversation], shape: TreeShape
+) -> dict[str, Any]:
+    """Return the document of ``eval``: results for ``shape`` overall and by domain, and the best chain."""
+    depth = max(shape.depths)
+    ranks = _all_ranks(target, head, conversations, depth)
+    times = StepTimes(target, head)
+    domains: dict[str, list[int]] = defaultdict(list)
+    for i, conversation in enumerate(conversations):
+        domains[conversation.domain].append(i)
+    parts = {"overall": list(range(len(conversations))), **dict(sorted(domains.items()))}
+    figures = {
+        name: _figures([conversations[i] for i in which], [ranks[i] for i in which], shape, times)
+        for name, which in parts.items()
+    }
+    overall = figures.pop("overall")
+    return {
+        "shape": list(shape.parents),
+        "conversations": len(conversations),
+        "tokens": sum(_answer_length(c) for c in conversations),
+        "vocabulary_coverage": _coverage(target, head, conversations),
+        "overall": overall,
+        "domains": figures,
+        "step_milliseconds": {
+            "plain": round(times.plain * 1e3, 3),
+            "speculative": round(times.speculative(shape) * 1e3, 3),
+        },
+    }
+
+
+def _figures(
+    conversations: Sequence[Conversation], ranks: Sequence[Tensor], shape: TreeShape, times: StepTimes
+) -> dict[str, Any]:
+    """Return the results of some conversations: acceptance, tokens per step, speedup and the best chain."""
+    counts = count_steps_of_ranks(ranks, shape)
+    chains = {d: TreeShape.chain(d) for d in range(1, ranks[0].shape[1] + 1)}
+    speedups = {
+        d: times.speedup(count_steps_of_ranks(ranks, chain).tokens_per_step, chain) for d, chain in chains.items()
+    }
+    best = max(speedups, key=lambda d: speedups[d])
+    return {
+        "tokens_per_step": round(counts.tokens_per_step, 4),
+        "acceptance": [round(a, 4) for a in counts.acceptance],
+        "distinct_4grams": round(distinct_ngrams([c.tokens_N[c.answer_start :].tolist() for c in conversations]), 4),
+        "speedup": round(times.speedup(counts.tokens_per_step, shape), 3),
+        "advice": f"chain:{best}, {speedups[best]:.2f} times plain" if speedups[best] > 1 else "none: plain is faster",
+    }
+
+
+def count_steps_of_ranks(ranks: Sequence[Tensor], shape: TreeShape) -> StepCounts:
+    """Return the step counts of ``shape`` over the ranks of several conversations."""
+    counts = StepCounts()
+    for ranks_IK in ranks:
+        counts.walk(ranks_IK, shape)
+    return counts
+
+
+def _all_ranks(target: Llama, head: Eagle3Head, conversations: Sequence[Conversation], depth: int) -> list[Tensor]:
+    ranks = []
+    for start in range(0, len(conversations), 8):
+        ranks += target_token_ranks(head, conversations[start : start + 8], target.lm_head.weight, depth)
+    return ranks
+
+
+def _answer_length(conversation: Conversation) -> int:
+    return len(conversation.tokens_N) - conversation.answer_start
+
+
+@torch.inference_mode()
+def _coverage(target: Llama, head: Eagle3Head, conversations: Sequence[Conversation]) -> float:
+    """Return the mean probability that the target gives to the tokens of the draft vocabulary."""
+    shares = [
+        torch.softmax(target.logits(c.hidden_NE[c.answer_start :]).float(), dim=-1)[:, head.target_ids].sum(dim=-1)
+        for c in conversations
+    ]
+    return round(float(torch.cat(shares).mean()), 4)
+
+
+class StepTimes:
+    """Seconds per step of one sequence on this machine: the networks alone, without an engine."""
+
+    def __init__(self, target: Llama, head: Eagle3Head) -> None:
+        self._target, self._head = target, head
+        self._verify: dict[int, float] = {}
+        self.plain = self._verified(1)
+        self._draft_pass = _timed(self._draft_once)
+
+    def speculative(self, shape: TreeShape) -> float:
+        """Return the seconds of a speculative step of ``shape``: one verification and one draft pass per depth."""
+        return self._verified(1 + shape.nodes) + max(shape.depths) * self._draft_pass
+
+    def speedup(self, tokens_per_step: float, shape: TreeShape) -> float:
+        """Return the speedup over plain decoding."""
+        return tokens_per_step * self.plain / self.speculative(shape)
+
+    def _verified(self, tokens: int) -> float:
+        """Return the seconds of a target pass over ``tokens`` tokens, measured once."""
+        if tokens not in self._verify:
+            self._verify[tokens] = _timed(lambda: self._target_once(tokens))
+        return self._verify[tokens]
+
+    def _target_once(self, tokens: int) -> None:
+        positions = torch.arange(CONTEXT, CONTEXT + tokens)
+        out = self._target(
+            torch.ones_like(positions), positions, ZeroContextAttention(), TargetStates(self._target.config.aux_layers)
+        )
+        self._target.logits(out.hidden_TE).argmax(dim=-1)
+
+    def _draft_once(self) -> None:
+        hidden = torch.zeros(1, self._head.config.hidden_size, dtype=self._head.fc.weight.dtype)
+        self._head.logits(
+            self._head(hidden, torch.ones(1, dtype=torch.int64), torch.tensor([CONTEXT]), ZeroContextAttention())
+        ).topk(1)
+
+
+class ZeroContextAttention(Attend):
+    """Attention over a context of zeros and the new tokens, to time a pass behind a context."""
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Return the attended values, see ``layers.Attend``."""
+        before = k_TKD.new_zeros(CONTEXT, *k_TKD.shape[1:])
+        keys, values = (torch.cat((before, x)).transpose(0, 1)[None] for x in (k_TKD, v_TKD))
+        q = q_THD.transpose(0, 1)[None]
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def _timed(once: Callable[[], None]) -> float:
+    """Return the median seconds of ``once``, after warmup."""
+    for _ in range(3):
+        once()
+    seconds = []
+    for _ in range(_TIMED):
+        started = time.perf_counter()
+        once()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+# Step counts of two drafts on the same recorded answers.
+#
+# Recorded text does not depend on the draft. One teacher-forced pass per draft and depth therefore gives the number of
+# steps exactly, at any temperature, and the difference of the drafts has no variance from different texts.
+#
+# Shape suffixes: R rows, A answer slots, I roots, K depths or ranks.
+
+_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Replayed record with the states that drafts read."""
+
+    record: Record
+    conversation: Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedDraft:
+    """Draft head and the factors on its logits by depth for sampled text.
+
+    The last factor applies to all deeper depths; without factors it is 1.
+    """
+
+    head: Draft
+    sharpness: tuple[float, ...] = ()
+
+    def factor(self, depth: int) -> float:
+        """Return the factor on the logits at ``depth``."""
+        return self.sharpness[min(depth, len(self.sharpness) - 1)] if self.sharpness else 1.0
+
+
+@torch.inference_mode()
+def count_steps(
+    drafts: Sequence[CalibratedDraft], sample: Sample, shape: TreeShape, eos_token_ids: tuple[int, ...], vocab_size: int
+) -> list[StepCounts]:
+    """Return for each draft the step counts of ``shape`` through one answer.
+
+    ``StepCounts.tokens`` excludes the first token of the answer.
+    """
+    first = sample.record.prompt_length
+    count = len(sample.conversation.tokens_N) - first
+    states = [_states(draft.head, sample.conversation, max(shape.depths)) for draft in drafts]
+    ranks_by_draft: list[list[Tensor]] = [[] for _ in drafts]
+    for start in range(0, count, _ROWS):
+        here = slice(start, min(start + _ROWS, count))
+        rows = RecordPositions(sample.record, first + start, here.stop - start, eos_token_ids, vocab_size)
+        wanted_R = torch.tensor(sample.record.tokens[first + start + 1 : first + here.stop + 1])
+        for ranks, draft, states_KAE in zip(ranks_by_draft, drafts, states, strict=True):
+            by_depth = [_ranks(draft, rows, state_AE[here], k, wanted_R) for k, state_AE in enumerate(states_KAE)]
+            ranks.append(torch.stack(by_depth, dim=1))
+    return [_count_steps_of_ranks(_steps_by_root(torch.cat(ranks)), shape) for ranks in ranks_by_draft]
+
+
+def _states(head: Draft, conversation: Conversation, depth: int) -> list[Tensor]:
+    """Return the head's states by depth, [A, E], at every slot of the answer."""
+    batch = batch_for(head, [conversation], next(head.parameters()).dtype)
+    return [state_BAE[0] for state_BAE, _ in unrolled(head, batch, depth)]
+
+
+def _ranks(draft: CalibratedDraft, rows: RecordPositions, state_RE: Tensor, depth: int, wanted_R: Tensor) -> Tensor:
+    """Return the rank of the recorded token among the draft's proposals, [R], or ``RANKS`` for a miss."""
+    logits_RV = logits_of(draft.head, state_RE, depth).cpu()
+    k = min(RANKS, logits_RV.shape[-1])
+    target_ids_V = vocabulary_of(draft.head, logits_RV.shape[-1]).cpu()
+    best_RK = rows.propose(logits_RV, target_ids_V, draft.factor(depth), k)
+    hit_RK = best_RK == wanted_R[:, None]
+    return torch.where(hit_RK.any(dim=-1), hit_RK.int().argmax(dim=-1), RANKS)
+
+
+def _steps_by_root(by_slot_AK: Tensor) -> Tensor:
+    """Return ranks by root, [roots, depth], from ranks by slot.
+
+    Depth k of root i was computed at slot i + k. Beyond the end of the answer every entry is a miss.
+    """
+    ranks_by_draft = torch.full_like(by_slot_AK, RANKS)
+    for k in range(by_slot_AK.shape[1]):
+        ranks_by_draft[: len(ranks_by_draft) - k, k] = by_slot_AK[k:, k]
+    return ranks_by_draft
+
+
+def _count_steps_of_ranks(ranks_IK: Tensor, shape: TreeShape) -> StepCounts:
+    """Return the step counts of ``shape`` through one answer."""
+    counts = StepCounts()
+    counts.walk(ranks_IK, shape)
+    # The last step may emit a token beyond the end of the answer, which no client receives.
+    counts.tokens = len(ranks_IK)
+    return counts
+
+
+# Paired step times of two drafts on this machine, measured in alternation so that drift affects both equally.
+#
+# Only the networks are timed, with one sequence. The target's verification of the shape is timed once per round and
+# counts for both. A draft adds one pass per depth of the shape, a parallel draft one pass for all of them.
+
+ROUNDS = 40
+_WARM = 2
+
+
+@torch.inference_mode()
+def step_costs(
+    target: Llama, deployed: Draft, candidate: Draft, shape: TreeShape, *, rounds: int = ROUNDS
+) -> StepCosts:
+    """Return the seconds per step by round, on a CPU processor seconds. The two drafts alternate in going first."""
+    depth = max(shape.depths)
+    verify = _verification(target, 1 + shape.nodes)
+    drafts = (_draft_step(deployed, depth), _draft_step(candidate, depth))
+    on_gpu = target.lm_head.weight.is_cuda
+    seconds_R2 = np.zeros((rounds, 2))
+    for number in range(-_WARM, rounds):
+        verified = _seconds(verify, on_gpu=on_gpu)
+        for which in (0, 1) if number % 2 else (1, 0):
+            drafted = _seconds(drafts[which], on_gpu=on_gpu)
+            if number >= 0:
+                seconds_R2[number, which] = verified + drafted
+    return StepCosts(seconds_R2[:, 0], seconds_R2[:, 1])
+
+
+def _seconds(once: Callable[[], object], *, on_gpu: bool) -> float:
+    """Return the seconds of a call.
+
+    On a CPU these are processor seconds over all threads, which exclude the load of other processes.
+    """
+    if not on_gpu:
+        began = time.process_time()
+        once()
+        return time.process_time() - began
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    once()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _verification(target: Llama, tokens: int) -> Callable[[], object]:
+    """Return a function that runs one verification pass over ``tokens`` tokens."""
+    # The tokens follow a context, shortened if the model has too few positions.
+    first = min(CONTEXT, target.config.max_position_embeddings - tokens)
+    positions = first + torch.arange(tokens, device=target.lm_head.weight.device)
+
+    def verify() -> object:
+        out = target(
+            torch.ones_like(positions), positions, ZeroContextAttention(), TargetStates(target.config.aux_layers)
+        )
+        return target.logits(out.hidden_TE).argmax(dim=-1)
+
+    return verify
+
+
+def _draft_step(draft: Draft, depth: int) -> Callable[[], object]:
+    """Return a function that runs the draft passes of one step for a chain of ``depth`` tokens."""
+    match draft:
+        case PEagleHead():
+            return _head_pass(draft, slots=depth)
+        case DFlashHead():
+            return _block_pass(draft, depth)
+        case Eagle3Head():
+            run = _head_pass(draft, slots=1)
+            return lambda: [run() for _ in range(depth)]
+    raise TypeError(f"{type(draft).__name__} is not distilled")
+
+
+def _head_pass(head: Eagle3Head, slots: int) -> Callable[[], object]:
+    """Return a function that runs one pass of a head over ``slots`` slots of one sequence."""
+    weight = head.fc.weight
+    hidden = torch.zeros(slots, head.config.hidden_size, dtype=weight.dtype, device=weight.device)
+    tokens, positions = _slots(slots, head.config.max_position_embeddings, weight.device)
+    return lambda: head.logits(head(hidden, tokens, positions, ZeroContextAttention())).topk(1)
+
+
+def _block_pass(head: DFlashHead, depth: int) -> Callable[[], object]:
+    """Return a function that reads the target's states of one token, and runs a block of ``depth`` mask slots."""
+    weight = head.fc.weight
+    states = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    tokens, positions = _slots(depth + 1, head.config.max_position_embeddings, weight.device)
+
+    def run() -> object:
+        head.context(states, positions[:1])
+        return head.logits(head(tokens, positions, ZeroContextAttention())[1:]).topk(1)
+
+    return run
+
+
+def _slots(count: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the tokens and positions of ``count`` slots behind a context, shortened for a model of few positions."""
+    first = min(CONTEXT, positions - count)
+    return torch.ones(count, dtype=torch.int64, device=device), first + torch.arange(count, device=device)

@@ -1,1 +1,0 @@
-"""Measure drafts: acceptance, calibration, time per token and the verdict on a candidate."""

@@ -1,1 +1,0 @@
-"""Trainable draft networks: initial weights, attention for training and the unrolled forward pass."""

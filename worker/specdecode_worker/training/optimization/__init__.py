@@ -1,1 +1,0 @@
-"""The training loop: objective, schedule, checkpoints and data-parallel processes."""
