@@ -5,7 +5,7 @@
 
 The draft is the embedded target without some of its layers. Its copies have the same weights, but their tokenizers have
 other ids, and some lack a share of the target's tokens, which every n-th token of the vocabulary is, and have foreign
-ones instead. Tokens are matched by their bytes (models/vocabulary). All drafts answer the same prompts at the same
+ones instead. Tokens are matched by their bytes (models/vocabulary.py). All drafts answer the same prompts at the same
 seeds, and the texts are compared with those of plain decoding. A draft with a shape and a temperature is one line of
 the output, so a run that was stopped continues where it stopped.
 """

@@ -161,7 +161,7 @@ class EnginePort:
 # Stacks of the engine's threads, written by the engine at a signal, also while its Python code does not run.
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Signal for a dump. SIGUSR1 has another meaning in an engine on several devices (`engine/parallel`)."""
+"""Signal for a dump. SIGUSR1 has another meaning in an engine on several devices (`engine/tensor_parallel.py`)."""
 WAIT_SECONDS = 2.0
 """Longest time to wait for the dump. A process that can still write one does so within milliseconds."""
 _POLL_SECONDS = 0.05

@@ -448,7 +448,7 @@ def _mask_token(fields: Fields, vocab_size: int) -> int:
 # the root's slot) are refused by name.
 
 _LONGEST_BLOCK = 64
-_IDS, _NESTED_IDS = "aux_hidden_state_layer_ids", "target_layer_ids"
+_DFLASH_IDS, _NESTED_IDS = "aux_hidden_state_layer_ids", "target_layer_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,7 +519,7 @@ def _speculators_fields(fields: Fields, target: LlamaConfig, vocab: int) -> dict
     """Return the values of `DFlashConfig` that the layout of speculators has in fields of its own."""
     expect_equal("hidden_size", fields.integer("target_hidden_size", target.hidden_size), target.hidden_size)
     return {
-        "aux_layers": _dflash_aux_layers(fields, _IDS, 0, target),
+        "aux_layers": _dflash_aux_layers(fields, _DFLASH_IDS, 0, target),
         "draft_vocab_size": fields.integer("draft_vocab_size", most=vocab),
     }
 

@@ -13,12 +13,16 @@ CONFIG = ServerConfig(request_timeout_seconds=100, queue_timeout_seconds=20)
 
 
 def test_terms_without_header() -> None:
-    assert terms_of("", Headers(), CONFIG, now=1000.0) == RequestTerms("", 1100.0, 1020.0)
+    assert terms_of("", Headers(), CONFIG, now=1000.0) == RequestTerms(
+        deadline_seconds=1100.0, queue_deadline_seconds=1020.0
+    )
 
 
 def test_terms_with_header_and_key() -> None:
     headers = Headers({"X-Request-Timeout": "2.5"})
-    assert terms_of("ann", headers, CONFIG, now=1000.0) == RequestTerms("ann", 1002.5, 1020.0)
+    assert terms_of("ann", headers, CONFIG, now=1000.0) == RequestTerms(
+        "ann", deadline_seconds=1002.5, queue_deadline_seconds=1020.0
+    )
 
 
 def test_header_does_not_raise_the_default() -> None:
