@@ -78,7 +78,7 @@ def test_chat_answer_streams_through_the_routers(routed: Routed) -> None:
     chunks = list(client.chat.completions.create(**words, stream=True, stream_options={"include_usage": True}))
     pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
     assert "".join(pieces) == whole.choices[0].message.content
-    assert len(pieces) > 3, "not in one piece"
+    assert len(pieces) > 1, "in one piece"  # of seven tokens, of which speculation may bring five in a step
     streamed, counted = chunks[-1].usage, whole.usage
     assert streamed is not None
     assert counted is not None
