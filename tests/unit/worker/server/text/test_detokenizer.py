@@ -64,3 +64,12 @@ def test_mean_logprob_is_over_all_tokens(tokenizer: Tokenizer) -> None:
     logprobs = tuple(Logprobs(token, value, 1) for token, value in ((65, -1.0), (END, -4.0)))
     reader.push(Tokens(request_id="r", tokens=(65, END), finish="stop", logprobs=logprobs))
     assert reader.mean_logprob == -2.5
+
+
+def test_output_that_ends_within_a_character_shows_that_something_was_there(tokenizer: Tokenizer) -> None:
+    *beginning, _ = tokenizer.encode("a你")
+    reader = ChoiceDetokenizer(tokenizer, [], TextOptions())
+    pieces = [reader.push(Tokens(request_id="r", tokens=(token,), finish=None)) for token in beginning[:-1]]
+    last = reader.push(Tokens(request_id="r", tokens=(beginning[-1],), finish="length"))
+    assert "".join(piece.text for piece in pieces) == "a"
+    assert (last.text, last.finish_reason) == ("\ufffd", "length")
