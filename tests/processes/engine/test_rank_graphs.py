@@ -62,7 +62,7 @@ def captured_ranks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(factory, "capture_backend", lambda device: own or EagerBackend())
         if main is not None:
-            patch.setattr(rank_group.rank_process, "main", main)
+            patch.setattr(rank_group, "serve_rank", main)
         settings = {"cuda_graph_sizes": [1, 4, 8], "max_num_batched_tokens": 128, **engine}
         made = load_engine(exact_config_of(*folders, 2, **settings), Path)
     try:

@@ -173,11 +173,11 @@ class TestLoss:
         self, split: Engine, monkeypatch: pytest.MonkeyPatch, main: Any, reason: str
     ) -> None:
         split.close()
-        monkeypatch.setattr(rank_process, "main", main)
+        monkeypatch.setattr(rank_process, "serve_rank", main)
         group = RankGroup(
             Assignment(
-                rank=0, size=2, meeting="", folder="", dtype="float32", device="cpu", max_model_len=None, blocks=0,
-                threads=1,
+                rank=0, size=2, meeting="", folder="", dtype="float32", quantization=None, device="cpu",
+                max_model_len=None, blocks=0, threads=1,
             )
         )  # fmt: skip
         try:

@@ -68,13 +68,13 @@ class ShortBackend(EagerBackend):
 def fail_to_record(assignment: bytes, pipe: Connection) -> None:
     """Run the process of a rank that captures two steps and no more."""
     rank_process.capture_backend = lambda device: FailingBackend()  # type: ignore[attr-defined]
-    rank_process.main(assignment, pipe)
+    rank_process.serve_rank(assignment, pipe)
 
 
 def fail_to_rehearse(assignment: bytes, pipe: Connection) -> None:
     """Run the process of a rank that has no memory for captured steps."""
     rank_process.capture_backend = lambda device: ShortBackend()  # type: ignore[attr-defined]
-    rank_process.main(assignment, pipe)
+    rank_process.serve_rank(assignment, pipe)
 
 
 def answer_and_end(assignment: bytes, pipe: Connection) -> None:
