@@ -187,14 +187,8 @@ class RequestCounter:
 
     def process(self, tokens: Tokens) -> None:
         """Count the increase since the previous message."""
-        task, previous = self._task, self._previous
-        accepted = tokens.accepted - previous.accepted
-        task.drafts += tokens.drafts - previous.drafts
-        task.draft_tokens += tokens.draft_tokens - previous.draft_tokens
-        task.accepted += accepted
-        for position in range(accepted):
-            task.per_position[position] += 1
-        self._previous = tokens
+        if tokens.drafts > self._previous.drafts:  # the message that ends a cancelled request has no totals
+            self._count_draft(tokens)
         if tokens.tokens:
             self._last = self._counts.clock()
             if not self._tokens:
@@ -204,6 +198,16 @@ class RequestCounter:
             self._tokens += len(tokens.tokens)
         if tokens.finish is not None:
             self._count_finish(tokens.finish)
+
+    def _count_draft(self, tokens: Tokens) -> None:
+        task, previous = self._task, self._previous
+        accepted = tokens.accepted - previous.accepted
+        task.drafts += tokens.drafts - previous.drafts
+        task.draft_tokens += tokens.draft_tokens - previous.draft_tokens
+        task.accepted += accepted
+        for position in range(accepted):
+            task.per_position[position] += 1
+        self._previous = tokens
 
     def _count_finish(self, finish: FinishReason) -> None:
         if finish == "deadline":

@@ -244,6 +244,16 @@ def test_speculation_by_task_adds_up_to_the_report() -> None:
     assert positions == [2, 2, 1]
 
 
+def test_counters_do_not_fall_when_a_request_is_cancelled() -> None:
+    counts = still()
+    request_counter = counts.request_counter("t", 7)
+    request_counter.process(Tokens(request_id="r", tokens=(1, 2), drafts=1, draft_tokens=3, accepted=1))
+    request_counter.process(Tokens(request_id="r", tokens=(), finish="deadline"))
+    values = samples(counts)
+    for name, value in {"drafts": 1, "draft_tokens": 3, "accepted_tokens": 1}.items():
+        assert values[f"specdecode_spec_decode_num_{name}_total[t]"] == value, name
+
+
 def test_stale_report_gives_no_negative_count() -> None:
     counts = still()
     count_request(counts, "t", (99, 99, 3))
