@@ -357,6 +357,15 @@ async def test_metrics_agree_with_the_report(client: httpx.AsyncClient, service:
     assert 'num_accepted_tokens_per_pos_total{model_name="fake",position="0",task="code"} 6.0' in text
 
 
+async def test_finished_requests_are_counted_under_vllms_name(client: httpx.AsyncClient) -> None:
+    for fields in ({"max_tokens": 9}, {"max_tokens": 9}, {"stop": [fake_engine.TEXT[4:6]]}):
+        await client.post("/v1/completions", json={**PROMPT, **fields})
+    text = (await client.get("/metrics")).text
+    for reason, count in {"stop": 1, "length": 2, "abort": 0, "error": 0}.items():
+        labels = f'{{engine="0",finished_reason="{reason}",model_name="fake"}}'
+        assert f"vllm:request_success_total{labels} {count}.0" in text
+
+
 async def test_dead_engine_ends_streams_and_fails_health(client: httpx.AsyncClient, service: Service) -> None:
     silent = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
     whole = asyncio.create_task(client.post("/v1/completions", json=silent))

@@ -260,6 +260,9 @@ def test_metrics_and_report_agree(worker: WorkerProcess, client: openai.OpenAI) 
     assert values["specdecode_generation_tokens_total" + label] == sum(
         cell.output_tokens for cell in worker_report.traffic
     )
+    theirs = '{engine="0",model_name="small"}'
+    assert values["vllm:spec_decode_num_drafts_total" + theirs] == worker_report.drafts
+    assert values["vllm:generation_tokens_total" + theirs] == sum(cell.output_tokens for cell in worker_report.traffic)
     assert len(worker_report.model_dump_json()) < 64 * 1024
 
 

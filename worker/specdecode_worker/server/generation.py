@@ -381,8 +381,13 @@ class RequestObserver(Protocol):
         """Process one message of the request."""
         ...
 
-    def end(self, *, moved: bool = False) -> None:
-        """Process the end of the request. ``moved``: another worker continues it."""
+    def end(self, finish_reason: str | None, *, moved: bool = False) -> None:
+        """Process the end of the request.
+
+        Args:
+            finish_reason: ``stop`` or ``length``; None if the request was cancelled or failed.
+            moved: Another worker continues the request.
+        """
         ...
 
 
@@ -497,7 +502,7 @@ class Generation:
         if self._stream is not None:
             self._stream.close()
         for observer in self._observers:
-            observer.end(moved=moved)
+            observer.end(self._output.finish_reason, moved=moved)
         self._observers = ()
         if self._on_end is not None:
             self._on_end()
