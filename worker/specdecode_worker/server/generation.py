@@ -500,7 +500,7 @@ class Generation:
             moved: Another worker continues the request.
         """
         if self._stream is not None:
-            self._stream.close()
+            self._stream.close(stopped=self._output.finish_reason is not None)
         for observer in self._observers:
             observer.end(self._output.finish_reason, moved=moved)
         self._observers = ()
