@@ -37,7 +37,7 @@ def test_example_matches_the_structural_schema(path: Path, root: Path) -> None:
 
 
 def test_gateways_refer_to_objects_of_the_examples(root: Path) -> None:
-    """Compare names, ports and labels with what the operator makes: the CRDs of the Gateway API are not here."""
+    """Compare names, ports and labels with what the operator makes. tests/api_server/crd has the rules of the CRDs."""
     specs = {resource["metadata"]["name"]: resource["spec"] for resource in map(_example, EXAMPLES)}
     documents = [
         document

@@ -13,6 +13,7 @@ from specdecode_operator.gauges import DeploymentGauge
 from specdecode_router.queueing.refusals import RefusalReason
 from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, RouterMetrics, Stage
 from specdecode_worker.contract import Metric
+from specdecode_worker.metrics import VLLM_CACHE_CONFIG, VLLM_METRICS, vllm_name
 
 OF_OPERATOR = {
     **{
@@ -41,6 +42,15 @@ def sections(root: Path) -> dict[str, list[list[str]]]:
 
 def test_page_lists_every_worker_metric(sections: dict[str, list[list[str]]]) -> None:
     assert {name.removesuffix("_total") for name, *_ in sections["Worker"]} == set(Metric)
+
+
+def test_page_lists_every_metric_under_vllms_names(root: Path) -> None:
+    page = (root / "docs" / "metrics.md").read_text()
+    (section,) = (part for part in page.split("\n## ") if part.startswith("vLLM's names:"))
+    listed, absent = section.split("What vLLM 0.33 has and a worker does not:")
+    exported = {vllm_name(name) for name in VLLM_METRICS} | {VLLM_CACHE_CONFIG}
+    assert {name.removesuffix("_total") for name in re.findall(r"`(vllm:\w+)`", listed)} == exported
+    assert not exported & {name.removesuffix("_total") for name in re.findall(r"`(vllm:\w+)`", absent)}
 
 
 def test_page_lists_every_operator_metric(sections: dict[str, list[list[str]]]) -> None:

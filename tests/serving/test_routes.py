@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from specdecode_worker.contract import MergedDraft, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.server.service import Service
 from support.worker import fake_engine
 
@@ -42,9 +43,38 @@ async def test_chat_answers_with_text_usage_and_speculation(client: httpx.AsyncC
     assert body["usage"]["completion_tokens"] == tokens
     assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + tokens
     assert body["usage"]["prompt_tokens"] == len("user\nhi\nassistant\n") + 3
-    speculation = body["metrics"]["speculative_decoding"]
-    assert speculation["mean_acceptance_length"] == pytest.approx(3.0)
-    assert speculation["draft_acceptance_rate"] == 1.0
+    steps = -(-tokens // fake_engine.TOKENS_PER_STEP)
+    assert body["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 3.0,
+        "draft_acceptance_rate": 1.0,
+        "acceptance_histogram": [0, 0, steps],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": 2 * steps,
+        "num_draft_tokens": 2 * steps,
+        "num_spec_tokens": 2,
+    }
+
+
+async def test_acceptance_histogram_reaches_to_the_deepest_draft_of_the_plan(
+    client: httpx.AsyncClient, service: Service
+) -> None:
+    """Check what AIPerf 0.13 refuses (aiperf/spec_decode/vllm_adapter.py and common/models/spec_decode_models.py)."""
+    service.plans.current = Plan(
+        initial=TreeShape.chain(1),
+        rows=(PlanRow(concurrency=0, context=0, shape=TreeShape.levels(2, 1, 1, 1)),),
+        tasks=(TaskMatch(name="code", merge=(MergedDraft(draft="n", depth=5),)),),
+    )
+    for name, fields in {"chat/completions": CHAT, "completions": {**PROMPT, "n": 2}}.items():
+        for stream in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+            answer = await client.post(f"/v1/{name}", json={**fields, **stream, "max_tokens": 7})
+            root = events(answer.text)[-2] if stream else answer.json()
+            found = root["metrics"]["speculative_decoding"]
+            histogram = found["acceptance_histogram"]
+            assert all(type(count) is int for count in histogram)
+            assert len(histogram) == found["num_spec_tokens"] + 1 == 6
+            assert sum(histogram) == found["num_spec_steps"] == 3 * fields.get("n", 1)  # type: ignore[operator]
+            accepted = sum(length * count for length, count in enumerate(histogram))
+            assert accepted == found["num_accepted_draft_tokens"] <= found["num_draft_tokens"]
 
 
 async def test_completion_streams_pieces_that_join_to_the_text(client: httpx.AsyncClient) -> None:
@@ -61,7 +91,7 @@ async def test_completion_streams_pieces_that_join_to_the_text(client: httpx.Asy
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == len(fake_engine.TEXT.encode()) + 1
-    assert usage["metrics"]["speculative_decoding"]["num_drafts"] > 0
+    assert usage["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
 async def test_a_stream_without_include_usage_has_none(client: httpx.AsyncClient) -> None:
@@ -325,6 +355,15 @@ async def test_metrics_agree_with_the_report(client: httpx.AsyncClient, service:
     assert drafts["code"] == 6
     assert sum(drafts.values()) == report.drafts
     assert 'num_accepted_tokens_per_pos_total{model_name="fake",position="0",task="code"} 6.0' in text
+
+
+async def test_finished_requests_are_counted_under_vllms_name(client: httpx.AsyncClient) -> None:
+    for fields in ({"max_tokens": 9}, {"max_tokens": 9}, {"stop": [fake_engine.TEXT[4:6]]}):
+        await client.post("/v1/completions", json={**PROMPT, **fields})
+    text = (await client.get("/metrics")).text
+    for reason, count in {"stop": 1, "length": 2, "abort": 0, "error": 0}.items():
+        labels = f'{{engine="0",finished_reason="{reason}",model_name="fake"}}'
+        assert f"vllm:request_success_total{labels} {count}.0" in text
 
 
 async def test_dead_engine_ends_streams_and_fails_health(client: httpx.AsyncClient, service: Service) -> None:

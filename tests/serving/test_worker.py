@@ -260,7 +260,23 @@ def test_metrics_and_report_agree(worker: WorkerProcess, client: openai.OpenAI) 
     assert values["specdecode_generation_tokens_total" + label] == sum(
         cell.output_tokens for cell in worker_report.traffic
     )
+    theirs = '{engine="0",model_name="small"}'
+    assert values["vllm:spec_decode_num_drafts_total" + theirs] == worker_report.drafts
+    assert values["vllm:generation_tokens_total" + theirs] == sum(cell.output_tokens for cell in worker_report.traffic)
     assert len(worker_report.model_dump_json()) < 64 * 1024
+
+
+def test_requests_that_end_by_a_stop_string_are_finished(worker: WorkerProcess, client: openai.OpenAI) -> None:
+    asked: Any = {"model": "small", "prompt": "measure", "temperature": 0, "max_tokens": 60}
+    text = client.completions.create(**asked).choices[0].text
+    before = report(worker)
+    stopped = client.completions.create(**asked, stop=[text[20:23]]).choices[0]
+    assert (stopped.finish_reason, text.startswith(stopped.text)) == ("stop", True)
+
+    client.completions.create(model="small", prompt="next", max_tokens=1)  # the engine has read what was sent before
+    after = report(worker)
+    assert sum(cell.finished for cell in after.traffic) == sum(cell.finished for cell in before.traffic) + 2
+    assert sum(cell.n for cell in after.requests) == sum(cell.n for cell in before.requests) + 2
 
 
 def test_sigterm_under_load_loses_no_request(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from prometheus_client.registry import Collector
 
 from specdecode_worker.capture import CaptureCounts, Dropped
 from specdecode_worker.contract import OTHER_TASK, LatencyHistogram, Metric, Report, TrafficCell
-from specdecode_worker.core.messages import FinishReason, Tokens
+from specdecode_worker.core.kv_cache import BLOCK_SIZE
+from specdecode_worker.core.messages import Tokens
 
 # Builders of Prometheus metric families. Every sample has the label ``model_name``.
 
@@ -73,6 +74,8 @@ LATENCY_EDGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.
 MAX_API_KEYS = 32
 """Most names of API keys that are exported. It bounds the number of time series; all further keys count as other."""
 OTHER_API_KEY = "other"
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+"""vLLM's reasons. A request that the client or a deadline cancelled has ``abort``."""
 
 
 @dataclass(slots=True)
@@ -126,6 +129,8 @@ class ServerCounters:
         self.clock = clock
         self.timeouts = {"deadline": 0, "queue": 0}
         """Requests that the engine cancelled: at their deadline, or after the longest time in the queue."""
+        self.finished: Counter[tuple[str, str]] = Counter()
+        """Requests that ended here, by task and by one of FINISHED_REASONS."""
         self.by_key: dict[str, KeyCounts] = {}
         self._api_keys = api_keys
         self.capture = capture or CaptureCounts()
@@ -160,8 +165,8 @@ class ServerCounters:
 class RequestCounter:
     """Observer that counts one request. It receives every message in order; messages have cumulative counts."""
 
-    __slots__ = ("_began", "_continued", "_counts", "_earlier_tokens", "_ended", "_first", "_key", "_last",
-                 "_previous", "_prompt_tokens", "_task", "_tokens")  # fmt: skip
+    __slots__ = ("_began", "_continued", "_counts", "_earlier_tokens", "_ended", "_failed", "_first", "_key", "_last",
+                 "_previous", "_prompt_tokens", "_task", "_task_counts", "_tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -178,23 +183,17 @@ class RequestCounter:
         if not self._continued:
             key.requests += 1
             key.prompt_tokens += prompt_tokens
-        self._task = counts.by_task[task]
+        self._task, self._task_counts = task, counts.by_task[task]
         self._prompt_tokens = prompt_tokens
         self._previous = Tokens(request_id="", tokens=())
         self._tokens = 0
         self._first = self._last = 0.0
-        self._ended = False
+        self._ended = self._failed = False
 
     def process(self, tokens: Tokens) -> None:
         """Count the increase since the previous message."""
-        task, previous = self._task, self._previous
-        accepted = tokens.accepted - previous.accepted
-        task.drafts += tokens.drafts - previous.drafts
-        task.draft_tokens += tokens.draft_tokens - previous.draft_tokens
-        task.accepted += accepted
-        for position in range(accepted):
-            task.per_position[position] += 1
-        self._previous = tokens
+        if tokens.drafts > self._previous.drafts:  # the message that ends a cancelled request has no totals
+            self._count_draft(tokens)
         if tokens.tokens:
             self._last = self._counts.clock()
             if not self._tokens:
@@ -202,31 +201,44 @@ class RequestCounter:
                 if not self._continued:
                     self._key.ttft.add(self._first - self._began)
             self._tokens += len(tokens.tokens)
-        if tokens.finish is not None:
-            self._count_finish(tokens.finish)
-
-    def _count_finish(self, finish: FinishReason) -> None:
-        if finish == "deadline":
+        self._failed = self._failed or tokens.finish == "error"
+        if tokens.finish == "deadline":
             self._counts.timeouts["deadline"] += 1
-        elif finish == "queue_timeout":
+        elif tokens.finish == "queue_timeout":
             self._counts.timeouts["queue"] += 1
-        elif finish in ("stop", "length"):
-            self._key.finished += 1
-            if not self._continued:
-                self._key.e2e.add(self._last - self._began)
 
-    def end(self, *, moved: bool = False) -> None:
-        """Count the ended request in the histograms. Further calls, and requests without output, are not counted.
+    def _count_draft(self, tokens: Tokens) -> None:
+        task, previous = self._task_counts, self._previous
+        accepted = tokens.accepted - previous.accepted
+        task.drafts += tokens.drafts - previous.drafts
+        task.draft_tokens += tokens.draft_tokens - previous.draft_tokens
+        task.accepted += accepted
+        for position in range(accepted):
+            task.per_position[position] += 1
+        self._previous = tokens
+
+    def end(self, finish_reason: str | None, *, moved: bool = False) -> None:
+        """Count the ended request, once. Requests without output are not in the histograms.
 
         Args:
-            moved: Another worker continues the request, and counts its size.
+            finish_reason: ``stop`` or ``length``; None if the request was cancelled or failed.
+            moved: Another worker continues the request, and counts its end and its size.
         """
-        if self._ended or not self._tokens:
+        if self._ended:
             return
         self._ended = True
         self._key.generation_tokens += self._tokens
         if moved:
             return
+        self._counts.finished[self._task, finish_reason or ("error" if self._failed else "abort")] += 1
+        if finish_reason is not None:
+            self._key.finished += 1
+            if not self._continued:
+                self._key.e2e.add(self._last - self._began)
+        if self._tokens:
+            self._count_sizes()
+
+    def _count_sizes(self) -> None:
         self._counts.prompt_tokens.add(self._prompt_tokens)
         self._counts.generation_tokens.add(self._earlier_tokens + self._tokens)
         if self._tokens > 1:
@@ -294,9 +306,16 @@ def _steps(report: Report) -> Iterator[Family]:
 # Metrics of traffic, queue, KV cache and device memory.
 
 
-def traffic(report: Report) -> Iterator[Family]:
+def traffic(report: Report, counts: ServerCounters) -> Iterator[Family]:
     """Yield the metrics of traffic, scheduling, engine state and device memory."""
     yield from _traffic(report)
+    finished = {
+        (task, reason): float(counts.finished[task, reason])
+        for task in (OTHER_TASK, *counts.by_task)
+        for reason in FINISHED_REASONS
+    }
+    text = "Requests that ended."
+    yield counter(Metric.request_success, text, report.model, ("task", "finished_reason"), finished.items())
     yield from _work(report)
     yield from _state(report)
     if report.memory is not None:
@@ -309,11 +328,10 @@ def _traffic(report: Report) -> Iterator[Family]:
     counters: tuple[tuple[Metric, str, Callable[[TrafficCell], int]], ...] = (
         (Metric.prompt_tokens, "Prompt tokens of all requests.", lambda cell: cell.prompt_tokens),
         (Metric.generation_tokens, "Generated tokens.", lambda cell: cell.output_tokens),
-        (Metric.request_success, "Finished requests.", lambda cell: cell.finished),
     )
     for name, text, value in counters:
-        samples = [((cell.task,), float(value(cell))) for cell in report.traffic]
-        yield counter(name, text, report.model, ("task",), samples)
+        samples = {(OTHER_TASK,): 0.0} | {(cell.task,): float(value(cell)) for cell in report.traffic}
+        yield counter(name, text, report.model, ("task",), samples.items())
 
 
 def _work(report: Report) -> Iterator[Family]:
@@ -478,15 +496,77 @@ def api_keys(model: str, counts: ServerCounters) -> Iterator[Family]:
     yield histogram(Metric.api_key_e2e_request_latency_seconds, text, model, _LABELS, LATENCY_EDGES, e2e)
 
 
+# Metrics under vLLM's names, for the clients, endpoint pickers and autoscalers that read those of vLLM.
+
+VLLM_METRICS = frozenset(
+    {
+        Metric.num_requests_running,
+        Metric.num_requests_waiting,
+        Metric.kv_cache_usage_perc,
+        Metric.num_preemptions,
+        Metric.prefix_cache_queries,
+        Metric.prefix_cache_hits,
+        Metric.prompt_tokens,
+        Metric.generation_tokens,
+        Metric.request_success,
+        Metric.request_prompt_tokens,
+        Metric.request_generation_tokens,
+        Metric.time_to_first_token_seconds,
+        Metric.inter_token_latency_seconds,
+        Metric.request_time_per_output_token_seconds,
+        Metric.e2e_request_latency_seconds,
+        Metric.request_queue_time_seconds,
+        Metric.num_drafts,
+        Metric.num_draft_tokens,
+        Metric.num_accepted_tokens,
+        Metric.num_accepted_tokens_per_pos,
+    }
+)
+"""Metrics that vLLM 0.33 has with the same meaning. Its name has ``vllm:`` in place of our prefix."""
+VLLM_CACHE_CONFIG = "vllm:cache_config_info"
+"""Gauge of vLLM whose labels have the size and the number of blocks of the KV cache; endpoint pickers read them."""
+_ENGINE = "0"
+"""Value of vLLM's label ``engine``, the index of a data-parallel engine. A worker has one engine."""
+
+
+def vllm_name(name: str) -> str:
+    """Return vLLM's name of one of VLLM_METRICS or of its samples."""
+    return "vllm:" + name.removeprefix("specdecode_")
+
+
+def under_vllm_names(families: Iterable[Family], report: Report) -> Iterator[Family]:
+    """Yield the families that vLLM has too under its names and labels, and the properties of the KV cache."""
+    yield from (_under_vllm_name(family) for family in families if family.name in VLLM_METRICS)
+    labels = {"model_name": report.model, "engine": _ENGINE}
+    info = Family(VLLM_CACHE_CONFIG, "Size and number of the blocks of the KV cache.", "gauge")
+    blocks = {"block_size": str(BLOCK_SIZE), "num_gpu_blocks": str(report.kv_tokens_total // BLOCK_SIZE)}
+    info.add_sample(VLLM_CACHE_CONFIG, labels | blocks, 1.0)
+    yield info
+
+
+def _under_vllm_name(family: Family) -> Family:
+    """Return the sums over tasks: vLLM has no tasks."""
+    sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+    for sample in family.samples:
+        labels = tuple((label, value) for label, value in sample.labels.items() if label != "task")
+        sums[sample.name, labels] += sample.value
+    renamed = Family(vllm_name(family.name), family.documentation, family.type)
+    for (name, labels), value in sums.items():
+        renamed.add_sample(vllm_name(name), {**dict(labels), "engine": _ENGINE}, value)
+    return renamed
+
+
 # Text exposition of all metrics, the response of /metrics.
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render(report: Report, counts: ServerCounters) -> bytes:
-    """Return all metrics in the Prometheus text format."""
+def render(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> bytes:
+    """Return all metrics in the Prometheus text format, with ``vllm_names`` also those under vLLM's names."""
     registry = CollectorRegistry()
-    families = [*speculation(report, counts), *traffic(report), *latency(report, counts)]
+    families = [*speculation(report, counts), *traffic(report, counts), *latency(report, counts)]
+    if vllm_names:
+        families += under_vllm_names(tuple(families), report)
     families += [*capture(report.model, counts.capture), *api_keys(report.model, counts)]
     registry.register(_StaticCollector(families))
     return generate_latest(registry)

@@ -49,7 +49,7 @@ async def test_frames_carry_the_answer_of_the_public_port(
     assert [step.index for step in journal.steps] == list(range(0, 24, 3))
     assert journal.start is not None
     assert (journal.start.stream, bool(journal.start.opening)) == (stream, stream and route == CHAT)
-    assert (journal.end.completion_tokens, journal.steps[-1].counters.drafts) == (24, 8)
+    assert (journal.end.completion_tokens, journal.steps[-1].counters.acceptance) == (24, (0, 0, 8))
 
 
 @pytest.mark.parametrize("logprobs", [False, True])

@@ -97,8 +97,8 @@ class FakeEngine:
         self._arrivals += request.emitted is None
         self._requests[request.request_id] = (request, len(request.emitted or ()))
 
-    def abort(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+    def abort(self, request_id: str, *, stopped: bool = False) -> None:
+        self._finished += self._requests.pop(request_id, None) is not None and stopped
 
     def step(self) -> list[Tokens]:
         time.sleep(STEP_SECONDS)

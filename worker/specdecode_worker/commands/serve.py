@@ -95,6 +95,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
                         help="longest time in the queue; then the answer is 503 (default: %(default)s)")  # fmt: skip
     parser.add_argument("--api-key-metrics", action=argparse.BooleanOptionalAction, default=_SERVER.api_key_metrics,
                         help="request metrics by the name of the API key (default: no)")  # fmt: skip
+    parser.add_argument("--vllm-metrics", action=argparse.BooleanOptionalAction, default=_SERVER.vllm_metrics,
+                        help="metrics under vLLM's names too (default: yes)")  # fmt: skip
     parser.add_argument("--endpoint-delay-seconds", type=float, default=0.0, metavar="S")
     parser.add_argument("--grace-period-seconds", type=float, default=60.0, metavar="S")
     parser.add_argument("--step-timeout-seconds", type=float, default=_SERVER.step_timeout_seconds, metavar="S",

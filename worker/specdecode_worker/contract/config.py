@@ -171,6 +171,8 @@ class ServerConfig(Written):
     """Maximum time from the arrival of a request to its first step. Beyond it the server answers 503."""
     api_key_metrics: bool = False
     """Exports request metrics by the name of the API key, for at most 32 names."""
+    vllm_metrics: bool = True
+    """Exports metrics under vLLM's names too, for its clients."""
     chat_template: str | None = None
     """Chat template instead of the model's: a file, or its text. None takes that of the model folder."""
     generation_config: Literal["auto", "vllm"] = "auto"

@@ -68,9 +68,9 @@ class Counters(msgspec.Struct, frozen=True, array_like=True):
     """Counts of one choice so far, over all attempts."""
 
     cached_tokens: int = 0
-    drafts: int = 0
     draft_tokens: int = 0
-    accepted: int = 0
+    acceptance: tuple[int, ...] = ()
+    """Number of steps with a draft by the number of draft tokens that they accepted, from 0."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", kw_only=True):

@@ -52,7 +52,10 @@ class Env:
 
 
 class Metric(StrEnum):
-    """Metric names on /metrics: vLLM's names with this project's prefix where vLLM has an equivalent."""
+    """Metric names on /metrics: vLLM's names with this project's prefix where vLLM has an equivalent.
+
+    Those of ``metrics.VLLM_METRICS`` are exported under vLLM's own names too.
+    """
 
     num_drafts = "specdecode_spec_decode_num_drafts"
     num_draft_tokens = "specdecode_spec_decode_num_draft_tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -114,6 +115,13 @@ class Plan(Received):
             if row.context > len(self.buckets.context):
                 raise ValueError(f"row {row} names a context bucket that does not exist")
         return self
+
+    @cached_property
+    def deepest(self) -> int:
+        """Depth of the deepest draft that is planned for any load and task."""
+        shapes = {self.initial, *(row.shape for row in self.rows)}
+        merged = (draft.depth for task in self.tasks for draft in task.merge)
+        return max(*(shape.depth for shape in shapes), *merged, 0)
 
     def shape(self, concurrency: int, context: int, task: str = OTHER_TASK) -> TreeShape:
         """Return the shape at these bucket indices: the row of the task, else that of ``other``, else ``initial``.

@@ -70,9 +70,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Cancellation of a request. Its blocks are freed within one step; unknown ids are ignored."""
+    """End of a request before its last token. Its blocks are freed within one step; unknown ids are ignored."""
 
     request_id: str
+    stopped: bool = False
+    """True if the text is complete, because of a stop string; false if nobody waits for the rest."""
 
 
 class SetPlan(msgspec.Struct, frozen=True, tag=True):

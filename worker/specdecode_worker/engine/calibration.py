@@ -46,8 +46,8 @@ class CalibrationTarget(Protocol):
         """Run one step and return the newly emitted tokens."""
         ...
 
-    def abort(self, request_id: str) -> None:
-        """Cancel a request."""
+    def abort(self, request_id: str, *, stopped: bool = False) -> None:
+        """End a request, which counts as finished if its text is complete (``stopped``)."""
         ...
 
     def force_shape(self, shape: TreeShape | None) -> None:

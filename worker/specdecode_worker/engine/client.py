@@ -52,7 +52,7 @@ class Stream:
             async for tokens in stream: ...
     """
 
-    def __init__(self, request_id: str, on_close: Callable[[Stream], None]) -> None:
+    def __init__(self, request_id: str, on_close: Callable[[Stream, bool], None]) -> None:
         self.request_id = request_id
         self._on_close = on_close
         self._queue: asyncio.Queue[Tokens | EngineGone] = asyncio.Queue()
@@ -82,9 +82,13 @@ class Stream:
         self._over = item.finish is not None
         return item
 
-    def close(self) -> None:
-        """Abort the request if it is unfinished; a pending read raises EngineGone. May be called twice."""
-        self._on_close(self)
+    def close(self, *, stopped: bool = False) -> None:
+        """Abort the request if it is unfinished; a pending read raises EngineGone. May be called twice.
+
+        Args:
+            stopped: The text is complete, because of a stop string. The request counts as finished.
+        """
+        self._on_close(self, stopped)
         if not self._over:
             self.deliver(EngineGone("the stream was closed"))
 
@@ -365,9 +369,9 @@ class EngineClient:
         await self._child.remove()
         self._socket.close()
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: Stream, stopped: bool) -> None:
         if self._streams.remove(stream.request_id) and not self.ended.done():
-            self._send(Abort(stream.request_id))
+            self._send(Abort(stream.request_id, stopped))
 
     def _send(self, message: ToEngine) -> None:
         # This never blocks: without a high-water mark, messages queue in the socket until the engine has connected.

@@ -157,11 +157,16 @@ class Engine:
             self._scheduler.add(request)
         self._recorder.record_arrival(request)
 
-    def abort(self, request_id: str) -> None:
-        """Cancel a request and drop its results of steps in flight. Unknown ids are ignored."""
+    def abort(self, request_id: str, *, stopped: bool = False) -> None:
+        """End a request and drop its results of steps in flight. Unknown ids are ignored.
+
+        Args:
+            request_id: Id of the request.
+            stopped: Its text is complete, because of a stop string: it counts as finished.
+        """
         request = self._requests.get(request_id)
         if request is not None:
-            request.finish = "abort"
+            request.finish = "stop" if stopped else "abort"
             self._end(request, time.monotonic())
 
     @torch.inference_mode()

@@ -386,8 +386,8 @@ class EngineLoop:
         match message:
             case Submit():
                 return self._add(message)
-            case Abort(request_id):
-                self._engine.abort(request_id)
+            case Abort(request_id, stopped):
+                self._engine.abort(request_id, stopped=stopped)
             case Shutdown():
                 self._running = False
             case SetDraft() | SetPlan() | SetSynthetic() | GetReport():

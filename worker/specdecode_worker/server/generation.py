@@ -86,6 +86,8 @@ class ChoiceOutput:
         first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
         self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, options.text_options, first_offset=first_offset)
         self._earlier, self._now = counters, counters
+        self._drafts = self._accepted = 0
+        """Totals of the engine's last message, which are those of this attempt."""
         self.length = 0
         """Number of output tokens so far. Tokens behind a stop string are not part of the output."""
         self.finish_reason: str | None = None
@@ -108,9 +110,8 @@ class ChoiceOutput:
             prompt_tokens=len(self._prompt.ids),
             completion_tokens=self._detokenizer.count,
             cached_tokens=now.cached_tokens,
-            drafts=now.drafts,
             draft_tokens=now.draft_tokens,
-            accepted=now.accepted,
+            acceptance=now.acceptance,
             counts_prompt=self._options.counts_prompt,
         )
 
@@ -151,12 +152,15 @@ class ChoiceOutput:
 
     def _count(self, tokens: Tokens) -> None:
         """Add the engine's counters, which are totals of this attempt, to those of earlier attempts."""
-        before = self._earlier
+        before, acceptance = self._earlier, self._now.acceptance
+        if tokens.drafts > self._drafts:  # a message has the tokens of one step
+            accepted = tokens.accepted - self._accepted
+            steps = [*acceptance, *[0] * (accepted + 1 - len(acceptance))]
+            steps[accepted] += 1
+            acceptance = tuple(steps)
+            self._drafts, self._accepted = tokens.drafts, tokens.accepted
         self._now = Counters(
-            before.cached_tokens + tokens.cached_tokens,
-            before.drafts + tokens.drafts,
-            before.draft_tokens + tokens.draft_tokens,
-            before.accepted + tokens.accepted,
+            before.cached_tokens + tokens.cached_tokens, before.draft_tokens + tokens.draft_tokens, acceptance
         )
 
     def _echoed(self, tokens: Tokens) -> ChoicePiece:
@@ -377,8 +381,13 @@ class RequestObserver(Protocol):
         """Process one message of the request."""
         ...
 
-    def end(self, *, moved: bool = False) -> None:
-        """Process the end of the request. ``moved``: another worker continues it."""
+    def end(self, finish_reason: str | None, *, moved: bool = False) -> None:
+        """Process the end of the request.
+
+        Args:
+            finish_reason: ``stop`` or ``length``; None if the request was cancelled or failed.
+            moved: Another worker continues the request.
+        """
         ...
 
 
@@ -491,9 +500,9 @@ class Generation:
             moved: Another worker continues the request.
         """
         if self._stream is not None:
-            self._stream.close()
+            self._stream.close(stopped=self._output.finish_reason is not None)
         for observer in self._observers:
-            observer.end(moved=moved)
+            observer.end(self._output.finish_reason, moved=moved)
         self._observers = ()
         if self._on_end is not None:
             self._on_end()

@@ -108,9 +108,11 @@ _METRICS = record(
     speculative_decoding=record(
         mean_acceptance_length=NUMBER,
         draft_acceptance_rate=NUMBER,
-        num_drafts=COUNT,
+        acceptance_histogram=listed(COUNT),
+        num_spec_steps=COUNT,
+        num_accepted_draft_tokens=COUNT,
         num_draft_tokens=COUNT,
-        num_accepted_tokens=COUNT,
+        num_spec_tokens=COUNT,
     )
 )
 _REASON: Json = {"enum": ["stop", "length", "tool_calls"]}

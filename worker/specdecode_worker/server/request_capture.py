@@ -116,7 +116,7 @@ class RecordBuilder:
         self._output += tokens.tokens
         self._failed = self._failed or tokens.finish == "error"
 
-    def end(self, *, moved: bool = False) -> None:
+    def end(self, finish_reason: str | None = None, *, moved: bool = False) -> None:
         """Offer the record to the recorder, once.
 
         A cancelled request is captured too: the tokens generated until then are valid output of the target. A request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -18,17 +19,13 @@ from specdecode_worker.server.tools import ArgumentsDelta, CallStart, Delta, Tex
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Token and speculation counts of one choice.
-
-    ``drafts`` is the number of steps with a draft, ``accepted`` the number of accepted draft tokens.
-    """
+    """Token and speculation counts of one choice. ``acceptance`` is that of ``contract.internal_stream.Counters``."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    drafts: int
     draft_tokens: int
-    accepted: int
+    acceptance: Sequence[int]
     counts_prompt: bool = True
     """False for the further choices of a prompt, so that its tokens count once in the usage."""
 
@@ -89,18 +86,28 @@ def usage(statistics: Iterable[Statistics]) -> dict[str, Any]:
     }
 
 
-def metrics(statistics: Iterable[Statistics]) -> dict[str, Any]:
-    """Return the speculation statistics of the request under vLLM's names."""
+def metrics(statistics: Iterable[Statistics], num_spec_tokens: int) -> dict[str, Any]:
+    """Return the speculation statistics of the request in vLLM's fields.
+
+    Args:
+        statistics: Those of each choice.
+        num_spec_tokens: Depth of the plan's deepest draft. A request with deeper drafts, of an earlier plan or an
+            exploration, has the depth that it accepted instead, because the histogram ends there.
+    """
     per_choice = list(statistics)
-    drafts, accepted = sum(s.drafts for s in per_choice), sum(s.accepted for s in per_choice)
+    rows = [(0,) * (num_spec_tokens + 1), *(s.acceptance for s in per_choice)]
+    histogram = [sum(counts) for counts in zip_longest(*rows, fillvalue=0)]
+    steps, accepted = sum(histogram), sum(depth * count for depth, count in enumerate(histogram))
     draft_tokens = sum(s.draft_tokens for s in per_choice)
     return {
         "speculative_decoding": {
-            "mean_acceptance_length": 1 + accepted / drafts if drafts else 1.0,
+            "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
             "draft_acceptance_rate": accepted / draft_tokens if draft_tokens else 0.0,
-            "num_drafts": drafts,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": draft_tokens,
-            "num_accepted_tokens": accepted,
+            "num_spec_tokens": len(histogram) - 1,
         }
     }
 
@@ -199,6 +206,8 @@ class ResponseContext:
     """True if the request asks for log-probabilities."""
     created: int = 0
     """Unix time of the response in seconds."""
+    num_spec_tokens: int = 0
+    """Depth of the plan's deepest draft."""
 
 
 class ResponseWriter:
@@ -238,7 +247,7 @@ class ResponseWriter:
             **self._named(self.kind),
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "usage": usage(took),
-            "metrics": metrics(took),
+            "metrics": metrics(took, self._context.num_spec_tokens),
         }
 
     def opening(self, index: int) -> Json | None:
@@ -255,7 +264,7 @@ class ResponseWriter:
             **self._named(self.chunk_kind),
             "choices": [],
             "usage": usage(statistics),
-            "metrics": metrics(statistics),
+            "metrics": metrics(statistics, self._context.num_spec_tokens),
         }
 
     def _chunk(self, choice: Json) -> Json:

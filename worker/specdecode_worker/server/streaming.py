@@ -206,6 +206,7 @@ def _context(service: Service, call: Call, body: GenerationRequest) -> ResponseC
         vocabulary=service.model.tokenizer.vocabulary,
         logprobs=body.top_logprobs_count is not None,
         created=call.created,
+        num_spec_tokens=service.plans.current.deepest,
     )
 
 

@@ -21,7 +21,7 @@ OPEN = Open(
 
 
 def step(index: int, *ids: int, choice: int = 0, **fields: object) -> Step:
-    return msgspec.convert({"choice": choice, "index": index, "ids": ids, "counters": [0, 0, 0, 0], **fields}, Step)
+    return msgspec.convert({"choice": choice, "index": index, "ids": ids, "counters": [0, 0, []], **fields}, Step)
 
 
 def test_only_the_next_token_is_taken() -> None:
@@ -45,10 +45,10 @@ def test_steps_that_break_the_contract(bad: Step) -> None:
 def test_progress_has_log_probabilities_and_the_last_counters() -> None:
     journal = Journal(OPEN)
     one, two = (-0.5, 1, (3,), (-0.5,)), (-0.25, 2, (4,), (-0.1,))
-    journal.add(step(0, 3, logprobs=[one], prompt_logprobs=[two], counters=[8, 1, 2, 1]))
-    journal.add(step(1, 4, logprobs=[two], counters=[8, 2, 4, 3]))
+    journal.add(step(0, 3, logprobs=[one], prompt_logprobs=[two], counters=[8, 2, [0, 1]]))
+    journal.add(step(1, 4, logprobs=[two], counters=[8, 4, [1, 0, 0, 1]]))
     assert journal.resume().choices[0] == ChoiceProgress(
-        ids=(3, 4), logprobs=(one, two), prompt_logprobs=(two,), counters=Counters(8, 2, 4, 3)
+        ids=(3, 4), logprobs=(one, two), prompt_logprobs=(two,), counters=Counters(8, 4, (1, 0, 0, 1))
     )
     assert journal.resume().open == OPEN
 

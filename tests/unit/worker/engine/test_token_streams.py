@@ -25,7 +25,7 @@ class Table:
         self.table.add(stream)
         return stream
 
-    def _close(self, stream: Stream) -> None:
+    def _close(self, stream: Stream, stopped: bool) -> None:
         if self.table.remove(stream.request_id):
             self.aborted.append(stream.request_id)
 

@@ -22,8 +22,8 @@ from specdecode_worker.contract import (
     TaskCell,
     TrafficCell,
 )
-from specdecode_worker.core.messages import Tokens
-from specdecode_worker.metrics import MAX_API_KEYS, ServerCounters, render
+from specdecode_worker.core.messages import FinishReason, Tokens
+from specdecode_worker.metrics import MAX_API_KEYS, VLLM_METRICS, ServerCounters, render, vllm_name
 
 STEP = StepCell(
     tokens_bucket=1, draft_passes=0, prefill=False, context_bucket=0, count=4, x=(), xx=(), xt=(), t=0, tt=0,
@@ -109,7 +109,6 @@ def test_metric_values_equal_the_report() -> None:
     assert values["specdecode_plan_version[]"] == 9
     assert values["specdecode_guard_suppressed[]"] == values["specdecode_synthetic[]"] == 1
     assert values["specdecode_generation_tokens_total[t]"] == 60
-    assert values["specdecode_request_success_total[other]"] == 1
     assert values["specdecode_num_preemptions_total[]"] == 6
     assert values["specdecode_prefill_chunks_total[]"] == 5
     assert values["specdecode_prefix_cache_queries_total[]"] == 80
@@ -173,11 +172,29 @@ def test_timeouts_are_counted_by_reason() -> None:
     assert values["specdecode_request_timeouts_total[queue]"] == 1
 
 
+def test_requests_are_counted_by_the_reason_of_their_end() -> None:
+    """A stop string ends a request at the server: the engine aborts it and does not count it as finished."""
+    counts = ServerCounters(lambda: 0.0, api_keys=True)
+    ends: tuple[tuple[FinishReason | None, str | None], ...] = (
+        ("stop", "stop"), (None, "stop"), ("length", "length"), ("deadline", None), (None, None), ("error", None),
+    )  # fmt: skip
+    for engine_finish, finish_reason in ends:
+        request_counter = counts.request_counter("t", 7, "ann")
+        request_counter.process(Tokens(request_id="r", tokens=(5,), finish=engine_finish))
+        request_counter.end(finish_reason)
+    values = samples(counts)
+    for reason, count in {"stop": 2, "length": 1, "abort": 2, "error": 1}.items():
+        assert values[f"specdecode_request_success_total[{reason},t]"] == count, reason
+        assert values[f"specdecode_request_success_total[{reason},other]"] == 0, "there before the first request"
+    assert values["specdecode_api_key_request_success_total[ann]"] == 3
+    assert values["specdecode_api_key_e2e_request_latency_seconds_count[ann]"] == 3
+
+
 def count_keys(counts: ServerCounters, *names: str) -> None:
     for name in names:
         request_counter = counts.request_counter("t", 30, name)
         request_counter.process(Tokens(request_id="r", tokens=(5, 6), finish="stop"))
-        request_counter.end()
+        request_counter.end("stop")
 
 
 def test_requests_are_counted_by_api_key() -> None:
@@ -196,10 +213,10 @@ def test_continued_request_is_counted_once_over_both_workers() -> None:
     first, second = (ServerCounters(lambda: 0.0, api_keys=True) for _ in range(2))
     moved = first.request_counter("t", 30, "ann")
     moved.process(Tokens(request_id="r", tokens=(5, 6, 7)))
-    moved.end(moved=True)
+    moved.end(None, moved=True)
     rest = second.request_counter("t", 30, "ann", 3)
     rest.process(Tokens(request_id="r", tokens=(8, 9), finish="stop"))
-    rest.end()
+    rest.end("stop")
     parts = samples(first), samples(second)
     for name, expected in {
         "requests_total": 1,
@@ -210,6 +227,7 @@ def test_continued_request_is_counted_once_over_both_workers() -> None:
         "e2e_request_latency_seconds_count": 0,
     }.items():
         assert sum(values[f"specdecode_api_key_{name}[ann]"] for values in parts) == expected, name
+    assert sum(values["specdecode_request_success_total[stop,t]"] for values in parts) == 1
     sizes = [(sum(one.counts), one.sum) for one in (first.generation_tokens, second.generation_tokens)]
     assert sizes == [(0, 0), (1, 5)]
     assert sum(first.prompt_tokens.counts) + sum(second.prompt_tokens.counts) == 1
@@ -244,6 +262,16 @@ def test_speculation_by_task_adds_up_to_the_report() -> None:
     assert positions == [2, 2, 1]
 
 
+def test_counters_do_not_fall_when_a_request_is_cancelled() -> None:
+    counts = still()
+    request_counter = counts.request_counter("t", 7)
+    request_counter.process(Tokens(request_id="r", tokens=(1, 2), drafts=1, draft_tokens=3, accepted=1))
+    request_counter.process(Tokens(request_id="r", tokens=(), finish="deadline"))
+    values = samples(counts)
+    for name, value in {"drafts": 1, "draft_tokens": 3, "accepted_tokens": 1}.items():
+        assert values[f"specdecode_spec_decode_num_{name}_total[t]"] == value, name
+
+
 def test_stale_report_gives_no_negative_count() -> None:
     counts = still()
     count_request(counts, "t", (99, 99, 3))
@@ -268,9 +296,9 @@ def test_request_is_counted_once() -> None:
     request_counter = counts.request_counter("t", 30)
     for now, tokens in ((1.0, (5, 6)), (1.001, (7,)), (1.002, ())):  # noqa: B007
         request_counter.process(Tokens(request_id="r", tokens=tokens))
-    request_counter.end()
-    request_counter.end()
-    counts.request_counter("t", 9).end()
+    request_counter.end("stop")
+    request_counter.end("stop")
+    counts.request_counter("t", 9).end(None)
     values = samples(counts)
     assert values["specdecode_request_prompt_tokens_sum[]"] == 30
     assert (
@@ -291,3 +319,127 @@ def test_captured_and_dropped_records_are_counted() -> None:
     assert values["specdecode_capture_dropped_total[queue_full]"] == 2
     assert values["specdecode_capture_dropped_total[redacted]"] == 0, "there before anything is dropped"
     assert values["specdecode_capture_stored_bytes[]"] == 99
+
+
+# Clients of vLLM, as they select metrics. Names and rules are those of the named sources, read on 2026-11-27.
+
+AIPERF = {
+    "vllm:prefix_cache_hits": "counter",
+    "vllm:prefix_cache_queries": "counter",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:num_preemptions": "counter",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:time_to_first_token_seconds": "histogram",
+}
+"""Families by type: AIPerf 0.13, server_metrics/accumulator.py and kubernetes/server_metrics_projection.py."""
+INFERENCE_PERF = {
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:request_time_per_output_token_seconds": "histogram",
+    "vllm:num_requests_running": "gauge",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:num_preemptions": "counter",
+    "vllm:prefix_cache_hits": "counter",
+    "vllm:prefix_cache_queries": "counter",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+}
+"""Those that we have of inference-perf's client/modelserver/vllm_client.py (2026-08-19)."""
+ENDPOINT_PICKER = {
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:num_requests_running": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:cache_config_info": "gauge",
+}
+"""llm-d's router, engine ``vllm`` (its default) of .../datalayer/extractor/metrics/factories.go (2026-05-17)."""
+KEDA = {"vllm:num_requests_waiting": "gauge"}
+"""vLLM's production stack, helm/templates/scaledobject-vllm.yaml (2026-08-05)."""
+
+
+def vllm_text() -> str:
+    counts = still()
+    count_request(counts, "t", (1, 3, 2), (2, 6, 5))
+    count_request(counts, "other", (3, 9, 3))
+    for task, reason in (("t", "stop"), ("t", "length"), ("other", "stop")):
+        counts.request_counter(task, 7).end(reason)
+    return render(REPORT, counts).decode()
+
+
+def missing(text: str, wanted: dict[str, str]) -> set[str]:
+    """Return the wanted families that a client does not find with their type and the labels that it filters by."""
+    found = {
+        family.name: family.type
+        for family in text_string_to_metric_families(text)
+        if family.samples and all({"model_name", "engine"} <= sample.labels.keys() for sample in family.samples)
+    }
+    return {name for name, kind in wanted.items() if found.get(name) != kind}
+
+
+@pytest.mark.parametrize("wanted", [AIPERF, INFERENCE_PERF, ENDPOINT_PICKER, KEDA])
+def test_clients_of_vllm_find_their_metrics(wanted: dict[str, str]) -> None:
+    assert missing(vllm_text(), wanted) == set()
+    assert missing(render(REPORT.model_copy(update={"traffic": ()}), still()).decode(), wanted) == set(), "at the start"
+    for name in wanted:
+        assert missing(vllm_text().replace(name, f"{name}s"), wanted) == {name}, "a planted rename is noticed"
+
+
+def bench_serve(text: str) -> tuple[int, int, int, dict[int, int]] | None:
+    """Return drafts, draft tokens, accepted tokens and those by position as `vllm bench serve` 0.33 reads them.
+
+    Its rule (vllm/benchmarks/serve.py): lines that begin with vllm:spec_decode, of metrics that end with _total, and
+    then substrings of the name in this order.
+    """
+    sums, positions = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}, dict[int, int]()
+    lines = [line for line in text.splitlines() if line.startswith("vllm:spec_decode")]
+    lines = [line for line in lines if line.split("{")[0].endswith("_total")]
+    for line in lines:
+        name, value = line.split("{")[0], int(float(line.rsplit(None, 1)[-1]))
+        if "num_accepted_tokens_per_pos" in name:
+            positions[int(line.split('position="')[1].split('"')[0])] = value
+        else:
+            sums[next(key for key in sums if key in name)] += value
+    return (*sums.values(), positions) if lines else None  # type: ignore[return-value]
+
+
+def test_bench_serve_finds_the_acceptance() -> None:
+    assert bench_serve(vllm_text()) == (10, 30, 12, {0: 3, 1: 3, 2: 2})
+    assert bench_serve(render(REPORT, still()).decode()) == (10, 30, 12, {}), "before the first request"
+    assert bench_serve(vllm_text().replace("vllm:spec_decode", "vllm:speculation")) is None
+
+
+def test_values_under_vllm_names_are_the_sums_of_ours_over_tasks() -> None:
+    ours: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    theirs = dict(ours)
+    exported = set()
+    for family in text_string_to_metric_families(vllm_text()):
+        is_theirs = family.name.startswith("vllm:")
+        exported |= {family.name} if is_theirs else set()
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "m"
+            assert labels.pop("engine", None) == ("0" if is_theirs else None)
+            labels.pop("task", None)
+            key = (sample.name if is_theirs else vllm_name(sample.name), tuple(sorted(labels.items())))
+            into = theirs if is_theirs else ours
+            into[key] = into.get(key, 0) + sample.value
+    assert exported == {vllm_name(name) for name in VLLM_METRICS} | {"vllm:cache_config_info"}
+    blocks = (("block_size", "16"), ("num_gpu_blocks", "6"))
+    assert theirs.pop(("vllm:cache_config_info", blocks)) == 1, "labels that llm-d's endpoint picker reads"
+    assert theirs == {key: ours[key] for key in theirs}
+    assert theirs["vllm:request_success_total", (("finished_reason", "stop"),)] == 2
+    assert theirs["vllm:generation_tokens_total", ()] == 62
+
+
+def test_vllm_names_can_be_switched_off() -> None:
+    assert "vllm:" not in render(REPORT, still(), vllm_names=False).decode()

@@ -24,7 +24,9 @@ from specdecode_worker.server.responses import (
 )
 from specdecode_worker.server.tokenizer import Tokenizer
 
-STATISTICS = Statistics(prompt_tokens=3, completion_tokens=10, cached_tokens=2, drafts=4, draft_tokens=12, accepted=6)
+STATISTICS = Statistics(
+    prompt_tokens=3, completion_tokens=10, cached_tokens=2, draft_tokens=12, acceptance=(1, 1, 1, 1)
+)
 CHOICE = Choice("text", "stop", STATISTICS)
 
 
@@ -40,25 +42,32 @@ def scored(tokenizer: Tokenizer, text: str) -> tuple[ScoredToken, ...]:
 
 def test_statistics_add_up_over_choices() -> None:
     assert usage([STATISTICS, STATISTICS])["total_tokens"] == 26
-    assert metrics([STATISTICS])["speculative_decoding"] == {
-        "mean_acceptance_length": 2.5,
-        "draft_acceptance_rate": 0.5,
-        "num_drafts": 4,
-        "num_draft_tokens": 12,
-        "num_accepted_tokens": 6,
+    assert metrics([STATISTICS, Statistics(3, 10, 0, 4, (2,))], 4)["speculative_decoding"] == {
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": 0.375,
+        "acceptance_histogram": [3, 1, 1, 1, 0],
+        "num_spec_steps": 6,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 16,
+        "num_spec_tokens": 4,
     }
 
 
+def test_draft_that_is_deeper_than_the_plan_lengthens_the_histogram() -> None:
+    deeper = metrics([STATISTICS], 2)["speculative_decoding"]
+    assert (deeper["num_spec_tokens"], deeper["acceptance_histogram"]) == (3, [1, 1, 1, 1])
+
+
 def test_prompt_tokens_count_once_for_several_choices() -> None:
-    again = Statistics(3, 10, 3, 0, 0, 0, counts_prompt=False)
+    again = Statistics(3, 10, 3, 0, (), counts_prompt=False)
     reported_usage = usage([STATISTICS, again])
     assert (reported_usage["prompt_tokens"], reported_usage["completion_tokens"]) == (3, 20)
     assert reported_usage["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
 def test_plain_decoding_has_one_token_per_step() -> None:
-    plain = Statistics(3, 10, 0, 0, 0, 0)
-    assert metrics([plain])["speculative_decoding"]["mean_acceptance_length"] == 1.0
+    plain = metrics([Statistics(3, 10, 0, 0, ())], 2)["speculative_decoding"]
+    assert (plain["mean_acceptance_length"], plain["acceptance_histogram"]) == (1.0, [0, 0, 0])
 
 
 def test_complete_responses_match_openai(tokenizer: Tokenizer) -> None:

@@ -211,9 +211,17 @@ def in_pod(monkeypatch: pytest.MonkeyPatch, *words: str) -> WorkerConfig:
 
 def test_flags_in_a_pod_replace_single_values_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = in_pod(monkeypatch)
-    flags = ("--queue-timeout-seconds=5", "--api-key-metrics", "--no-enable-prefix-caching", "--capture", "/c")
+    flags = (
+        "--queue-timeout-seconds=5",
+        "--api-key-metrics",
+        "--no-vllm-metrics",
+        "--no-enable-prefix-caching",
+        "--capture",
+        "/c",
+    )
     config = in_pod(monkeypatch, *flags)
     assert (config.server.queue_timeout_seconds, config.server.api_key_metrics) == (5, True)
+    assert (plain.server.vllm_metrics, config.server.vllm_metrics) == (True, False)
     assert (config.engine.enable_prefix_caching, config.engine.max_num_seqs) == (False, 3)
     assert config.capture is not None
     assert config.model == plain.model

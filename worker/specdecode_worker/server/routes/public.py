@@ -89,7 +89,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
         return PlainTextResponse(f"{lifecycle.readiness}\n", status_code=200 if lifecycle.ready else 503)
 
     async def render_metrics() -> bytes:
-        return metrics.render(await service.report(), service.counts)
+        return metrics.render(await service.report(), service.counts, vllm_names=service.config.server.vllm_metrics)
 
     rendering = SharedCall(render_metrics)
 
