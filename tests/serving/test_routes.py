@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
+from specdecode_worker.server.generation import Generation, Output
+from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 from support.worker import fake_engine
 
@@ -69,6 +73,39 @@ async def test_a_stream_without_include_usage_has_none(client: httpx.AsyncClient
     *chunks, _ = events(answer.text)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert not any("usage" in chunk or "metrics" in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_role_comes_with_the_first_token(service: Service, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    first_token, outputs = asyncio.Event(), Generation.outputs
+
+    async def waiting_outputs(generation: Generation) -> AsyncIterator[Output]:
+        await first_token.wait()
+        async for output in outputs(generation):
+            yield output
+
+    monkeypatch.setattr(Generation, "outputs", waiting_outputs)
+    body = json.dumps({**CHAT, "stream": True, "max_tokens": 4, "n": n}).encode()
+    requested: list[Message] = [{"type": "http.request", "body": body}]
+    sent: asyncio.Queue[Message] = asyncio.Queue()
+
+    async def receive() -> Message:
+        return requested.pop() if requested else await asyncio.Future()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "headers": [],
+        "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"", "scheme": "http", "root_path": "",
+        "client": None, "server": ("worker", 80),
+    }  # fmt: skip
+    answering = asyncio.create_task(public_app(service)(scope, receive, sent.put))
+    assert (await sent.get())["type"] == "http.response.start"
+    await asyncio.sleep(0.05)
+    assert sent.empty(), "an event came before the first token"
+    first_token.set()
+    await answering
+    text = b"".join(sent.get_nowait().get("body", b"") for _ in range(sent.qsize())).decode()
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(text)[:-1]]
+    assert deltas[: n + 1] == [{"role": "assistant", "content": ""}] * n + [{"content": "Gr"}]
 
 
 async def test_several_prompts_give_several_choices(client: httpx.AsyncClient) -> None:

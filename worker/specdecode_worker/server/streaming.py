@@ -259,12 +259,17 @@ class EventStream(StreamingResponse):
 
 
 async def _all_events(encoder: EventEncoder) -> AsyncIterator[bytes]:
-    """Yield the encoded events. An engine error becomes the last event of the stream."""
-    for one in encoder.opening():
-        yield one
+    """Yield the encoded events. An engine error becomes the last event of the stream.
+
+    The opening events come with the first token, so that clients which time the first event measure the time to it.
+    """
+    opening = encoder.opening()
     try:
         async for index, piece in _merged(encoder.generations):
-            for one in await encoder.encode(index, piece):
+            for one in opening:
+                yield one
+            opening = []
+            for one in await encoder.encode(index, piece) if piece.is_shown else ():
                 yield one
     except ApiError as error:
         yield event(error.body())
@@ -330,8 +335,8 @@ _Read = tuple[int, ChoicePiece] | Exception | None
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, ChoicePiece]]:
     """Yield (choice index, piece) of all generations as they arrive. Raises the error of the first that fails."""
     if len(generations) == 1:
-        async for piece in generations[0].pieces():
-            yield 0, piece
+        async for output in generations[0].outputs():
+            yield 0, output.piece
         return
     queue: asyncio.Queue[_Read] = asyncio.Queue(_MAX_QUEUED_PIECES)
     readers = [asyncio.create_task(_read(index, one, queue)) for index, one in enumerate(generations)]
@@ -355,8 +360,8 @@ async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
 async def _read(index: int, generation: Generation, queue: asyncio.Queue[_Read]) -> None:
     """Put every piece of one generation on the queue, then its error or None."""
     try:
-        async for piece in generation.pieces():
-            await queue.put((index, piece))
+        async for output in generation.outputs():
+            await queue.put((index, output.piece))
     except Exception as error:
         await queue.put(error)
     else:

@@ -40,6 +40,18 @@ async def test_stream_has_the_headers_of_a_worker() -> None:
         assert "".join(texts) == text_of(sent, 20)
 
 
+@pytest.mark.parametrize("headers", [{}, {"X-Specdecode-Event-Ids": "true"}])
+async def test_opening_events_come_with_the_first_step(headers: dict[str, str]) -> None:
+    async with (
+        router_over(Script(silent_at=0)) as router,
+        router.client.post(CHAT, data=body(stream=True), headers=headers) as response,
+    ):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(response.content.readany(), 0.2)
+        router.workers[0].voice.set()
+        assert b'data: {"opening": 0}\n\n' in await response.content.readany()
+
+
 async def test_whole_answer_and_what_the_worker_gets() -> None:
     async with router_over(Script()) as router:
         sent = body(priority=3)
