@@ -40,14 +40,18 @@ from specdecode_worker.server.tools import FUNCTION_NAME
 
 
 class RequestModel(BaseModel):
-    """Base of the request models. Unknown fields are refused, and "0.5" is not accepted as a number, as with OpenAI."""
+    """Base of the request models. "0.5" is not accepted as a number, as with OpenAI.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    Unknown fields are ignored: histories and tools come back with fields of other servers and of clients' libraries.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     def check(self) -> None:
         """Check constraints between several fields. Raises BadRequest that names the field at fault."""
 
 
+_CLOSED = ConfigDict(extra="forbid")
 MAX_ID = 2**31 - 1
 """Largest token id of any vocabulary. The served model has a lower bound, which is checked later."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
@@ -134,7 +138,7 @@ def _same(value: Any, neutral: Any) -> bool:
     )
 
 
-# Request fields that prescribe the format of the answer.
+# Request fields that prescribe the format of the answer. An unknown field in them would change it, and is refused.
 
 MAX_CHOICE_TEXTS = 1024
 MAX_SCHEMA_NAME = 64
@@ -145,18 +149,21 @@ REGEX, GRAMMAR = "rust-regex", "lark-grammar"
 class TextFormat(RequestModel):
     """Any text, the default."""
 
+    model_config = _CLOSED
     type: Literal["text"]
 
 
 class JsonObjectFormat(RequestModel):
     """Any JSON object."""
 
+    model_config = _CLOSED
     type: Literal["json_object"]
 
 
 class JsonSchema(RequestModel):
     """JSON schema with a name, which is part of no prompt."""
 
+    model_config = _CLOSED
     name: str = Field(min_length=1, max_length=MAX_SCHEMA_NAME)
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -167,6 +174,7 @@ class JsonSchema(RequestModel):
 class JsonSchemaFormat(RequestModel):
     """JSON that a schema allows."""
 
+    model_config = _CLOSED
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -179,6 +187,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 class StructuredOutputs(RequestModel):
     """Grammar of the answer, as in vLLM: exactly one of the first five fields is set."""
 
+    model_config = _CLOSED
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     """JSON schema, as an object or as its text."""
     regex: str | None = Field(default=None, min_length=1)
@@ -274,20 +283,15 @@ class NamedToolChoice(RequestModel):
 
 
 class CalledFunction(RequestModel):
-    """Function of a tool call, with its arguments as JSON text. Unknown fields are ignored, as in ToolCall."""
+    """Function of a tool call, with its arguments as JSON text."""
 
-    model_config = ConfigDict(extra="ignore")
     name: FunctionName
     arguments: Annotated[str, BeforeValidator(_text), Field(json_schema_extra={"format": JSON_OBJECT})]
 
 
 class ToolCall(RequestModel):
-    """Tool call that the assistant made in an earlier turn.
+    """Tool call that the assistant made in an earlier turn."""
 
-    Unknown fields are ignored: clients send back what they received, such as the ``index`` of a stream.
-    """
-
-    model_config = ConfigDict(extra="ignore")
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -338,6 +342,7 @@ BiasedToken = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 class StreamOptions(RequestModel):
     """Options of a streaming response."""
 
+    model_config = _CLOSED
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """Report the usage so far in every chunk, as in vLLM."""
@@ -351,6 +356,7 @@ class GenerationRequest(RequestModel):
     Defaults are those of OpenAI. Fields that OpenAI does not have are named and interpreted as in vLLM.
     """
 
+    model_config = _CLOSED
     model: str
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -460,6 +466,8 @@ def _plain_text(value: Any) -> Any:
 def _without_empty(value: Any) -> Any:
     """Drop unused fields. Clients that send back a message of a response include them as null or as empty lists."""
     if isinstance(value, dict):
+        if value.get("function_call") is not None:
+            raise ValueError("function_call is not supported; send tool_calls")
         return {key: item for key, item in value.items() if key == "content" or item not in _unused(key)}
     return value
 
@@ -498,7 +506,6 @@ class ChatMessage(RequestModel):
                 "type": "object",
                 "required": ["role", *required],
                 "properties": {"role": {"enum": roles}, **named},
-                "additionalProperties": False,
             }
 
         calls = turn(["assistant"], ["tool_calls"], "content", "name")
@@ -702,6 +709,7 @@ class NewDraft(Written):
 class TokenizeRequest(RequestModel):
     """Request for the token ids of a text."""
 
+    model_config = _CLOSED
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
@@ -711,6 +719,7 @@ class TokenizeRequest(RequestModel):
 class TokenizeChatRequest(RequestModel):
     """Request for the token ids of a conversation, rendered by the chat template."""
 
+    model_config = _CLOSED
     model: str | None = None
     messages: Messages
     add_generation_prompt: bool = True
@@ -723,6 +732,7 @@ class TokenizeChatRequest(RequestModel):
 class DetokenizeRequest(RequestModel):
     """Request for the text of token ids, special tokens included."""
 
+    model_config = _CLOSED
     model: str | None = None
     tokens: list[TokenId]
 

@@ -61,6 +61,51 @@ def test_echoed_assistant_message_is_accepted() -> None:
         chat(messages=[{**echoed, "name": []}])
 
 
+def test_unknown_fields_of_messages_tools_and_functions_are_ignored() -> None:
+    called = {"name": "f", "arguments": "{}", "output": None}
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "x"}}], "id": "1"},
+        {
+            "role": "assistant", "content": None, "refusal": "no", "reasoning_content": "so", "annotations": [{"a": 1}],
+            "provider_specific_fields": {},
+            "tool_calls": [{"id": "c", "index": 0, "type": "function", "function": called}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "4", "status": "success"},
+    ]  # fmt: skip
+    function = {"name": "f", "parameters": {}, "additionalProperties": False, "returns": {}}
+    tools = [{"type": "function", "function": function, "cache_control": {}}]
+    choice = {"type": "function", "function": {"name": "f", "id": 1}, "id": 2}
+    body = chat(messages=history, tools=tools, tool_choice=choice)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert [message.rendered() for message in body.messages] == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "c"},
+    ]
+    assert body.shown_tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def test_calls_in_the_form_before_tools_are_not_ignored() -> None:
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(BadRequest, match="function_call is not supported; send tool_calls") as refused:
+        chat(messages=[old])
+    assert refused.value.param == "messages[0]"
+    chat(messages=[{**old, "content": "x", "function_call": None}])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object", "schema": {}}},
+        {"structured_outputs": {"regex": "a", "structural_tag": "b"}},
+        {"stream": True, "stream_options": {"include_everything": True}},
+    ],
+)
+def test_unknown_fields_of_formats_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="unrecognized field"):
+        chat(**fields)
+
+
 @pytest.mark.parametrize("value", [0, 0.0, None])
 def test_unsupported_fields_accept_neutral_values(value: Any) -> None:
     chat(presence_penalty=value)
