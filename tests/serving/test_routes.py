@@ -6,16 +6,20 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.types import Message
+from tokenizers.processors import TemplateProcessing
 
 from specdecode_worker.server.generation import Generation, Output
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
+from support import small_model
 from support.worker import fake_engine
+from support.worker.services import over_fake_engine
 
 pytestmark = pytest.mark.core
 
@@ -251,6 +255,28 @@ async def test_bad_bodies_get_an_error_object(client: httpx.AsyncClient) -> None
     for body, status, code in BAD_BODIES:
         answer = await client.post("/v1/completions", content=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), body[:80]
+
+
+async def test_special_tokens_of_the_tokenizer_are_added_on_request(tmp_path: Path) -> None:
+    small_model.write_tokenizer(tmp_path)
+    tokenizer = small_model.byte_tokenizer()
+    bos = small_model.SPECIAL[0]
+    special_tokens = [(bos, tokenizer.token_to_id(bos))]
+    tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=special_tokens)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    async with over_fake_engine(tmp_path) as service:
+        transport = httpx.ASGITransport(public_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+            tokens = {}
+            for path, body in (("completions", PROMPT), ("chat/completions", CHAT)):
+                for special in (None, False, True):
+                    sent = {**body, "add_special_tokens": special, "max_tokens": 1}
+                    answer = await client.post(f"/v1/{path}", json=sent)
+                    assert answer.status_code == 200, answer.text
+                    tokens[path, special] = answer.json()["usage"]["prompt_tokens"]
+    assert [tokens["completions", special] for special in (None, False, True)] == [3, 2, 3]
+    plain = tokens["chat/completions", None]
+    assert [tokens["chat/completions", special] for special in (False, True)] == [plain, plain + 1]
 
 
 async def test_task_comes_from_header_then_metadata_then_rules(client: httpx.AsyncClient, service: Service) -> None:

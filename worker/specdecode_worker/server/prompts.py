@@ -91,8 +91,12 @@ def completion_prompts(
         TextWorkStopped: ``stopped`` was set.
     """
     all_ids: list[list[int]] = []
+    special, context = body.add_special_tokens, limits.max_model_len
     for given in body.prompt:
-        ids = encode_bounded(tokenizer, given, limits.max_model_len, stopped) if isinstance(given, str) else given
+        if isinstance(given, str):
+            ids = encode_bounded(tokenizer, given, context, stopped, add_special_tokens=special)
+        else:
+            ids = given
         token_limit(body, ids, limits)
         all_ids.append(ids)
     token_limits(body, all_ids, limits)
@@ -124,7 +128,8 @@ def chat_prompt(
         TextWorkStopped: ``stopped`` was set.
     """
     said = [message.content for message in body.messages if message.role == "user"] or [text]
-    ids = encode_bounded(tokenizer, text, limits.max_model_len, stopped, add_special_tokens=False)
+    special = body.add_special_tokens
+    ids = encode_bounded(tokenizer, text, limits.max_model_len, stopped, add_special_tokens=special)
     return Prompt(ids, opening=said[0])
 
 

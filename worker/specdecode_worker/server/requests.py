@@ -544,6 +544,8 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
     parallel_tool_calls: bool = True
     """False keeps the first tool call of a choice and drops the others."""
+    add_special_tokens: bool = False
+    """Add the special tokens of the tokenizer to the rendered template, which has its own."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Further variables of the chat template, as in vLLM."""
 
@@ -640,6 +642,8 @@ class CompletionRequest(GenerationRequest):
     """Largest number of output tokens. 0 is valid only with ``echo``, to get the log-probabilities of the prompt."""
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     echo: bool = False
+    add_special_tokens: bool = True
+    """Encode texts with the special tokens (such as BOS) of the tokenizer. False is for prompts that have them."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @property
