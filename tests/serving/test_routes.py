@@ -195,7 +195,8 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", None),
     ({"stop": ["a"] * 5}, "stop", "invalid_value"),
     ({"stop": ""}, "stop[0]", "invalid_value"),
-    ({"foo": 1}, "foo", "unknown_parameter"),
+    ({"prompt": "x"}, "prompt", "unsupported_parameter"),
+    ({"bad_words": ["x"]}, "bad_words", "unsupported_parameter"),
     ({"stream_options": {"include_usage": True}}, "stream_options", None),
     ({"messages": []}, "messages", "invalid_value"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "invalid_value"),
@@ -227,6 +228,21 @@ NEUTRAL = {
 async def test_fields_without_effect_are_accepted(client: httpx.AsyncClient) -> None:
     answer = await client.post("/v1/chat/completions", json={**CHAT, **NEUTRAL, "max_tokens": 5})
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_unknown_fields_are_ignored_and_named_in_a_header(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", PROMPT)):
+        sent = {**body, "max_tokens": 5, "stream": stream}
+        answer = await client.post(path, json={**sent, "foo": 1, "b\n": 2})
+        assert (answer.status_code, answer.headers["X-Specdecode-Ignored"]) == (200, "foo, b%0A"), answer.text
+        assert "X-Specdecode-Ignored" not in (await client.post(path, json=sent)).headers
+    (logged,) = [one.getMessage() for one in caplog.records if "ignored" in one.getMessage()]
+    assert logged == r"unknown fields of 1 requests were ignored: ['b\n', 'foo']"
+    answer = await client.post("/tokenize", json={"prompt": "hi", "foo": 1})
+    assert (answer.status_code, answer.headers["X-Specdecode-Ignored"]) == (200, "foo")
 
 
 BAD_BODIES = [

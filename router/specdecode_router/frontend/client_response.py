@@ -28,11 +28,12 @@ class ClientResponse:
     """Response that the relay writes. ``response`` is what the handler returns, once it is complete."""
 
     def __init__(self, request: web.Request, request_id: str, *, max_unsent_bytes: int, write_seconds: float) -> None:
-        self._request, self._request_id = request, request_id
+        self._request = request
         self._max_unsent_bytes, self._write_seconds = max_unsent_bytes, write_seconds
         self._transport = request.transport
         self._writer: StreamWriter | None = None
         self._opening = b""
+        self._headers = {REQUEST_ID_HEADER: request_id}
         self.response: web.StreamResponse | None = None
 
     def accepts(self, opened: Open) -> bool:
@@ -41,10 +42,10 @@ class ClientResponse:
 
     async def open(self, opened: Open) -> None:
         """Send headers, if the response is one of server-sent events. Its opening events wait for the first step."""
+        self._headers |= dict(opened.headers)
         if not opened.stream:
             return
-        headers = {**_EVENT_HEADERS, REQUEST_ID_HEADER: self._request_id}
-        self.response = web.StreamResponse(headers=headers)
+        self.response = web.StreamResponse(headers={**_EVENT_HEADERS, **self._headers})
         try:
             self._writer = cast(StreamWriter, await self.response.prepare(self._request))
         except ConnectionError:
@@ -81,7 +82,7 @@ class ClientResponse:
     async def end(self, body: bytes) -> None:
         """Send the last events or the whole body."""
         if self.response is None:
-            await self._send_whole(200, body, {REQUEST_ID_HEADER: self._request_id})
+            await self._send_whole(200, body, self._headers)
             return
         if self._opening or body:
             await self._write(self._opening + body)

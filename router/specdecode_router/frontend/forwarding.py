@@ -15,7 +15,8 @@ _OPEN_PATHS = frozenset({"/version", "/openapi.json"})
 """Paths that need no API key, as at a worker."""
 _FORWARD_SECONDS = 30.0
 _MAX_ATTEMPTS = 3
-_PASSED_HEADERS = ("Content-Type", "Retry-After", "WWW-Authenticate", "Allow", "X-Should-Retry")
+_PASSED_HEADERS = ("Content-Type", "Retry-After", "WWW-Authenticate", "Allow", "X-Should-Retry",
+                   "X-Specdecode-Ignored")  # fmt: skip
 """Headers of an answer that the client gets; the others concern the connection."""
 _FAILED_STATUSES = frozenset({502, 503})
 """Answers after which another worker is asked."""

@@ -65,6 +65,8 @@ class Open(msgspec.Struct, frozen=True, tag="open", kw_only=True):
 
     They are part of no step, so a resumed request does not repeat them.
     """
+    headers: tuple[tuple[str, str], ...] = ()
+    """Headers of the response to the client."""
 
 
 class Counters(msgspec.Struct, frozen=True, array_like=True):

@@ -1,15 +1,18 @@
 """Request bodies of the HTTP API, as pydantic models that validate them once.
 
-There are three kinds of fields: supported fields (the models of this module), fields without effect on the output
-(dropped), and fields that would change the output and are not supported (refused unless neutral).
+There are four kinds of fields: supported fields (the models of this module), fields without effect on the output
+(dropped), fields of OpenAI or vLLM that would change the output and are not supported (refused unless neutral), and
+unknown fields, which are ignored, named in a header of the response and logged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Container
+import logging
+from collections.abc import Container, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
+from urllib.parse import quote
 
 import pydantic_core
 from pydantic import (
@@ -36,6 +39,8 @@ from specdecode_worker.contract import (
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.tools import FUNCTION_NAME
 
+log = logging.getLogger(__name__)
+
 # Base class and shared types of the request models.
 
 
@@ -51,6 +56,17 @@ class RequestModel(BaseModel):
         """Check constraints between several fields. Raises BadRequest that names the field at fault."""
 
 
+class RequestBody(RequestModel):
+    """Body of a request. Unknown fields are ignored and named to the client."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Names of the fields that the server does not know."""
+        return tuple(self.model_extra or ())
+
+
 _CLOSED = ConfigDict(extra="forbid")
 MAX_ID = 2**31 - 1
 """Largest token id of any vocabulary. The served model has a lower bound, which is checked later."""
@@ -63,15 +79,23 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 WITHOUT_EFFECT = frozenset(
     {
         "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prediction", "request_id",
+        "prediction", "request_id", "guided_decoding_backend",
     }
 )  # fmt: skip
-# Unsupported fields that would change the output, with the values at which they have no effect.
+# Unsupported fields of OpenAI and vLLM that would change the output, with the values at which they have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "prompt": (),
+    "messages": (),
+    "max_completion_tokens": (),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True, False),
+    "chat_template_kwargs": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "tools": ([],),
@@ -81,16 +105,44 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
     "use_beam_search": (False,),
     "truncate_prompt_tokens": (),
     "reasoning_effort": ("none",),
+    "include_reasoning": (True,),
+    "thinking_token_budget": (),
     "verbosity": (),
     "web_search_options": (),
     "audio": (),
     "priority": (0,),
     "bad_words": ([],),
     "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "repetition_detection": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
     "detokenize": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+}
+# Supported fields to send instead.
+_INSTEAD = {
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
 }
 _SAME = {bool: (bool,), int: (int, float), float: (int, float)}
 
@@ -112,8 +164,43 @@ def drop_neutral_fields(fields: dict[str, Any], known: Container[str]) -> dict[s
         if name in known or name not in NEUTRAL:
             effective_fields[name] = _whole(value)
         elif not any(_same(value, neutral) for neutral in NEUTRAL[name]):
-            raise unsupported(f"{name} is not supported with this value; leave it out", name)
+            instead = f"; send {_INSTEAD[name]}" if name in _INSTEAD else "; leave it out"
+            raise unsupported(f"{name} is not supported here with this value{instead}", name)
     return effective_fields
+
+
+IGNORED_HEADER = "X-Specdecode-Ignored"
+"""Header of the response with the names of the fields that were ignored, percent-encoded."""
+_MAX_IGNORED, _MAX_NAME = 16, 64
+"""Names in the header and in a line of the log, and characters of one."""
+_LOG_SECONDS = 60.0
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that names ignored fields; empty without any."""
+    if not names:
+        return {}
+    return {IGNORED_HEADER: ", ".join(quote(name[:_MAX_NAME], safe="") for name in names[:_MAX_IGNORED])}
+
+
+class IgnoredFieldLog:
+    """Log of the fields that were ignored: one line a minute."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._requests = 0
+        self._last = -_LOG_SECONDS
+
+    def record(self, names: Sequence[str], now: float) -> None:
+        """Record the ignored fields of a request at time ``now`` of a monotonic clock, and log if a minute is over."""
+        if not names:
+            return
+        self._requests += 1
+        self._names.update(name[:_MAX_NAME] for name in names[: _MAX_IGNORED - len(self._names)])
+        if now - self._last >= _LOG_SECONDS:
+            log.warning("unknown fields of %d requests were ignored: %s", self._requests, sorted(self._names))
+            self._last, self._requests = now, 0
+            self._names.clear()
 
 
 def _whole(value: Any) -> Any:
@@ -350,13 +437,12 @@ class StreamOptions(RequestModel):
     """Random padding against side channels, as in OpenAI. Accepted for OpenAI's clients; no padding is sent."""
 
 
-class GenerationRequest(RequestModel):
+class GenerationRequest(RequestBody):
     """Fields common to all generation requests.
 
     Defaults are those of OpenAI. Fields that OpenAI does not have are named and interpreted as in vLLM.
     """
 
-    model_config = _CLOSED
     model: str
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -710,20 +796,18 @@ class NewDraft(Written):
 # Request bodies of /tokenize and /detokenize, with the fields of vLLM.
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(RequestBody):
     """Request for the token ids of a text."""
 
-    model_config = _CLOSED
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
-class TokenizeChatRequest(RequestModel):
+class TokenizeChatRequest(RequestBody):
     """Request for the token ids of a conversation, rendered by the chat template."""
 
-    model_config = _CLOSED
     model: str | None = None
     messages: Messages
     add_generation_prompt: bool = True
@@ -733,10 +817,9 @@ class TokenizeChatRequest(RequestModel):
     chat_template_kwargs: dict[str, Any] = Field(default={})
 
 
-class DetokenizeRequest(RequestModel):
+class DetokenizeRequest(RequestBody):
     """Request for the text of token ids, special tokens included."""
 
-    model_config = _CLOSED
     model: str | None = None
     tokens: list[TokenId]
 
@@ -752,7 +835,7 @@ class UserDeletion(Written):
 
 # Parser of request bodies: JSON to a validated request, or a BadRequest that names the field at fault.
 
-Request = TypeVar("Request", bound=RequestModel)
+Request = TypeVar("Request", bound=RequestBody)
 Model = TypeVar("Model", bound=BaseModel)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from specdecode_worker.server.requests import (
     CompletionRequest,
     GenerationRequest,
     StreamOptions,
+    ignored_header,
     parse,
     unsupported,
 )
@@ -90,6 +92,11 @@ class StartedRequest:
     prompts: Sequence[Prompt]
     generations: list[Generation]
     writer: ResponseWriter
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response that depend on the body."""
+        return ignored_header(self.body.ignored_fields)
 
     @property
     def stream_options(self) -> StreamOptions:
@@ -162,7 +169,9 @@ async def start(service: Service, route: str, call: Call, wait: Wait) -> Started
     """Start the generations of a request to a public route. Raises ApiError."""
     if route not in START:
         raise ModelNotFound(f"there is no generation route {route!r}", code="not_found")
-    return await START[route](service, call, wait)
+    started = await START[route](service, call, wait)
+    service.ignored_fields.record(started.body.ignored_fields, time.monotonic())
+    return started
 
 
 def _start(

@@ -52,6 +52,13 @@ async def test_opening_events_come_with_the_first_step(headers: dict[str, str]) 
         assert b'data: {"opening": 0}\n\n' in await response.content.readany()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_headers_of_the_worker_reach_the_client(stream: bool) -> None:
+    async with router_over(Script(headers=(("X-Specdecode-Ignored", "foo"),))) as router:
+        status, headers, _ = await router.post(CHAT, data=body(stream=stream), headers={"X-Request-Id": "id.1"})
+        assert (status, headers["X-Specdecode-Ignored"], headers["X-Request-Id"]) == (200, "foo", "id.1")
+
+
 async def test_whole_answer_and_what_the_worker_gets() -> None:
     async with router_over(Script()) as router:
         sent = body(priority=3)

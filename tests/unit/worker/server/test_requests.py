@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.requests import ChatRequest, CompletionRequest, parse
+from specdecode_worker.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    IgnoredFieldLog,
+    ignored_header,
+    parse,
+)
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -83,6 +89,44 @@ def test_unknown_fields_of_messages_tools_and_functions_are_ignored() -> None:
         {"role": "tool", "content": "4", "tool_call_id": "c"},
     ]
     assert body.shown_tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def test_unknown_fields_of_a_body_are_ignored_and_named() -> None:
+    assert chat(**{"foo": 1, "grüße, all": {}, "check": 1}).ignored_fields == ("foo", "grüße, all", "check")
+    assert completion(foo=1, store=True, tools=[], user="me").ignored_fields == ("foo",)
+    assert completion(foo=None).ignored_fields == ()
+    assert ignored_header(("foo", "grüße, all")) == {"X-Specdecode-Ignored": "foo, gr%C3%BC%C3%9Fe%2C%20all"}
+    assert ignored_header(()) == {}
+    assert len(ignored_header(["é" * 1000] * 1000)["X-Specdecode-Ignored"]) < 8000
+
+
+UNSUPPORTED = [
+    ("truncate_prompt_tokens", 5), ("bad_words", ["a"]), ("allowed_token_ids", [1]), ("guided_json", {}),
+    ("chat_template", "x"), ("continue_final_message", True), ("return_token_ids", True), ("logits_processors", ["a"]),
+    ("documents", [{"text": "a"}]), ("include_reasoning", False), ("functions", [{"name": "f"}]), ("prompt_embeds", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
+def test_fields_that_would_change_the_answer_are_refused_by_name(name: str, value: Any) -> None:
+    for body in (chat, completion):
+        with pytest.raises(BadRequest, match=f"^{name} is not supported") as refused:
+            body(**{name: value})
+        assert (refused.value.param, refused.value.error_code) == (name, "unsupported_parameter")
+    with pytest.raises(BadRequest, match="send structured_outputs"):
+        chat(guided_regex="a")
+
+
+def test_ignored_fields_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    ignored = IgnoredFieldLog()
+    for second in range(0, 130, 10):
+        ignored.record(("b", "a") if second == 30 else ("a",), second)
+        ignored.record((), second)
+    assert [record.getMessage() for record in caplog.records] == [
+        "unknown fields of 1 requests were ignored: ['a']",
+        "unknown fields of 6 requests were ignored: ['a', 'b']",
+        "unknown fields of 6 requests were ignored: ['a']",
+    ]
 
 
 def test_calls_in_the_form_before_tools_are_not_ignored() -> None:

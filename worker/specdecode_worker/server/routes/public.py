@@ -33,6 +33,7 @@ from specdecode_worker.server.requests import (
     TokenizeChatRequest,
     TokenizeRequest,
     build,
+    ignored_header,
     parse,
     read_object,
 )
@@ -130,7 +131,8 @@ def add_tokenization(app: FastAPI, service: Service) -> None:
                 "max_model_len": service.model.loaded.max_model_len,
                 "tokens": ids,
                 "token_strs": pieces,
-            }
+            },
+            headers=ignored_header(body.ignored_fields),
         )
 
     @app.post("/detokenize")
@@ -138,7 +140,7 @@ def add_tokenization(app: FastAPI, service: Service) -> None:
         body = parse(DetokenizeRequest, await read_body(request))
         service.check_model_name(body.model)
         text = await cancel_on_disconnect(request, service.prompts.detokenize(body.tokens))
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": text}, headers=ignored_header(body.ignored_fields))
 
 
 # API key check of the public port. Probes and metrics need no key, as in vLLM.
@@ -242,7 +244,7 @@ def _check_no_event_id(request: Request) -> None:
 
 async def _answer(request: Request, started: StartedRequest) -> Response:
     """Return the response, streaming or complete. The generations are closed in every case."""
-    headers = {REQUEST_ID_HEADER: started.writer.request_id}
+    headers = {REQUEST_ID_HEADER: started.writer.request_id, **started.headers}
     generations = started.generations
     if started.body.stream:
         return EventStream(generations, started.writer, started.stream_options, headers)
