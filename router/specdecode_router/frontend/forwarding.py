@@ -1,4 +1,4 @@
-"""Public routes that a worker answers as a whole: models, version, OpenAPI document, tokenization."""
+"""Public routes that a worker answers as a whole: models, version, OpenAPI document, tokenization, and by 501."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_forwarding(app: web.Application, state: RouterState) -> None:
 
     for path in ("/version", "/openapi.json", "/v1/models", "/v1/models/{name:.+}"):
         app.router.add_get(path, forward, allow_head=False)
-    for path in ("/tokenize", "/detokenize"):
+    for path in ("/tokenize", "/detokenize", "/v1/responses", "/v1/embeddings"):
         app.router.add_post(path, forward)
 
 

@@ -127,8 +127,9 @@ async def test_other_public_routes_are_forwarded() -> None:
         for path in ("/v1/models", "/v1/models/org%2Fname?x=1", "/version", "/openapi.json"):
             status, _, content = await router.get(path)
             assert (status, json.loads(content)["path"]) == (200, f"/internal/v1/public{path}")
-        status, _, content = await router.post("/tokenize", data=b'{"prompt": "a"}')
-        assert json.loads(content)["body"] == '{"prompt": "a"}'
+        for path in ("/tokenize", "/v1/responses", "/v1/embeddings"):
+            status, _, content = await router.post(path, data=b'{"prompt": "a"}')
+            assert json.loads(content)["body"] == '{"prompt": "a"}'
 
 
 async def test_unknown_paths_and_methods() -> None:

@@ -24,7 +24,7 @@ from specdecode_worker.server.app import (
     error_response,
     read_body,
 )
-from specdecode_worker.server.errors import BadRequest, Unauthorized, without_paths
+from specdecode_worker.server.errors import BadRequest, NotBuilt, Unauthorized, without_paths
 from specdecode_worker.server.openapi import document
 from specdecode_worker.server.request_capture import CAPTURE_HEADER
 from specdecode_worker.server.request_terms import ModelLimits, terms_of
@@ -45,8 +45,9 @@ from specdecode_worker.server.version import VERSION
 
 
 def add_information(app: FastAPI, service: Service) -> None:
-    """Add the routes for probes, metrics, models, version and OpenAPI document."""
+    """Add the routes for probes, metrics, models, version and OpenAPI document, and those that answer 501."""
     _add_probes(app, service)
+    _add_not_built(app)
 
     @app.get("/version")
     async def version() -> Response:
@@ -74,6 +75,23 @@ def add_information(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> Response:
         service.check_model_name(name)
         return JSONResponse(_model_card(service))
+
+
+NOT_BUILT = {
+    "/v1/responses": "the Responses API is not built; send the conversation to v1/chat/completions",
+    "/v1/embeddings": "this server generates text and computes no embeddings; use a server of an embedding model",
+}
+"""Routes of OpenAI's API that are answered by 501, with the reason."""
+
+
+def _add_not_built(app: FastAPI) -> None:
+    def add(path: str, reason: str) -> None:
+        @app.post(path)
+        async def refuse() -> Response:
+            raise NotBuilt(reason)
+
+    for path, reason in NOT_BUILT.items():
+        add(path, reason)
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
