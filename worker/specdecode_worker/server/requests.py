@@ -849,7 +849,7 @@ def build(kind: type[Request], fields: dict[str, Any]) -> Request:
     try:
         request = kind.model_validate(drop_neutral_fields(fields, kind.model_fields))
     except ValidationError as error:
-        raise bad_request(error) from None
+        raise bad_request(error, fields) from None
     request.check()
     return request
 
@@ -873,16 +873,46 @@ def read_object(body: bytes) -> dict[str, Any]:
     return parsed
 
 
-def bad_request(error: ValidationError) -> BadRequest:
-    """Convert the first validation error of pydantic into an error with OpenAI's codes."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = _path(first["loc"])
+_ENDS_WITH_NAME = frozenset({"missing", "extra_forbidden"})
+"""Types of errors whose location ends with the name of a field, also if the client did not send it."""
+
+
+def bad_request(error: ValidationError, sent: Any = None) -> BadRequest:
+    """Convert a validation error of pydantic into an error with OpenAI's codes.
+
+    Args:
+        error: The error. Its first problem is reported; of the alternatives of a field, the one that fits best.
+        sent: Object that the client sent; None if its paths are those of the model.
+    """
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    first = details[0]
+    location = first["loc"]
+    if sent is not None and (location := _sent_location(first, sent)) != first["loc"]:
+        alternatives = [one for one in details if one["loc"][:1] == first["loc"][:1]]
+        first = max(alternatives, key=lambda one: len(_sent_location(one, sent)))
+        location = _sent_location(first, sent)
+    param = _path(location)
     if first["type"] == "extra_forbidden":
         return BadRequest(f"unrecognized field: {param}", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return BadRequest(f"missing required field: {param}", param=param, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")
     return BadRequest(f"invalid {param}: {message}" if param else message, param=param or None, code="invalid_value")
+
+
+def _sent_location(detail: pydantic_core.ErrorDetails, sent: Any) -> tuple[int | str, ...]:
+    """Return a location in the object that the client sent, which has no labels of the alternatives of a field."""
+    location = detail["loc"]
+    found: list[int | str] = []
+    for index, part in enumerate(location):
+        is_key = isinstance(sent, dict) and part in sent
+        is_index = isinstance(sent, list) and isinstance(part, int) and part < len(sent)
+        if is_key or is_index:
+            sent = sent[part]
+        elif index < len(location) - 1 or detail["type"] not in _ENDS_WITH_NAME:
+            continue
+        found.append(part)
+    return tuple(found)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

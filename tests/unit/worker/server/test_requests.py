@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -89,6 +90,31 @@ def test_unknown_fields_of_messages_tools_and_functions_are_ignored() -> None:
         {"role": "tool", "content": "4", "tool_call_id": "c"},
     ]
     assert body.shown_tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+PATHS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "", "schema": {}}}},
+     "response_format.json_schema.name"),
+    ({"response_format": {"type": "text", "json_schema": None}}, "response_format.json_schema"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"tool_choice": 5}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "x", "function": {"name": "f"}}}, "tool_choice.type"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]"),
+    ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+    ({"stop": ["a", 5]}, "stop[1]"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]}, "messages[1].role"),
+    ({"temperature": "1", "tool_choice": {"type": "function", "function": {}}}, "temperature"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "path"), PATHS)
+def test_errors_name_the_field_as_the_client_wrote_it(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(BadRequest, match=re.escape(path)) as refused:
+        chat(**fields)
+    assert refused.value.param == path
 
 
 def test_unknown_fields_of_a_body_are_ignored_and_named() -> None:
