@@ -200,6 +200,20 @@ async def test_a_tool_call_streams_as_deltas(client: openai.AsyncOpenAI) -> None
     assert scored == len((CALL + CALL).encode())
 
 
+@pytest.mark.parametrize(
+    ("tool_choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")],
+)
+async def test_a_call_of_a_named_function_ends_as_text_does(
+    client: openai.AsyncOpenAI, tool_choice: Any, reason: str
+) -> None:
+    body: Any = {"model": "small", "messages": say_prompt(CALL), "tools": [WEATHER], "tool_choice": tool_choice}
+    (choice,) = (await client.chat.completions.create(**body)).choices
+    assert (choice.finish_reason, len(choice.message.tool_calls or ())) == (reason, 1)
+    chunks = [chunk async for chunk in await client.chat.completions.create(**body, stream=True)]
+    assert chunks[-1].choices[0].finish_reason == reason
+
+
 async def test_parallel_tool_calls_false_keeps_the_first_call(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model="small", messages=say_prompt(CALL + CALL), tools=[WEATHER], parallel_tool_calls=False

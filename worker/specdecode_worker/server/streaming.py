@@ -25,6 +25,7 @@ from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    NamedToolChoice,
     StreamOptions,
     ignored_header,
     parse,
@@ -235,7 +236,8 @@ def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions |
                           "--tool-call-parser", "tools")  # fmt: skip
     functions = [tool.function.name for tool in body.tools]
     parser = partial(parser_for, name, functions, streams=body.stream and body.guides_calls)
-    return ToolCallOptions(parser, parallel=body.parallel_tool_calls)
+    named = isinstance(body.tool_choice, NamedToolChoice)
+    return ToolCallOptions(parser, parallel=body.parallel_tool_calls, named=named)
 
 
 # Streaming responses: merges the pieces of all choices into server-sent events.
