@@ -537,7 +537,7 @@ class TextPart(RequestModel):
 
 
 def _plain_text(value: Any) -> Any:
-    """Convert content to one text. OpenAI also accepts null, and a list of parts."""
+    """Convert content to one text. OpenAI also accepts null, and a list of parts, which get lines of their own."""
     if value is None:
         return ""
     if not isinstance(value, list):
@@ -546,7 +546,7 @@ def _plain_text(value: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise ValueError(f"only parts of type 'text' are supported, got {kind!r}")
-    return "".join(part["text"] for part in value)
+    return "\n".join(part["text"] for part in value)
 
 
 def _without_empty(value: Any) -> Any:

@@ -56,7 +56,7 @@ def test_invalid_prompt_forms_are_refused(prompt: Any) -> None:
 
 def test_message_content_may_be_a_list_of_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "ab"
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "a\nb"
 
 
 def test_echoed_assistant_message_is_accepted() -> None:
