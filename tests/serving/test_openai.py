@@ -157,6 +157,8 @@ async def test_echo_streams(client: openai.AsyncOpenAI) -> None:
         ({"stop": "o w"}, "hell"),
         ({"stop": "o w", "include_stop_str_in_output": True}, "hello w"),
         ({"stop": "l", "min_tokens": 3}, "hel"),
+        ({"stop": "lo w", "min_tokens": 4}, "hel"),
+        ({"stop": "lo w", "min_tokens": 7}, "hello world"),
         ({"stop": "l"}, "he"),
         ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "hello world<|end|>"),
         ({"skip_special_tokens": False}, "hello world"),

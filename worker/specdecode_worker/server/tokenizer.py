@@ -276,22 +276,30 @@ class StopFinder:
     ``shows_stop`` the stop string itself is returned too.
     """
 
-    __slots__ = ("_held", "_shows_stop", "_stops", "matched")
+    __slots__ = ("_held", "_shows_stop", "_stops", "_too_early", "matched")
 
     def __init__(self, stops: tuple[str, ...], *, shows_stop: bool = False) -> None:
         assert all(stops), "an empty stop string would end every text at once"
         self._stops = stops
         self._shows_stop = shows_stop
         self._held = ""
+        self._too_early = 0
+        """Characters of the held text, from its beginning, at which no stop string may end."""
         self.matched: str | None = None
         """Stop string that ended the text; None before that."""
 
-    def push(self, text: str) -> str:
-        """Add ``text`` and return the held text that cannot be part of a stop string."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Add ``text`` and return the held text that cannot be part of a stop string.
+
+        Without ``may_end`` a stop string that ends in ``text`` is ignored; one may begin there.
+        """
         if self.matched is not None:
             return ""
         self._held += text
-        first = min(((at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0), default=None)
+        if not may_end:
+            self._too_early = len(self._held)
+        places = ((self._held.find(stop, max(0, self._too_early - len(stop) + 1)), stop) for stop in self._stops)
+        first = min(((at, stop) for at, stop in places if at >= 0), default=None)
         if first is not None:
             at, self.matched = first
             return self._release(at + (len(self.matched) if self._shows_stop else 0), drop_rest=True)
@@ -312,4 +320,5 @@ class StopFinder:
     def _release(self, length: int, *, drop_rest: bool = False) -> str:
         """Remove and return the first ``length`` characters of the held text."""
         shown, self._held = self._held[:length], "" if drop_rest else self._held[length:]
+        self._too_early = max(0, self._too_early - length)
         return shown
