@@ -146,6 +146,24 @@ async def test_echo_with_max_tokens_zero_scores_the_prompt(client: openai.AsyncO
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 0)
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_the_output_completes_a_character_of_the_prompt(client: openai.AsyncOpenAI, logprobs: int | None) -> None:
+    first, rest = IDS.encode("🙂").ids[:3], IDS.encode("🙂").ids[3:]
+    prompt = [*IDS.encode("SAY:").ids, *rest, *first]
+    body: Any = {"model": "small", "prompt": prompt, "logprobs": logprobs, "max_tokens": 1}
+    (choice,) = (await client.completions.create(**body)).choices
+    assert choice.text == "🙂"
+    (choice,) = (await client.completions.create(**body, echo=True)).choices
+    assert choice.text == "SAY:\ufffd🙂"
+    if logprobs is not None:
+        assert choice.logprobs is not None
+        assert (choice.logprobs.text_offset or [])[-1] == len("SAY:\ufffd")
+    stream = await client.completions.create(**body, stream=True, stop="🙂")
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == ""
+    (scored,) = (await client.completions.create(**{**body, "max_tokens": 0}, echo=True)).choices
+    assert scored.text == "SAY:\ufffd\ufffd"
+
+
 async def test_echo_streams(client: openai.AsyncOpenAI) -> None:
     stream = await client.completions.create(model="small", prompt="SAY:b", echo=True, stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "SAY:bb"

@@ -137,7 +137,11 @@ def _echo(
     tokenizer: Tokenizer, ids: Sequence[int], given: str | list[int], body: CompletionRequest, stopped: threading.Event
 ) -> Echo:
     skip_special = body.skip_special_tokens
-    text = given if isinstance(given, str) else tokenizer.decode(ids, skip_special_tokens=skip_special)
+    text = given
+    if not isinstance(text, str):
+        # The output completes a character that is incomplete at the end of the prompt.
+        decode = tokenizer.decode if body.max_tokens == 0 else tokenizer.decode_complete
+        text = decode(ids, skip_special_tokens=skip_special)
     if body.logprobs is None:
         return Echo(text)
     detokenizer = tokenizer.detokenizer((), skip_special_tokens=skip_special)
