@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -23,6 +24,7 @@ from support.worker.services import over_fake_engine
 
 pytestmark = pytest.mark.core
 
+BOS, END = small_model.SPECIAL
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"model": "small", "prompt": "hi"}
 
@@ -270,26 +272,52 @@ async def test_bad_bodies_get_an_error_object(client: httpx.AsyncClient) -> None
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), body[:80]
 
 
-async def test_special_tokens_of_the_tokenizer_are_added_on_request(tmp_path: Path) -> None:
-    small_model.write_tokenizer(tmp_path)
+@contextlib.asynccontextmanager
+async def over_tokenizer_with_bos(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client of a service whose tokenizer adds a special token before each text."""
+    small_model.write_tokenizer(folder)
     tokenizer = small_model.byte_tokenizer()
-    bos = small_model.SPECIAL[0]
-    special_tokens = [(bos, tokenizer.token_to_id(bos))]
-    tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=special_tokens)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    async with over_fake_engine(tmp_path) as service:
+    special = (BOS, tokenizer.token_to_id(BOS))
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    async with over_fake_engine(folder) as service:
         transport = httpx.ASGITransport(public_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
-            tokens = {}
-            for path, body in (("completions", PROMPT), ("chat/completions", CHAT)):
-                for special in (None, False, True):
-                    sent = {**body, "add_special_tokens": special, "max_tokens": 1}
-                    answer = await client.post(f"/v1/{path}", json=sent)
-                    assert answer.status_code == 200, answer.text
-                    tokens[path, special] = answer.json()["usage"]["prompt_tokens"]
+            yield client
+
+
+async def test_special_tokens_of_the_tokenizer_are_added_on_request(tmp_path: Path) -> None:
+    tokens = {}
+    async with over_tokenizer_with_bos(tmp_path) as client:
+        for path, body in (("completions", PROMPT), ("chat/completions", CHAT)):
+            for special in (None, False, True):
+                sent = {**body, "add_special_tokens": special, "max_tokens": 1}
+                answer = await client.post(f"/v1/{path}", json=sent)
+                assert answer.status_code == 200, answer.text
+                tokens[path, special] = answer.json()["usage"]["prompt_tokens"]
     assert [tokens["completions", special] for special in (None, False, True)] == [3, 2, 3]
     plain = tokens["chat/completions", None]
     assert [tokens["chat/completions", special] for special in (False, True)] == [plain, plain + 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "special", "offsets"),
+    [
+        (f"a{END}b", True, [0, 0, 1, 1 + len(END)]),
+        (f"a{END}b", False, [0, 1, 1 + len(END)]),
+        (f"{BOS}é", False, [0, len(BOS), len(BOS)]),
+        ("é", True, [0, 0, 0]),
+    ],
+)
+async def test_offsets_of_an_echo_with_special_tokens(
+    tmp_path: Path, prompt: str, special: bool, offsets: list[int]
+) -> None:
+    async with over_tokenizer_with_bos(tmp_path) as client:
+        sent = {"model": "small", "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1}
+        answer = await client.post("/v1/completions", json={**sent, "add_special_tokens": special})
+    (choice,) = answer.json()["choices"]
+    assert choice["text"] == f"{prompt}G"
+    assert choice["logprobs"]["text_offset"] == [*offsets, len(prompt)]
 
 
 async def test_task_comes_from_header_then_metadata_then_rules(client: httpx.AsyncClient, service: Service) -> None:
