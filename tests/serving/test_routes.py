@@ -176,6 +176,20 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "invalid_value"),
     ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar", "invalid_value"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_value"),
+    ({"structured_outputs": {"json": {"const": -(2**63)}}}, "structured_outputs.json", "invalid_value"),
+    (
+        {"structured_outputs": {"grammar": f'start: %json {{"const": {-(2**63)}}}'}},
+        "structured_outputs.grammar",
+        "invalid_value",
+    ),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [-(2**63)]}}}],
+            "tool_choice": "required",
+        },
+        "tools[0].function.parameters",
+        "invalid_value",
+    ),
     (
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         "structured_outputs",
