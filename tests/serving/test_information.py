@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 from fastapi.routing import APIRoute
 
 from specdecode_worker.server.routes.public import public_app
@@ -42,6 +43,19 @@ async def test_openapi_document_lists_every_route(client: httpx.AsyncClient, ser
 async def test_unknown_paths_and_methods_get_an_error_object(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/nothing")).json()["error"]["message"] == "GET /v1/nothing: Not Found"
     assert (await client.get("/v1/completions")).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"), [("/v1/responses", "v1/chat/completions"), ("/v1/embeddings", "embedding model")]
+)
+async def test_routes_that_are_not_built_say_why(
+    client: httpx.AsyncClient, admin: httpx.AsyncClient, path: str, remedy: str
+) -> None:
+    for asked, prefix in ((client, ""), (admin, "/internal/v1/public")):
+        answer = await asked.post(prefix + path, json={"model": "small", "input": "hi"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (501, "not_implemented")
+        assert remedy in error["message"]
 
 
 async def test_models(client: httpx.AsyncClient) -> None:

@@ -146,6 +146,24 @@ async def test_echo_with_max_tokens_zero_scores_the_prompt(client: openai.AsyncO
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 0)
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_the_output_completes_a_character_of_the_prompt(client: openai.AsyncOpenAI, logprobs: int | None) -> None:
+    first, rest = IDS.encode("🙂").ids[:3], IDS.encode("🙂").ids[3:]
+    prompt = [*IDS.encode("SAY:").ids, *rest, *first]
+    body: Any = {"model": "small", "prompt": prompt, "logprobs": logprobs, "max_tokens": 1}
+    (choice,) = (await client.completions.create(**body)).choices
+    assert choice.text == "🙂"
+    (choice,) = (await client.completions.create(**body, echo=True)).choices
+    assert choice.text == "SAY:\ufffd🙂"
+    if logprobs is not None:
+        assert choice.logprobs is not None
+        assert (choice.logprobs.text_offset or [])[-1] == len("SAY:\ufffd")
+    stream = await client.completions.create(**body, stream=True, stop="🙂")
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == ""
+    (scored,) = (await client.completions.create(**{**body, "max_tokens": 0}, echo=True)).choices
+    assert scored.text == "SAY:\ufffd\ufffd"
+
+
 async def test_echo_streams(client: openai.AsyncOpenAI) -> None:
     stream = await client.completions.create(model="small", prompt="SAY:b", echo=True, stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "SAY:bb"
@@ -157,6 +175,8 @@ async def test_echo_streams(client: openai.AsyncOpenAI) -> None:
         ({"stop": "o w"}, "hell"),
         ({"stop": "o w", "include_stop_str_in_output": True}, "hello w"),
         ({"stop": "l", "min_tokens": 3}, "hel"),
+        ({"stop": "lo w", "min_tokens": 4}, "hel"),
+        ({"stop": "lo w", "min_tokens": 7}, "hello world"),
         ({"stop": "l"}, "he"),
         ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "hello world<|end|>"),
         ({"skip_special_tokens": False}, "hello world"),
@@ -198,6 +218,20 @@ async def test_a_tool_call_streams_as_deltas(client: openai.AsyncOpenAI) -> None
     assert len(set(ids.values())) == 2
     assert {json.loads(text)["city"] for text in arguments.values()} == {"Oslo"}
     assert scored == len((CALL + CALL).encode())
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")],
+)
+async def test_a_call_of_a_named_function_ends_as_text_does(
+    client: openai.AsyncOpenAI, tool_choice: Any, reason: str
+) -> None:
+    body: Any = {"model": "small", "messages": say_prompt(CALL), "tools": [WEATHER], "tool_choice": tool_choice}
+    (choice,) = (await client.chat.completions.create(**body)).choices
+    assert (choice.finish_reason, len(choice.message.tool_calls or ())) == (reason, 1)
+    chunks = [chunk async for chunk in await client.chat.completions.create(**body, stream=True)]
+    assert chunks[-1].choices[0].finish_reason == reason
 
 
 async def test_parallel_tool_calls_false_keeps_the_first_call(client: openai.AsyncOpenAI) -> None:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
+from tokenizers.processors import TemplateProcessing
 
 from specdecode_worker.contract import MergedDraft, Plan, PlanRow, TaskMatch, TreeShape
+from specdecode_worker.server.generation import Generation, Output
+from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
+from support import small_model
 from support.worker import fake_engine
+from support.worker.services import over_fake_engine
 
 pytestmark = pytest.mark.core
 
+BOS, END = small_model.SPECIAL
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"model": "small", "prompt": "hi"}
 
@@ -101,6 +111,39 @@ async def test_a_stream_without_include_usage_has_none(client: httpx.AsyncClient
     assert not any("usage" in chunk or "metrics" in chunk for chunk in chunks)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_role_comes_with_the_first_token(service: Service, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    first_token, outputs = asyncio.Event(), Generation.outputs
+
+    async def waiting_outputs(generation: Generation) -> AsyncIterator[Output]:
+        await first_token.wait()
+        async for output in outputs(generation):
+            yield output
+
+    monkeypatch.setattr(Generation, "outputs", waiting_outputs)
+    body = json.dumps({**CHAT, "stream": True, "max_tokens": 4, "n": n}).encode()
+    requested: list[Message] = [{"type": "http.request", "body": body}]
+    sent: asyncio.Queue[Message] = asyncio.Queue()
+
+    async def receive() -> Message:
+        return requested.pop() if requested else await asyncio.Future()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "headers": [],
+        "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"", "scheme": "http", "root_path": "",
+        "client": None, "server": ("worker", 80),
+    }  # fmt: skip
+    answering = asyncio.create_task(public_app(service)(scope, receive, sent.put))
+    assert (await sent.get())["type"] == "http.response.start"
+    await asyncio.sleep(0.05)
+    assert sent.empty(), "an event came before the first token"
+    first_token.set()
+    await answering
+    text = b"".join(sent.get_nowait().get("body", b"") for _ in range(sent.qsize())).decode()
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(text)[:-1]]
+    assert deltas[: n + 1] == [{"role": "assistant", "content": ""}] * n + [{"content": "Gr"}]
+
+
 async def test_several_prompts_give_several_choices(client: httpx.AsyncClient) -> None:
     whole = await client.post("/v1/completions", json={**PROMPT, "prompt": ["a", "b"], "max_tokens": 4})
     assert [choice["text"] for choice in whole.json()["choices"]] == ["Grü", "Grü"]
@@ -149,7 +192,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
     ({"min_p": 1.5}, "min_p", "invalid_value"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", "invalid_value"),
-    ({"logit_bias": {"five": 1}}, "logit_bias.five.[key]", "invalid_value"),
+    ({"logit_bias": {"five": 1}}, "logit_bias.five", "invalid_value"),
     ({"logit_bias": {"258": 1}}, "logit_bias", "invalid_value"),
     ({"stop_token_ids": [258]}, "stop_token_ids", "invalid_value"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
@@ -157,16 +200,26 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"echo": True}, "echo", "unsupported_parameter"),
     ({"suffix": "x"}, "suffix", "unsupported_parameter"),
     ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
-    (
-        {"response_format": {"type": "json_schema"}},
-        "response_format.json_schema.json_schema",
-        "missing_required_parameter",
-    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
     ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "invalid_value"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "invalid_value"),
     ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar", "invalid_value"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_value"),
+    ({"structured_outputs": {"json": {"const": -(2**63)}}}, "structured_outputs.json", "invalid_value"),
+    (
+        {"structured_outputs": {"grammar": f'start: %json {{"const": {-(2**63)}}}'}},
+        "structured_outputs.grammar",
+        "invalid_value",
+    ),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [-(2**63)]}}}],
+            "tool_choice": "required",
+        },
+        "tools[0].function.parameters",
+        "invalid_value",
+    ),
     (
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         "structured_outputs",
@@ -176,6 +229,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "invalid_value"),
     ({"tools": [STRICT], "response_format": {"type": "json_object"}}, "tools", "unsupported_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tool_choice": "any"}, "tool_choice", "invalid_value"),
     (
         {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [STRICT]},
         "tool_choice",
@@ -183,8 +237,9 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", None),
     ({"stop": ["a"] * 5}, "stop", "invalid_value"),
-    ({"stop": ""}, "stop[0]", "invalid_value"),
-    ({"foo": 1}, "foo", "unknown_parameter"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"prompt": "x"}, "prompt", "unsupported_parameter"),
+    ({"bad_words": ["x"]}, "bad_words", "unsupported_parameter"),
     ({"stream_options": {"include_usage": True}}, "stream_options", None),
     ({"messages": []}, "messages", "invalid_value"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "invalid_value"),
@@ -218,6 +273,21 @@ async def test_fields_without_effect_are_accepted(client: httpx.AsyncClient) -> 
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_unknown_fields_are_ignored_and_named_in_a_header(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", PROMPT)):
+        sent = {**body, "max_tokens": 5, "stream": stream}
+        answer = await client.post(path, json={**sent, "foo": 1, "b\n": 2})
+        assert (answer.status_code, answer.headers["X-Specdecode-Ignored"]) == (200, "foo, b%0A"), answer.text
+        assert "X-Specdecode-Ignored" not in (await client.post(path, json=sent)).headers
+    (logged,) = [one.getMessage() for one in caplog.records if "ignored" in one.getMessage()]
+    assert logged == r"unknown fields of 1 requests were ignored: ['b\n', 'foo']"
+    answer = await client.post("/tokenize", json={"prompt": "hi", "foo": 1})
+    assert (answer.status_code, answer.headers["X-Specdecode-Ignored"]) == (200, "foo")
+
+
 BAD_BODIES = [
     (b"{", 400, "invalid_json"),
     (b"[]", 400, "invalid_json"),
@@ -244,6 +314,54 @@ async def test_bad_bodies_get_an_error_object(client: httpx.AsyncClient) -> None
     for body, status, code in BAD_BODIES:
         answer = await client.post("/v1/completions", content=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), body[:80]
+
+
+@contextlib.asynccontextmanager
+async def over_tokenizer_with_bos(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client of a service whose tokenizer adds a special token before each text."""
+    small_model.write_tokenizer(folder)
+    tokenizer = small_model.byte_tokenizer()
+    special = (BOS, tokenizer.token_to_id(BOS))
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    async with over_fake_engine(folder) as service:
+        transport = httpx.ASGITransport(public_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+            yield client
+
+
+async def test_special_tokens_of_the_tokenizer_are_added_on_request(tmp_path: Path) -> None:
+    tokens = {}
+    async with over_tokenizer_with_bos(tmp_path) as client:
+        for path, body in (("completions", PROMPT), ("chat/completions", CHAT)):
+            for special in (None, False, True):
+                sent = {**body, "add_special_tokens": special, "max_tokens": 1}
+                answer = await client.post(f"/v1/{path}", json=sent)
+                assert answer.status_code == 200, answer.text
+                tokens[path, special] = answer.json()["usage"]["prompt_tokens"]
+    assert [tokens["completions", special] for special in (None, False, True)] == [3, 2, 3]
+    plain = tokens["chat/completions", None]
+    assert [tokens["chat/completions", special] for special in (False, True)] == [plain, plain + 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "special", "offsets"),
+    [
+        (f"a{END}b", True, [0, 0, 1, 1 + len(END)]),
+        (f"a{END}b", False, [0, 1, 1 + len(END)]),
+        (f"{BOS}é", False, [0, len(BOS), len(BOS)]),
+        ("é", True, [0, 0, 0]),
+    ],
+)
+async def test_offsets_of_an_echo_with_special_tokens(
+    tmp_path: Path, prompt: str, special: bool, offsets: list[int]
+) -> None:
+    async with over_tokenizer_with_bos(tmp_path) as client:
+        sent = {"model": "small", "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1}
+        answer = await client.post("/v1/completions", json={**sent, "add_special_tokens": special})
+    (choice,) = answer.json()["choices"]
+    assert choice["text"] == f"{prompt}G"
+    assert choice["logprobs"]["text_offset"] == [*offsets, len(prompt)]
 
 
 async def test_task_comes_from_header_then_metadata_then_rules(client: httpx.AsyncClient, service: Service) -> None:

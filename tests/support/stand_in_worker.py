@@ -71,6 +71,7 @@ class Script:
     key: str = "key-1"
     max_num_seqs: int = 64
     opening: bool = True
+    headers: tuple[tuple[str, str], ...] = ()
     event_bytes: int = 0
     """Size up to which each event is padded."""
     alive_seconds: float = ALIVE_SECONDS
@@ -239,6 +240,7 @@ class _Stream:
             created=1_700_000_000,
             stream=self._streamed,
             opening=opening if self._streamed and self._script.opening else b"",
+            headers=self._script.headers,
         )
 
     async def _step(self, choice: int, index: int) -> None:

@@ -28,10 +28,12 @@ class ClientResponse:
     """Response that the relay writes. ``response`` is what the handler returns, once it is complete."""
 
     def __init__(self, request: web.Request, request_id: str, *, max_unsent_bytes: int, write_seconds: float) -> None:
-        self._request, self._request_id = request, request_id
+        self._request = request
         self._max_unsent_bytes, self._write_seconds = max_unsent_bytes, write_seconds
         self._transport = request.transport
         self._writer: StreamWriter | None = None
+        self._opening = b""
+        self._headers = {REQUEST_ID_HEADER: request_id}
         self.response: web.StreamResponse | None = None
 
     def accepts(self, opened: Open) -> bool:
@@ -39,21 +41,22 @@ class ClientResponse:
         return True
 
     async def open(self, opened: Open) -> None:
-        """Send headers and the opening events, if the response is one of server-sent events."""
+        """Send headers, if the response is one of server-sent events. Its opening events wait for the first step."""
+        self._headers |= dict(opened.headers)
         if not opened.stream:
             return
-        headers = {**_EVENT_HEADERS, REQUEST_ID_HEADER: self._request_id}
-        self.response = web.StreamResponse(headers=headers)
+        self.response = web.StreamResponse(headers={**_EVENT_HEADERS, **self._headers})
         try:
             self._writer = cast(StreamWriter, await self.response.prepare(self._request))
         except ConnectionError:
             raise ClientGone("the client disconnected") from None
-        if opened.opening:
-            await self._write(opened.opening)
+        self._opening = opened.opening
 
     async def write(self, step: Step) -> None:
-        """Send the events of a step. Raises ClientGone."""
-        await self._write(step.events)
+        """Send the events of a step, behind the opening events. Raises ClientGone."""
+        opening, self._opening = self._opening, b""
+        if opening or step.events:
+            await self._write(opening + step.events)
 
     async def _write(self, events: bytes) -> None:
         """Send events. Wait while the client has too much to read.
@@ -79,10 +82,10 @@ class ClientResponse:
     async def end(self, body: bytes) -> None:
         """Send the last events or the whole body."""
         if self.response is None:
-            await self._send_whole(200, body, {REQUEST_ID_HEADER: self._request_id})
+            await self._send_whole(200, body, self._headers)
             return
-        if body:
-            await self._write(body)
+        if self._opening or body:
+            await self._write(self._opening + body)
         await self._finish()
 
     async def fail(self, error: ApiError | RefusedByWorker) -> None:

@@ -1,4 +1,4 @@
-"""Public routes that a worker answers as a whole: models, version, OpenAPI document, tokenization."""
+"""Public routes that a worker answers as a whole: models, version, OpenAPI document, tokenization, and by 501."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _OPEN_PATHS = frozenset({"/version", "/openapi.json"})
 """Paths that need no API key, as at a worker."""
 _FORWARD_SECONDS = 30.0
 _MAX_ATTEMPTS = 3
-_PASSED_HEADERS = ("Content-Type", "Retry-After", "WWW-Authenticate", "Allow", "X-Should-Retry")
+_PASSED_HEADERS = ("Content-Type", "Retry-After", "WWW-Authenticate", "Allow", "X-Should-Retry",
+                   "X-Specdecode-Ignored")  # fmt: skip
 """Headers of an answer that the client gets; the others concern the connection."""
 _FAILED_STATUSES = frozenset({502, 503})
 """Answers after which another worker is asked."""
@@ -32,7 +33,7 @@ def add_forwarding(app: web.Application, state: RouterState) -> None:
 
     for path in ("/version", "/openapi.json", "/v1/models", "/v1/models/{name:.+}"):
         app.router.add_get(path, forward, allow_head=False)
-    for path in ("/tokenize", "/detokenize"):
+    for path in ("/tokenize", "/detokenize", "/v1/responses", "/v1/embeddings"):
         app.router.add_post(path, forward)
 
 

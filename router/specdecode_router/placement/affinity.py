@@ -71,7 +71,7 @@ def _text(content: Any) -> str:
     if not isinstance(content, Sequence):
         return ""
     texts = [part.get("text") for part in islice(content, PART_CHARACTERS) if isinstance(part, Mapping)]
-    return "".join(text[:PART_CHARACTERS] for text in texts if isinstance(text, str))[:PART_CHARACTERS]
+    return "\n".join(text[:PART_CHARACTERS] for text in texts if isinstance(text, str))[:PART_CHARACTERS]
 
 
 def _prompt_part(prompt: Any) -> str:

@@ -15,10 +15,10 @@ class ClientStream(Protocol):
         """Return whether the response can begin with this frame."""
 
     async def open(self, opened: Open) -> None:
-        """Begin the response, if it is one of server-sent events."""
+        """Begin the response, if it is one of server-sent events. The opening events go with the first step."""
 
     async def write(self, step: Step) -> None:
-        """Send the server-sent events of a step, which has some."""
+        """Send the server-sent events of a step. The first step of a choice may have none."""
 
     async def end(self, body: bytes) -> None:
         """Send the last events or the whole body, and finish the response."""

@@ -40,7 +40,7 @@ class NumberedStream:
         return fits and start_digest(opened) == self._identity.start_digest and self._client.accepts(opened)
 
     async def open(self, opened: Open) -> None:
-        """Begin the response with the opening events that the client does not have."""
+        """Begin the response with the opening events that the client does not have, which go with the first step."""
         choices, after = len(opened.choices), self._after
         self._lengths, self._sent = [0] * choices, [0] * choices
         if choices <= MAX_NUMBERED_CHOICES:
@@ -70,7 +70,7 @@ class NumberedStream:
                 self._lengths[choice], self._sent[choice] = step.index, number
             if number > received:
                 numbered.append(self._numbered(event, self._position()))
-        if numbered:
+        if numbered or step.index == 0:
             await self._client.write(msgspec.structs.replace(step, events=b"".join(numbered)))
 
     async def end(self, body: bytes) -> None:

@@ -186,7 +186,7 @@ class Relay:
         if not self._journal.add(frame):
             return
         self._win(attempt)
-        if frame.events:
+        if frame.events or (frame.index == 0 and self._journal.open.opening):
             attempt.is_paused = True
             await self._client.write(frame)
             attempt.is_paused = False

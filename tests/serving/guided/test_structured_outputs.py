@@ -134,6 +134,7 @@ def test_required_and_named_tool_choice(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     choice = ask(client, tools=TOOLS, tool_choice=named, parallel_tool_calls=False)
     assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+    assert choice.finish_reason == "stop"
     jsonschema.validate(json.loads(choice.message.tool_calls[0].function.arguments), WEATHER)
 
 

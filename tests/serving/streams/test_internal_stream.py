@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "end of text": {"logit_bias": {END: 2.5}, "ignore_eos": False},
     "stop strings": {"logit_bias": bias("AB", 14), "stop": ["BAAAAAAB", "BB"], "max_tokens": 24},
     "shown stop": {"logit_bias": bias("AB", 14), "stop": ["BBAB", "ABBA"], "include_stop_str_in_output": True},
+    "stop over min_tokens": {"logit_bias": bias("AB", 14), "stop": ["BAB", "ABBA"], "min_tokens": 5},
     "held to the end": {"logit_bias": bias("A", 40), "stop": ["A" * 40]},
     "stop_token_ids": {"logit_bias": bias("AB", 12, t34=8), "stop_token_ids": [34]},
     "tools": {"tools": TOOLS},
@@ -85,6 +86,10 @@ CASES: dict[str, dict[str, Any]] = {
     "completion": {"prompt": "once upon"},
     "prompts": {"prompt": ["first", "the second"], "n": 2, "max_tokens": 6},
     "echo": {"prompt": "gr\u00fc\u00dfe an", "echo": True, "logprobs": 2},
+    "echo with special tokens": {"prompt": f"a{small_model.SPECIAL[1]}b", "echo": True, "logprobs": 0},
+    "within a character": {
+        "prompt": small_model.byte_tokenizer().encode("🙂").ids[:3], "echo": True, "logit_bias": bias("🙂é", 9),
+    },
     "echo alone": {"prompt": "some text", "echo": True, "logprobs": 1, "max_tokens": 0},
     "best_of": {"prompt": "choose", "best_of": 3, "n": 2, "max_tokens": 6},
     "schema": {"response_format": ANSWER, "max_tokens": 40, "ignore_eos": False},

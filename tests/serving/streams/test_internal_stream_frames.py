@@ -38,7 +38,8 @@ CALLS = (
 async def test_frames_carry_the_answer_of_the_public_port(
     admin: httpx.AsyncClient, client: httpx.AsyncClient, route: str, stream: bool
 ) -> None:
-    request = opened(route, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    request = opened(route, stream=stream, unheard_of=1, **options)
     journal = await Journal(request).follow(admin)
     public = await client.post(route, content=request.body, headers={"X-Request-Id": "r-1"})
     answer, expected = answer_of(journal.body, stream=stream), answer_of(public.content, stream=stream)
@@ -49,6 +50,8 @@ async def test_frames_carry_the_answer_of_the_public_port(
     assert [step.index for step in journal.steps] == list(range(0, 24, 3))
     assert journal.start is not None
     assert (journal.start.stream, bool(journal.start.opening)) == (stream, stream and route == CHAT)
+    assert journal.start.headers == (("X-Specdecode-Ignored", "unheard_of"),)
+    assert public.headers["X-Specdecode-Ignored"] == "unheard_of"
     assert (journal.end.completion_tokens, journal.steps[-1].counters.acceptance) == (24, (0, 0, 8))
 
 

@@ -38,7 +38,7 @@ Logprobs = tuple[float, int, tuple[int, ...], tuple[float, ...]]
 class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of a request, with everything that its tokens depend on.
 
-    ``sampling`` is the worker's ``engine.ipc.messages.Sampling`` as msgpack: seed and ``max_tokens`` as capped are in
+    ``sampling`` is the worker's ``core.messages.Sampling`` as msgpack: seed and ``max_tokens`` as capped are in
     it. Routers pass it back unread.
     """
 
@@ -61,7 +61,12 @@ class Open(msgspec.Struct, frozen=True, tag="open", kw_only=True):
     stream: bool
     """True if the client gets server-sent events, false if it gets one body at the end."""
     opening: bytes = b""
-    """Events to send before the first step. They are part of no step, so a resumed request does not repeat them."""
+    """Events to send with the first step, also if that has none, so that clients measure the time to the first token.
+
+    They are part of no step, so a resumed request does not repeat them.
+    """
+    headers: tuple[tuple[str, str], ...] = ()
+    """Headers of the response to the client."""
 
 
 class Counters(msgspec.Struct, frozen=True, array_like=True):

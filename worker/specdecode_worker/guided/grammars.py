@@ -139,6 +139,52 @@ def _can_be_closed(part: Mapping[str, Any]) -> bool:
     return set(map(str, required)) <= named.keys() and isinstance(least, int) and least <= len(named)
 
 
+# Numbers of a JSON schema at the ends of 64 bits, on which llguidance fails.
+#
+# It computes bounds of integers in 64 bits and those of other numbers as doubles, and refuses the range of int64, which
+# many generators of schemas write. Such bounds are moved inwards by 1,024, the distance of doubles there. A constant
+# that a double rounds to int64's minimum ends the process of llguidance 1.9, so it is refused before.
+
+_LEAST, _MOST = -(2**63) + 1024, 2**63 - 1024
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_SCHEMAS_BY_NAME = (*_BY_NAME, "$defs", "definitions", "dependentSchemas", "dependencies")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_FATAL = re.compile(r"-9223372036854\d{6}(?![\d.eE])")
+
+
+def with_readable_numbers(schema: Any) -> Any:
+    """Return ``schema`` with bounds that llguidance can read, within those given.
+
+    Raises:
+        GrammarRefused: A constant cannot be read.
+    """
+    if isinstance(schema, list):
+        return [with_readable_numbers(child) for child in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    readable: dict[str, Any] = {}
+    for key, child in schema.items():
+        if key in ("const", "enum"):
+            _check_constants(_STRING.sub("", json.dumps(child)))
+            readable[key] = child
+        elif key in _SCHEMAS_BY_NAME and isinstance(child, Mapping):
+            readable[key] = {name: with_readable_numbers(one) for name, one in child.items()}
+        elif isinstance(child, int | float) and not isinstance(child, bool) and key in _LOWER:
+            readable[key] = max(child, _LEAST)
+        elif isinstance(child, int | float) and not isinstance(child, bool) and key in _UPPER:
+            readable[key] = child if schema.get("type") == "integer" else min(child, _MOST)
+        else:
+            readable[key] = with_readable_numbers(child)
+    return readable
+
+
+def _check_constants(text: str) -> None:
+    """Raise GrammarRefused for a text with a number that ends llguidance's process."""
+    for number in _FATAL.findall(text):
+        if float(number) == float(-(2**63)):
+            raise GrammarRefused(f"the number {number} cannot be a constant of a schema; send one above {_LEAST - 1}")
+
+
 # Grammars as texts: a JSON schema, a regular expression, a list of choices or a context-free grammar.
 #
 # A text is what llguidance reads. It says everything about the language of the answer, so it identifies a compiled
@@ -175,11 +221,12 @@ def json_grammar(schema: Schema, *, exact: bool = True, white_space: bool = True
     The arguments are those of ``compile_options``; see ``close_objects`` for the properties.
 
     Raises:
-        GrammarRefused: The schema is nested too deeply to be read.
+        GrammarRefused: The schema is nested too deeply to be read, or has a constant that cannot be read.
     """
     options: Any = compile_options(exact=exact, white_space=white_space)
     try:
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(close_objects(schema)), overrides=options))
+        readable = json.dumps(close_objects(with_readable_numbers(schema)))
+        return str(LLMatcher.grammar_from_json_schema(readable, overrides=options))
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(f"the schema cannot be read: {error}") from None
 
@@ -198,8 +245,10 @@ def context_free_grammar(text: str) -> str:
     """Return the grammar of a text in Lark's or GBNF's notation.
 
     Raises:
-        GrammarRefused: The text is in neither notation.
+        GrammarRefused: The text is in neither notation, or has a schema with a constant that cannot be read.
     """
+    if "%json" in text:
+        _check_constants(text)
     try:
         return lark_grammar(any_to_lark(text))
     except Exception as error:  # the converter raises plain exceptions of several kinds

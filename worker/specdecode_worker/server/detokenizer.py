@@ -23,7 +23,7 @@ class TextOptions:
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    """Minimum number of output tokens; stop strings in the text of these tokens are ignored."""
+    """Minimum number of output tokens; stop strings that end in the text of these tokens are ignored."""
     logprobs: bool = False
 
 
@@ -77,7 +77,7 @@ class ChoiceDetokenizer:
 
     def _search(self, text: str) -> str:
         self._decoded += len(text)
-        return text if self.count <= self._options.min_tokens else self._stops.push(text)
+        return self._stops.push(text, may_end=self.count > self._options.min_tokens)
 
     def _piece(self, text: str, finish_reason: str | None) -> ChoicePiece:
         """Build a piece with ``text`` and the scored tokens that begin in the text returned so far.

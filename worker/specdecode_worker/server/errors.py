@@ -13,6 +13,7 @@ ServerError
     ├── TooManyWaiting    429
     ├── EngineFailed      500
     │   └── EngineLost    500
+    ├── NotBuilt          501
     ├── Unavailable       503
     ├── QueueTimedOut     503
     └── DeadlineExceeded  504
@@ -128,6 +129,12 @@ class EngineLost(EngineFailed):
     """Response 500: the engine process ended before the request did."""
 
     retryable = True
+
+
+class NotBuilt(ApiError):
+    """Response 501: this server does not have a route of OpenAI's API."""
+
+    status, type, code = 501, "invalid_request_error", "not_implemented"
 
 
 class Unavailable(ApiError):

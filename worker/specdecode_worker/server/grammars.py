@@ -12,7 +12,14 @@ from typing import Any
 
 from specdecode_worker.contract import ToolFormat
 from specdecode_worker.guided import grammars
-from specdecode_worker.guided.grammars import GrammarCompiler, Schema, close_objects, compile_options, lark_grammar
+from specdecode_worker.guided.grammars import (
+    GrammarCompiler,
+    Schema,
+    close_objects,
+    compile_options,
+    lark_grammar,
+    with_readable_numbers,
+)
 from specdecode_worker.guided.guide import GrammarRefused
 from specdecode_worker.server.errors import BadRequest, TooManyWaiting
 from specdecode_worker.server.requests import (
@@ -262,7 +269,7 @@ def _call_rules(functions: Sequence[CallableFunction], begin: str, key: str, end
 
 def _arguments_schema(function: CallableFunction) -> dict[str, Any]:
     """Return the schema of the arguments with llguidance's options in it."""
-    closed = close_objects(_object_schema(function))
+    closed = close_objects(with_readable_numbers(_object_schema(function)))
     return {"x-guidance": compile_options(exact=function.exact, white_space=True), **closed}
 
 

@@ -257,6 +257,7 @@ def _open_frame(started: StartedRequest, encoder: EventEncoder, key: str) -> con
         created=started.writer.created,
         stream=started.body.stream,
         opening=b"".join(encoder.opening()) if started.body.stream else b"",
+        headers=tuple(started.headers.items()),
     )
 
 

@@ -173,12 +173,13 @@ _ERRORS = {
     413: "the body is too large",
     429: "the waiting queue is full",
     500: "the engine failed on the request",
+    501: "this route of OpenAI's API is not built; the message has the alternative",
     503: "loading, draining, a full wait in the queue, or the engine is gone",
     504: "the deadline passed before the response was complete",
 }
 _READING = (401, 404, 503)
 _POSTING = (400, 401, 404, 413, 503)
-_GENERATING = tuple(_ERRORS)
+_GENERATING = (*_POSTING, 429, 500, 504)
 _RETRY: Json = {"Retry-After": {"schema": COUNT, "description": "seconds, estimated from recent completions"}}
 _HEADERS: list[Json] = [
     {"name": "X-Specdecode-Task", "in": "header", "schema": TEXT, "description": "task label of the request"},
@@ -238,6 +239,8 @@ def _paths(served_name: str) -> Json:
         "/v1/models/{name}": {"get": {"parameters": [one_model], "responses": _responses(_content("Model"), _READING)}},
         "/tokenize": {"post": _post_operation(("TokenizeRequest", "TokenizeChatRequest"), "Tokens")},
         "/detokenize": {"post": _post_operation(("DetokenizeRequest",), "Text")},
+        "/v1/responses": {"post": {"responses": _not_built()}},
+        "/v1/embeddings": {"post": {"responses": _not_built()}},
         "/version": {"get": {"responses": _responses(_content("Version"), ())}},
         "/health": {"get": {"responses": _probe_responses("the engine has failed")}},
         "/ready": {"get": {"responses": _probe_responses("the worker is loading, shutting down or failed")}},
@@ -270,6 +273,10 @@ def _responses(content: Json, errors: Iterable[int]) -> Json:
         if status in (429, 503):
             responses[str(status)]["headers"] = _RETRY
     return responses
+
+
+def _not_built() -> Json:
+    return {str(status): {"description": _ERRORS[status], "content": _content("Error")} for status in (401, 501)}
 
 
 def _probe_responses(fails: str) -> Json:

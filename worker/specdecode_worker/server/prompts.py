@@ -91,8 +91,12 @@ def completion_prompts(
         TextWorkStopped: ``stopped`` was set.
     """
     all_ids: list[list[int]] = []
+    special, context = body.add_special_tokens, limits.max_model_len
     for given in body.prompt:
-        ids = encode_bounded(tokenizer, given, limits.max_model_len, stopped) if isinstance(given, str) else given
+        if isinstance(given, str):
+            ids = encode_bounded(tokenizer, given, context, stopped, add_special_tokens=special)
+        else:
+            ids = given
         token_limit(body, ids, limits)
         all_ids.append(ids)
     token_limits(body, all_ids, limits)
@@ -124,25 +128,39 @@ def chat_prompt(
         TextWorkStopped: ``stopped`` was set.
     """
     said = [message.content for message in body.messages if message.role == "user"] or [text]
-    ids = encode_bounded(tokenizer, text, limits.max_model_len, stopped, add_special_tokens=False)
+    special = body.add_special_tokens
+    ids = encode_bounded(tokenizer, text, limits.max_model_len, stopped, add_special_tokens=special)
     return Prompt(ids, opening=said[0])
 
 
 def _echo(
     tokenizer: Tokenizer, ids: Sequence[int], given: str | list[int], body: CompletionRequest, stopped: threading.Event
 ) -> Echo:
-    skip_special = body.skip_special_tokens
-    text = given if isinstance(given, str) else tokenizer.decode(ids, skip_special_tokens=skip_special)
+    """Return the echo of a prompt: a text as it was given, or the text of token ids.
+
+    With log-probabilities the echo is the text of the tokens, in which their offsets are. Special tokens that the given
+    text has are part of it; those that the tokenizer added are not.
+    """
+    if isinstance(given, str) and body.logprobs is None:
+        return Echo(given)
+    shown, before, skip_special = ids, 0, body.skip_special_tokens
+    if isinstance(given, str) and any(tokenizer.is_dropped(token, skip_special_tokens=True) for token in ids):
+        shown, skip_special = tokenizer.encode(given, add_special_tokens=False), False
+        starts = range(len(ids) - len(shown) + 1)
+        before = next((at for at in starts if list(ids[at : at + len(shown)]) == shown), 0)
+    # The output completes a character that is incomplete at the end of the prompt.
+    decode = tokenizer.decode if body.max_tokens == 0 else tokenizer.decode_complete
+    text = decode(shown, skip_special_tokens=skip_special)
     if body.logprobs is None:
         return Echo(text)
     detokenizer = tokenizer.detokenizer((), skip_special_tokens=skip_special)
-    offsets, length = [], 0
-    for index, token in enumerate(ids):
+    offsets, length = [0] * before, 0
+    for index, token in enumerate(shown):
         if index % _TOKENS_PER_CHECK == 0:
             check_stopped(stopped)
         offsets.append(length)
         length += len(detokenizer.push(token))
-    return Echo(text, tuple(offsets))
+    return Echo(text, (*offsets[: len(ids)], *[len(text)] * (len(ids) - len(offsets))))
 
 
 # Work on the texts of requests outside the event loop: rendering, tokenization, echoes and detokenization.

@@ -1,15 +1,18 @@
 """Request bodies of the HTTP API, as pydantic models that validate them once.
 
-There are three kinds of fields: supported fields (the models of this module), fields without effect on the output
-(dropped), and fields that would change the output and are not supported (refused unless neutral).
+There are four kinds of fields: supported fields (the models of this module), fields without effect on the output
+(dropped), fields of OpenAI or vLLM that would change the output and are not supported (refused unless neutral), and
+unknown fields, which are ignored, named in a header of the response and logged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Container
+import logging
+from collections.abc import Container, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
+from urllib.parse import quote
 
 import pydantic_core
 from pydantic import (
@@ -36,18 +39,35 @@ from specdecode_worker.contract import (
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.tools import FUNCTION_NAME
 
+log = logging.getLogger(__name__)
+
 # Base class and shared types of the request models.
 
 
 class RequestModel(BaseModel):
-    """Base of the request models. Unknown fields are refused, and "0.5" is not accepted as a number, as with OpenAI."""
+    """Base of the request models. "0.5" is not accepted as a number, as with OpenAI.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    Unknown fields are ignored: histories and tools come back with fields of other servers and of clients' libraries.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     def check(self) -> None:
         """Check constraints between several fields. Raises BadRequest that names the field at fault."""
 
 
+class RequestBody(RequestModel):
+    """Body of a request. Unknown fields are ignored and named to the client."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Names of the fields that the server does not know."""
+        return tuple(self.model_extra or ())
+
+
+_CLOSED = ConfigDict(extra="forbid")
 MAX_ID = 2**31 - 1
 """Largest token id of any vocabulary. The served model has a lower bound, which is checked later."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
@@ -59,15 +79,23 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 WITHOUT_EFFECT = frozenset(
     {
         "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prediction", "request_id",
+        "prediction", "request_id", "guided_decoding_backend",
     }
 )  # fmt: skip
-# Unsupported fields that would change the output, with the values at which they have no effect.
+# Unsupported fields of OpenAI and vLLM that would change the output, with the values at which they have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "prompt": (),
+    "messages": (),
+    "max_completion_tokens": (),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True, False),
+    "chat_template_kwargs": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "tools": ([],),
@@ -77,16 +105,44 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
     "use_beam_search": (False,),
     "truncate_prompt_tokens": (),
     "reasoning_effort": ("none",),
+    "include_reasoning": (True,),
+    "thinking_token_budget": (),
     "verbosity": (),
     "web_search_options": (),
     "audio": (),
     "priority": (0,),
     "bad_words": ([],),
     "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "repetition_detection": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
     "detokenize": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+}
+# Supported fields to send instead.
+_INSTEAD = {
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
 }
 _SAME = {bool: (bool,), int: (int, float), float: (int, float)}
 
@@ -108,8 +164,43 @@ def drop_neutral_fields(fields: dict[str, Any], known: Container[str]) -> dict[s
         if name in known or name not in NEUTRAL:
             effective_fields[name] = _whole(value)
         elif not any(_same(value, neutral) for neutral in NEUTRAL[name]):
-            raise unsupported(f"{name} is not supported with this value; leave it out", name)
+            instead = f"; send {_INSTEAD[name]}" if name in _INSTEAD else "; leave it out"
+            raise unsupported(f"{name} is not supported here with this value{instead}", name)
     return effective_fields
+
+
+IGNORED_HEADER = "X-Specdecode-Ignored"
+"""Header of the response with the names of the fields that were ignored, percent-encoded."""
+_MAX_IGNORED, _MAX_NAME = 16, 64
+"""Names in the header and in a line of the log, and characters of one."""
+_LOG_SECONDS = 60.0
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that names ignored fields; empty without any."""
+    if not names:
+        return {}
+    return {IGNORED_HEADER: ", ".join(quote(name[:_MAX_NAME], safe="") for name in names[:_MAX_IGNORED])}
+
+
+class IgnoredFieldLog:
+    """Log of the fields that were ignored: one line a minute."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._requests = 0
+        self._last = -_LOG_SECONDS
+
+    def record(self, names: Sequence[str], now: float) -> None:
+        """Record the ignored fields of a request at time ``now`` of a monotonic clock, and log if a minute is over."""
+        if not names:
+            return
+        self._requests += 1
+        self._names.update(name[:_MAX_NAME] for name in names[: _MAX_IGNORED - len(self._names)])
+        if now - self._last >= _LOG_SECONDS:
+            log.warning("unknown fields of %d requests were ignored: %s", self._requests, sorted(self._names))
+            self._last, self._requests = now, 0
+            self._names.clear()
 
 
 def _whole(value: Any) -> Any:
@@ -134,7 +225,7 @@ def _same(value: Any, neutral: Any) -> bool:
     )
 
 
-# Request fields that prescribe the format of the answer.
+# Request fields that prescribe the format of the answer. An unknown field in them would change it, and is refused.
 
 MAX_CHOICE_TEXTS = 1024
 MAX_SCHEMA_NAME = 64
@@ -145,18 +236,21 @@ REGEX, GRAMMAR = "rust-regex", "lark-grammar"
 class TextFormat(RequestModel):
     """Any text, the default."""
 
+    model_config = _CLOSED
     type: Literal["text"]
 
 
 class JsonObjectFormat(RequestModel):
     """Any JSON object."""
 
+    model_config = _CLOSED
     type: Literal["json_object"]
 
 
 class JsonSchema(RequestModel):
     """JSON schema with a name, which is part of no prompt."""
 
+    model_config = _CLOSED
     name: str = Field(min_length=1, max_length=MAX_SCHEMA_NAME)
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -167,6 +261,7 @@ class JsonSchema(RequestModel):
 class JsonSchemaFormat(RequestModel):
     """JSON that a schema allows."""
 
+    model_config = _CLOSED
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -179,6 +274,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 class StructuredOutputs(RequestModel):
     """Grammar of the answer, as in vLLM: exactly one of the first five fields is set."""
 
+    model_config = _CLOSED
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     """JSON schema, as an object or as its text."""
     regex: str | None = Field(default=None, min_length=1)
@@ -274,20 +370,15 @@ class NamedToolChoice(RequestModel):
 
 
 class CalledFunction(RequestModel):
-    """Function of a tool call, with its arguments as JSON text. Unknown fields are ignored, as in ToolCall."""
+    """Function of a tool call, with its arguments as JSON text."""
 
-    model_config = ConfigDict(extra="ignore")
     name: FunctionName
     arguments: Annotated[str, BeforeValidator(_text), Field(json_schema_extra={"format": JSON_OBJECT})]
 
 
 class ToolCall(RequestModel):
-    """Tool call that the assistant made in an earlier turn.
+    """Tool call that the assistant made in an earlier turn."""
 
-    Unknown fields are ignored: clients send back what they received, such as the ``index`` of a stream.
-    """
-
-    model_config = ConfigDict(extra="ignore")
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -338,6 +429,7 @@ BiasedToken = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 class StreamOptions(RequestModel):
     """Options of a streaming response."""
 
+    model_config = _CLOSED
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """Report the usage so far in every chunk, as in vLLM."""
@@ -345,7 +437,7 @@ class StreamOptions(RequestModel):
     """Random padding against side channels, as in OpenAI. Accepted for OpenAI's clients; no padding is sent."""
 
 
-class GenerationRequest(RequestModel):
+class GenerationRequest(RequestBody):
     """Fields common to all generation requests.
 
     Defaults are those of OpenAI. Fields that OpenAI does not have are named and interpreted as in vLLM.
@@ -445,7 +537,7 @@ class TextPart(RequestModel):
 
 
 def _plain_text(value: Any) -> Any:
-    """Convert content to one text. OpenAI also accepts null, and a list of parts."""
+    """Convert content to one text. OpenAI also accepts null, and a list of parts, which get lines of their own."""
     if value is None:
         return ""
     if not isinstance(value, list):
@@ -454,12 +546,14 @@ def _plain_text(value: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise ValueError(f"only parts of type 'text' are supported, got {kind!r}")
-    return "".join(part["text"] for part in value)
+    return "\n".join(part["text"] for part in value)
 
 
 def _without_empty(value: Any) -> Any:
     """Drop unused fields. Clients that send back a message of a response include them as null or as empty lists."""
     if isinstance(value, dict):
+        if value.get("function_call") is not None:
+            raise ValueError("function_call is not supported; send tool_calls")
         return {key: item for key, item in value.items() if key == "content" or item not in _unused(key)}
     return value
 
@@ -498,7 +592,6 @@ class ChatMessage(RequestModel):
                 "type": "object",
                 "required": ["role", *required],
                 "properties": {"role": {"enum": roles}, **named},
-                "additionalProperties": False,
             }
 
         calls = turn(["assistant"], ["tool_calls"], "content", "name")
@@ -537,6 +630,8 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
     parallel_tool_calls: bool = True
     """False keeps the first tool call of a choice and drops the others."""
+    add_special_tokens: bool = False
+    """Add the special tokens of the tokenizer to the rendered template, which has its own."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Further variables of the chat template, as in vLLM."""
 
@@ -633,6 +728,8 @@ class CompletionRequest(GenerationRequest):
     """Largest number of output tokens. 0 is valid only with ``echo``, to get the log-probabilities of the prompt."""
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     echo: bool = False
+    add_special_tokens: bool = True
+    """Encode texts with the special tokens (such as BOS) of the tokenizer. False is for prompts that have them."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @property
@@ -699,7 +796,7 @@ class NewDraft(Written):
 # Request bodies of /tokenize and /detokenize, with the fields of vLLM.
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(RequestBody):
     """Request for the token ids of a text."""
 
     model: str | None = None
@@ -708,7 +805,7 @@ class TokenizeRequest(RequestModel):
     return_token_strs: bool = False
 
 
-class TokenizeChatRequest(RequestModel):
+class TokenizeChatRequest(RequestBody):
     """Request for the token ids of a conversation, rendered by the chat template."""
 
     model: str | None = None
@@ -720,7 +817,7 @@ class TokenizeChatRequest(RequestModel):
     chat_template_kwargs: dict[str, Any] = Field(default={})
 
 
-class DetokenizeRequest(RequestModel):
+class DetokenizeRequest(RequestBody):
     """Request for the text of token ids, special tokens included."""
 
     model: str | None = None
@@ -738,7 +835,7 @@ class UserDeletion(Written):
 
 # Parser of request bodies: JSON to a validated request, or a BadRequest that names the field at fault.
 
-Request = TypeVar("Request", bound=RequestModel)
+Request = TypeVar("Request", bound=RequestBody)
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -752,7 +849,7 @@ def build(kind: type[Request], fields: dict[str, Any]) -> Request:
     try:
         request = kind.model_validate(drop_neutral_fields(fields, kind.model_fields))
     except ValidationError as error:
-        raise bad_request(error) from None
+        raise bad_request(error, fields) from None
     request.check()
     return request
 
@@ -776,16 +873,46 @@ def read_object(body: bytes) -> dict[str, Any]:
     return parsed
 
 
-def bad_request(error: ValidationError) -> BadRequest:
-    """Convert the first validation error of pydantic into an error with OpenAI's codes."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = _path(first["loc"])
+_ENDS_WITH_NAME = frozenset({"missing", "extra_forbidden"})
+"""Types of errors whose location ends with the name of a field, also if the client did not send it."""
+
+
+def bad_request(error: ValidationError, sent: Any = None) -> BadRequest:
+    """Convert a validation error of pydantic into an error with OpenAI's codes.
+
+    Args:
+        error: The error. Its first problem is reported; of the alternatives of a field, the one that fits best.
+        sent: Object that the client sent; None if its paths are those of the model.
+    """
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    first = details[0]
+    location = first["loc"]
+    if sent is not None and (location := _sent_location(first, sent)) != first["loc"]:
+        alternatives = [one for one in details if one["loc"][:1] == first["loc"][:1]]
+        first = max(alternatives, key=lambda one: len(_sent_location(one, sent)))
+        location = _sent_location(first, sent)
+    param = _path(location)
     if first["type"] == "extra_forbidden":
         return BadRequest(f"unrecognized field: {param}", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return BadRequest(f"missing required field: {param}", param=param, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")
     return BadRequest(f"invalid {param}: {message}" if param else message, param=param or None, code="invalid_value")
+
+
+def _sent_location(detail: pydantic_core.ErrorDetails, sent: Any) -> tuple[int | str, ...]:
+    """Return a location in the object that the client sent, which has no labels of the alternatives of a field."""
+    location = detail["loc"]
+    found: list[int | str] = []
+    for index, part in enumerate(location):
+        is_key = isinstance(sent, dict) and part in sent
+        is_index = isinstance(sent, list) and isinstance(part, int) and part < len(sent)
+        if is_key or is_index:
+            sent = sent[part]
+        elif index < len(location) - 1 or detail["type"] not in _ENDS_WITH_NAME:
+            continue
+        found.append(part)
+    return tuple(found)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

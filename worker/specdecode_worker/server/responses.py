@@ -291,10 +291,13 @@ class ResponseWriter:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallOptions:
-    """Options of tool call parsing: a parser factory, and ``parallel``; if false, only the first call is kept."""
+    """Options of tool call parsing."""
 
     parser: Callable[[], ToolParser]
     parallel: bool = True
+    """False keeps the first call only."""
+    named: bool = False
+    """True if the request names the function to call. The turn then ends as text does, as with OpenAI."""
 
 
 class ChatWriter(ResponseWriter):
@@ -363,6 +366,7 @@ class _Turn:
         self._identity = identity
         self._parser = tools.parser() if tools is not None else None
         self._most_calls = None if tools is None or tools.parallel else 1
+        self._reason_of_calls = "stop" if tools is not None and tools.named else "tool_calls"
         self._text = ""
         self._calls: list[Json] = []
         self._dropping = False
@@ -385,8 +389,8 @@ class _Turn:
         return message
 
     def reason(self, finish_reason: str) -> str:
-        """Return OpenAI's finish reason: "tool_calls" instead of "stop" if the turn has calls."""
-        return "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
+        """Return OpenAI's finish reason: "tool_calls" instead of "stop" if the model chose to call."""
+        return self._reason_of_calls if self._calls and finish_reason == "stop" else finish_reason
 
     def _to_json(self, delta: Delta) -> Json | None:
         match delta:

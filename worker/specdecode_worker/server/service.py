@@ -32,7 +32,7 @@ from specdecode_worker.server.request_terms import (
     RequestTerms,
     check_ids,
 )
-from specdecode_worker.server.requests import GenerationRequest, parse_contract
+from specdecode_worker.server.requests import GenerationRequest, IgnoredFieldLog, parse_contract
 from specdecode_worker.server.served_model import Model, compatibility_key
 
 log = logging.getLogger(__name__)
@@ -204,6 +204,7 @@ class Service:
         self.counts = ServerCounters(
             time.monotonic, recorder.counts if recorder else None, api_keys=config.server.api_key_metrics
         )
+        self.ignored_fields = IgnoredFieldLog()
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
         self._starter = GenerationStarter(engine, self._queue, self.counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,9 @@ from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    NamedToolChoice,
     StreamOptions,
+    ignored_header,
     parse,
     unsupported,
 )
@@ -90,6 +93,11 @@ class StartedRequest:
     prompts: Sequence[Prompt]
     generations: list[Generation]
     writer: ResponseWriter
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response that depend on the body."""
+        return ignored_header(self.body.ignored_fields)
 
     @property
     def stream_options(self) -> StreamOptions:
@@ -162,7 +170,9 @@ async def start(service: Service, route: str, call: Call, wait: Wait) -> Started
     """Start the generations of a request to a public route. Raises ApiError."""
     if route not in START:
         raise ModelNotFound(f"there is no generation route {route!r}", code="not_found")
-    return await START[route](service, call, wait)
+    started = await START[route](service, call, wait)
+    service.ignored_fields.record(started.body.ignored_fields, time.monotonic())
+    return started
 
 
 def _start(
@@ -227,7 +237,8 @@ def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions |
                           "--tool-call-parser", "tools")  # fmt: skip
     functions = [tool.function.name for tool in body.tools]
     parser = partial(parser_for, name, functions, streams=body.stream and body.guides_calls)
-    return ToolCallOptions(parser, parallel=body.parallel_tool_calls)
+    named = isinstance(body.tool_choice, NamedToolChoice)
+    return ToolCallOptions(parser, parallel=body.parallel_tool_calls, named=named)
 
 
 # Streaming responses: merges the pieces of all choices into server-sent events.
@@ -260,12 +271,17 @@ class EventStream(StreamingResponse):
 
 
 async def _all_events(encoder: EventEncoder) -> AsyncIterator[bytes]:
-    """Yield the encoded events. An engine error becomes the last event of the stream."""
-    for one in encoder.opening():
-        yield one
+    """Yield the encoded events. An engine error becomes the last event of the stream.
+
+    The opening events come with the first token, so that clients which time the first event measure the time to it.
+    """
+    opening = encoder.opening()
     try:
         async for index, piece in _merged(encoder.generations):
-            for one in await encoder.encode(index, piece):
+            for one in opening:
+                yield one
+            opening = []
+            for one in await encoder.encode(index, piece) if piece.is_shown else ():
                 yield one
     except ApiError as error:
         yield event(error.body())
@@ -331,8 +347,8 @@ _Read = tuple[int, ChoicePiece] | Exception | None
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, ChoicePiece]]:
     """Yield (choice index, piece) of all generations as they arrive. Raises the error of the first that fails."""
     if len(generations) == 1:
-        async for piece in generations[0].pieces():
-            yield 0, piece
+        async for output in generations[0].outputs():
+            yield 0, output.piece
         return
     queue: asyncio.Queue[_Read] = asyncio.Queue(_MAX_QUEUED_PIECES)
     readers = [asyncio.create_task(_read(index, one, queue)) for index, one in enumerate(generations)]
@@ -356,8 +372,8 @@ async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
 async def _read(index: int, generation: Generation, queue: asyncio.Queue[_Read]) -> None:
     """Put every piece of one generation on the queue, then its error or None."""
     try:
-        async for piece in generation.pieces():
-            await queue.put((index, piece))
+        async for output in generation.outputs():
+            await queue.put((index, output.piece))
     except Exception as error:
         await queue.put(error)
     else:

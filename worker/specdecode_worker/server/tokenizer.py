@@ -101,6 +101,10 @@ _CONTEXT_TOKENS = 6
 # A character has at most four bytes, so a longer run of incomplete characters is invalid text and is returned as it is.
 # A longer run of tokens without text becomes the context of the next tokens, so that the cost per token is bounded.
 _MOST_HELD_TOKENS = 32
+_CONTINUATION = range(0x80, 0xC0)
+"""Bytes of UTF-8 that continue a character."""
+_MOST_BYTES = 4
+"""Most bytes of a character in UTF-8."""
 
 
 class Tokenizer:
@@ -200,6 +204,28 @@ class Tokenizer:
         piece = self._model.id_to_token(token)
         return piece is None or (skip_special_tokens and piece in self._special)
 
+    def decode_complete(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids without the character that is incomplete at their end, if there is one."""
+        count = self.incomplete_end(ids, skip_special_tokens=skip_special_tokens)
+        if count and self.vocabulary.is_byte(ids[-count]):
+            # A run of bytes is decoded as a whole, so those of an incomplete character would spoil the others.
+            return self.decode(ids[:-count], skip_special_tokens=skip_special_tokens)
+        text = self.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text[:-1] if count else text
+
+    def incomplete_end(self, ids: Sequence[int], *, skip_special_tokens: bool) -> int:
+        """Return the number of tokens from the one on in which an incomplete character at the end begins; 0 without."""
+        ending = b""
+        for count, token in enumerate(reversed(ids[-_MOST_HELD_TOKENS:]), start=1):
+            if not self.is_dropped(token, skip_special_tokens=skip_special_tokens):
+                ending = self.vocabulary.bytes_of(token) + ending
+                begin = next((i for i in range(1, len(ending) + 1) if ending[-i] not in _CONTINUATION), None)
+                if begin is not None:
+                    return count if begin < _character_bytes(ending[-begin]) else 0
+                if len(ending) >= _MOST_BYTES:
+                    break
+        return 0
+
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for the tokens that follow ``prompt``."""
         return Detokenizer(self, prompt, skip_special_tokens=skip_special_tokens)
@@ -220,22 +246,39 @@ def _digest(path: Path, template: ChatTemplate | None) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
+def _character_bytes(first: int) -> int:
+    """Return the number of bytes of the character of UTF-8 that begins with a byte."""
+    return 1 + (first >= 0xC2) + (first >= 0xE0) + (first >= 0xF0) if first <= 0xF4 else 1
+
+
 class Detokenizer:
     """Incremental detokenizer for the tokens of one choice.
 
     New text is the text of (context + fresh tokens) without the text of the context. The context ends with a complete
-    character, so new text begins with one. Only the context and the fresh tokens are decoded in each call, and both are
-    bounded: the cost per token does not grow with the length of the output, whatever its tokens are.
+    character, so new text begins with one. A character that is incomplete at the end of the prompt is part of the new
+    text. Only the context and the fresh tokens are decoded in each call, and both are bounded: the cost per token does
+    not grow with the length of the output, whatever its tokens are.
     """
 
-    __slots__ = ("_context", "_context_text", "_fresh", "_skips_special", "_tokenizer")
+    __slots__ = ("_context", "_context_text", "_fresh", "_of_prompt", "_skips_special", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
-        self._context = list(prompt[-_CONTEXT_TOKENS:])
-        self._context_text = self._decode(self._context)
-        self._fresh: list[int] = []
+        vocabulary, start = tokenizer.vocabulary, max(0, len(prompt) - _CONTEXT_TOKENS)
+        # A run of bytes is decoded as a whole, so it must begin with a character.
+        for _ in range(min(start, _MOST_BYTES - 1)):
+            if vocabulary.is_byte(prompt[start]) and vocabulary.bytes_of(prompt[start])[0] in _CONTINUATION:
+                start -= 1
+        ids = list(prompt[start:])
+        count = tokenizer.incomplete_end(ids, skip_special_tokens=skip_special_tokens)
+        self._context, self._fresh = ids[: len(ids) - count], ids[len(ids) - count :]
+        if count and vocabulary.is_byte(self._fresh[0]):
+            self._context, self._context_text = [], ""
+        else:
+            self._context_text = tokenizer.decode_complete(ids, skip_special_tokens=skip_special_tokens)
+        self._of_prompt = count
+        """Number of the fresh tokens that are of the prompt; they have no text without a token behind them."""
 
     def push(self, token: int) -> str:
         """Add a token and return the new text; empty while the last character is incomplete."""
@@ -250,7 +293,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the remaining text after the last token. An incomplete character becomes U+FFFD."""
-        new = self._new_text()
+        new = self._new_text() if len(self._fresh) > self._of_prompt else ""
         self._settle()
         return new
 
@@ -259,7 +302,7 @@ class Detokenizer:
 
     def _settle(self) -> None:
         if self._fresh:
-            self._context, self._fresh = self._fresh, []
+            self._context, self._fresh, self._of_prompt = self._fresh, [], 0
             self._context_text = self._decode(self._context)
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -276,22 +319,30 @@ class StopFinder:
     ``shows_stop`` the stop string itself is returned too.
     """
 
-    __slots__ = ("_held", "_shows_stop", "_stops", "matched")
+    __slots__ = ("_held", "_shows_stop", "_stops", "_too_early", "matched")
 
     def __init__(self, stops: tuple[str, ...], *, shows_stop: bool = False) -> None:
         assert all(stops), "an empty stop string would end every text at once"
         self._stops = stops
         self._shows_stop = shows_stop
         self._held = ""
+        self._too_early = 0
+        """Characters of the held text, from its beginning, at which no stop string may end."""
         self.matched: str | None = None
         """Stop string that ended the text; None before that."""
 
-    def push(self, text: str) -> str:
-        """Add ``text`` and return the held text that cannot be part of a stop string."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Add ``text`` and return the held text that cannot be part of a stop string.
+
+        Without ``may_end`` a stop string that ends in ``text`` is ignored; one may begin there.
+        """
         if self.matched is not None:
             return ""
         self._held += text
-        first = min(((at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0), default=None)
+        if not may_end:
+            self._too_early = len(self._held)
+        places = ((self._held.find(stop, max(0, self._too_early - len(stop) + 1)), stop) for stop in self._stops)
+        first = min(((at, stop) for at, stop in places if at >= 0), default=None)
         if first is not None:
             at, self.matched = first
             return self._release(at + (len(self.matched) if self._shows_stop else 0), drop_rest=True)
@@ -312,4 +363,5 @@ class StopFinder:
     def _release(self, length: int, *, drop_rest: bool = False) -> str:
         """Remove and return the first ``length`` characters of the held text."""
         shown, self._held = self._held[:length], "" if drop_rest else self._held[length:]
+        self._too_early = max(0, self._too_early - length)
         return shown

@@ -40,6 +40,25 @@ async def test_stream_has_the_headers_of_a_worker() -> None:
         assert "".join(texts) == text_of(sent, 20)
 
 
+@pytest.mark.parametrize("headers", [{}, {"X-Specdecode-Event-Ids": "true"}])
+async def test_opening_events_come_with_the_first_step(headers: dict[str, str]) -> None:
+    async with (
+        router_over(Script(silent_at=0)) as router,
+        router.client.post(CHAT, data=body(stream=True), headers=headers) as response,
+    ):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(response.content.readany(), 0.2)
+        router.workers[0].voice.set()
+        assert b'data: {"opening": 0}\n\n' in await response.content.readany()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_headers_of_the_worker_reach_the_client(stream: bool) -> None:
+    async with router_over(Script(headers=(("X-Specdecode-Ignored", "foo"),))) as router:
+        status, headers, _ = await router.post(CHAT, data=body(stream=stream), headers={"X-Request-Id": "id.1"})
+        assert (status, headers["X-Specdecode-Ignored"], headers["X-Request-Id"]) == (200, "foo", "id.1")
+
+
 async def test_whole_answer_and_what_the_worker_gets() -> None:
     async with router_over(Script()) as router:
         sent = body(priority=3)
@@ -108,8 +127,9 @@ async def test_other_public_routes_are_forwarded() -> None:
         for path in ("/v1/models", "/v1/models/org%2Fname?x=1", "/version", "/openapi.json"):
             status, _, content = await router.get(path)
             assert (status, json.loads(content)["path"]) == (200, f"/internal/v1/public{path}")
-        status, _, content = await router.post("/tokenize", data=b'{"prompt": "a"}')
-        assert json.loads(content)["body"] == '{"prompt": "a"}'
+        for path in ("/tokenize", "/v1/responses", "/v1/embeddings"):
+            status, _, content = await router.post(path, data=b'{"prompt": "a"}')
+            assert json.loads(content)["body"] == '{"prompt": "a"}'
 
 
 async def test_unknown_paths_and_methods() -> None:

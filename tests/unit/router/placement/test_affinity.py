@@ -60,8 +60,9 @@ def test_tenant_and_cache_salt_are_not_confused() -> None:
 
 
 def test_content_in_parts_counts_by_its_text() -> None:
-    parts = [{"type": "text", "text": "Why is the "}, {"type": "text", "text": "sky blue?"}]
-    assert of({"messages": [{"role": "user", "content": parts}]}) == of({"messages": [USER]})
+    parts = [{"type": "text", "text": "Why is the"}, {"type": "text", "text": "sky blue?"}]
+    said = {"role": "user", "content": "Why is the\nsky blue?"}
+    assert of({"messages": [{"role": "user", "content": parts}]}) == of({"messages": [said]})
 
 
 def test_only_the_first_characters_and_tokens_count() -> None:

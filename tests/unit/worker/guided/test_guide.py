@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,11 @@ from specdecode_worker.guided.grammars import (
     json_grammar,
     lark_grammar,
     regex_grammar,
+    with_readable_numbers,
 )
 from specdecode_worker.guided.guide import GrammarRefused, Guide
+from specdecode_worker.server.grammars import CallableFunction, forced_calls
+from support import small_model
 from support.char_tokenizer import END, tokenizer_json
 
 SIZE = 61
@@ -131,6 +135,58 @@ def test_bad_and_too_large_grammars_are_refused(compiler: GrammarCompiler, gramm
         with pytest.raises(GrammarRefused) as refused:
             compiler.guide(grammar)
         assert 0 < len(refused.value.message) <= 500
+
+
+INT64 = (-(2**63), 2**63 - 1)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": INT64[0]},
+        {"type": "integer", "minimum": INT64[0], "maximum": INT64[1]},
+        {"type": "integer", "minimum": -1e30, "maximum": 2**64 - 1},
+        {"type": "integer", "exclusiveMinimum": INT64[0] - 1},
+        {"type": "number", "minimum": INT64[0], "maximum": 2**64},
+        {"anyOf": [{"type": "integer", "minimum": INT64[0]}, {"type": "null"}]},
+    ],
+)
+def test_bounds_at_the_ends_of_64_bits(schema: Any) -> None:
+    compiler = GrammarCompiler(lambda: small_model.byte_tokenizer().to_str(), 258, (257,))
+    for exact in (True, False):
+        guide = compiler.guide(json_grammar(schema, exact=exact))
+        for text in ("-5", "-9223372036854774784", "9007199254740991"):
+            mask = guide.mask(small_model.byte_tokenizer().encode(text).ids)
+            assert mask is not None, text
+            assert 257 in allowed(mask), text
+        assert guide.mask(small_model.byte_tokenizer().encode("-92233720368547758080").ids) is None
+
+
+FATAL = [INT64[0], INT64[0] + 1, INT64[0] + 400]
+
+
+@pytest.mark.parametrize("number", FATAL)
+@pytest.mark.parametrize(
+    "schema", ['{"const": %d}', '{"enum": [1, %d]}', '{"properties": {"enum": {"const": {"a": [%d]}}}}']
+)
+def test_constants_that_end_the_library_are_refused(schema: str, number: int) -> None:
+    text = schema % number
+    with pytest.raises(GrammarRefused, match=f"the number {number} cannot be a constant"):
+        json_grammar(json.loads(text), exact=False)
+    with pytest.raises(GrammarRefused, match=f"the number {number} cannot be a constant"):
+        context_free_grammar(f"start: %json {text}")
+    with pytest.raises(GrammarRefused, match=f"the number {number} cannot be a constant"):
+        forced_calls("hermes", [CallableFunction("f", json.loads(text), False)], parallel=False)
+
+
+def test_texts_with_such_numbers_are_no_constants(compiler: GrammarCompiler) -> None:
+    described = {
+        "description": f"from {INT64[0]}",
+        "default": INT64[0],
+        "enum": [-(2**53), f'\\"{INT64[0]}', {f"{INT64[0]}": 1}],
+    }
+    compiler.check(json_grammar({"properties": {"const": described, "minimum": {"type": "string"}}}))
+    assert with_readable_numbers({"const": {"minimum": -1e30}}) == {"const": {"minimum": -1e30}}
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:

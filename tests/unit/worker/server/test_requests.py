@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.requests import ChatRequest, CompletionRequest, parse
+from specdecode_worker.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    IgnoredFieldLog,
+    ignored_header,
+    parse,
+)
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -49,7 +56,7 @@ def test_invalid_prompt_forms_are_refused(prompt: Any) -> None:
 
 def test_message_content_may_be_a_list_of_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "ab"
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "a\nb"
 
 
 def test_echoed_assistant_message_is_accepted() -> None:
@@ -59,6 +66,114 @@ def test_echoed_assistant_message_is_accepted() -> None:
         chat(messages=[{**echoed, "tool_calls": [{"id": "1"}]}])
     with pytest.raises(BadRequest, match=r"messages\[0\]\.name"):
         chat(messages=[{**echoed, "name": []}])
+
+
+def test_unknown_fields_of_messages_tools_and_functions_are_ignored() -> None:
+    called = {"name": "f", "arguments": "{}", "output": None}
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "x"}}], "id": "1"},
+        {
+            "role": "assistant", "content": None, "refusal": "no", "reasoning_content": "so", "annotations": [{"a": 1}],
+            "provider_specific_fields": {},
+            "tool_calls": [{"id": "c", "index": 0, "type": "function", "function": called}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "4", "status": "success"},
+    ]  # fmt: skip
+    function = {"name": "f", "parameters": {}, "additionalProperties": False, "returns": {}}
+    tools = [{"type": "function", "function": function, "cache_control": {}}]
+    choice = {"type": "function", "function": {"name": "f", "id": 1}, "id": 2}
+    body = chat(messages=history, tools=tools, tool_choice=choice)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert [message.rendered() for message in body.messages] == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "c"},
+    ]
+    assert body.shown_tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+PATHS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "", "schema": {}}}},
+     "response_format.json_schema.name"),
+    ({"response_format": {"type": "text", "json_schema": None}}, "response_format.json_schema"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"tool_choice": 5}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "x", "function": {"name": "f"}}}, "tool_choice.type"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]"),
+    ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+    ({"stop": ["a", 5]}, "stop[1]"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]}, "messages[1].role"),
+    ({"temperature": "1", "tool_choice": {"type": "function", "function": {}}}, "temperature"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "path"), PATHS)
+def test_errors_name_the_field_as_the_client_wrote_it(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(BadRequest, match=re.escape(path)) as refused:
+        chat(**fields)
+    assert refused.value.param == path
+
+
+def test_unknown_fields_of_a_body_are_ignored_and_named() -> None:
+    assert chat(**{"foo": 1, "grüße, all": {}, "check": 1}).ignored_fields == ("foo", "grüße, all", "check")
+    assert completion(foo=1, store=True, tools=[], user="me").ignored_fields == ("foo",)
+    assert completion(foo=None).ignored_fields == ()
+    assert ignored_header(("foo", "grüße, all")) == {"X-Specdecode-Ignored": "foo, gr%C3%BC%C3%9Fe%2C%20all"}
+    assert ignored_header(()) == {}
+    assert len(ignored_header(["é" * 1000] * 1000)["X-Specdecode-Ignored"]) < 8000
+
+
+UNSUPPORTED = [
+    ("truncate_prompt_tokens", 5), ("bad_words", ["a"]), ("allowed_token_ids", [1]), ("guided_json", {}),
+    ("chat_template", "x"), ("continue_final_message", True), ("return_token_ids", True), ("logits_processors", ["a"]),
+    ("documents", [{"text": "a"}]), ("include_reasoning", False), ("functions", [{"name": "f"}]), ("prompt_embeds", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
+def test_fields_that_would_change_the_answer_are_refused_by_name(name: str, value: Any) -> None:
+    for body in (chat, completion):
+        with pytest.raises(BadRequest, match=f"^{name} is not supported") as refused:
+            body(**{name: value})
+        assert (refused.value.param, refused.value.error_code) == (name, "unsupported_parameter")
+    with pytest.raises(BadRequest, match="send structured_outputs"):
+        chat(guided_regex="a")
+
+
+def test_ignored_fields_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    ignored = IgnoredFieldLog()
+    for second in range(0, 130, 10):
+        ignored.record(("b", "a") if second == 30 else ("a",), second)
+        ignored.record((), second)
+    assert [record.getMessage() for record in caplog.records] == [
+        "unknown fields of 1 requests were ignored: ['a']",
+        "unknown fields of 6 requests were ignored: ['a', 'b']",
+        "unknown fields of 6 requests were ignored: ['a']",
+    ]
+
+
+def test_calls_in_the_form_before_tools_are_not_ignored() -> None:
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(BadRequest, match="function_call is not supported; send tool_calls") as refused:
+        chat(messages=[old])
+    assert refused.value.param == "messages[0]"
+    chat(messages=[{**old, "content": "x", "function_call": None}])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object", "schema": {}}},
+        {"structured_outputs": {"regex": "a", "structural_tag": "b"}},
+        {"stream": True, "stream_options": {"include_everything": True}},
+    ],
+)
+def test_unknown_fields_of_formats_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="unrecognized field"):
+        chat(**fields)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, None])

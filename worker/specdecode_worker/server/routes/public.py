@@ -24,7 +24,7 @@ from specdecode_worker.server.app import (
     error_response,
     read_body,
 )
-from specdecode_worker.server.errors import BadRequest, Unauthorized, without_paths
+from specdecode_worker.server.errors import BadRequest, NotBuilt, Unauthorized, without_paths
 from specdecode_worker.server.openapi import document
 from specdecode_worker.server.request_capture import CAPTURE_HEADER
 from specdecode_worker.server.request_terms import ModelLimits, terms_of
@@ -33,6 +33,7 @@ from specdecode_worker.server.requests import (
     TokenizeChatRequest,
     TokenizeRequest,
     build,
+    ignored_header,
     parse,
     read_object,
 )
@@ -44,8 +45,9 @@ from specdecode_worker.server.version import VERSION
 
 
 def add_information(app: FastAPI, service: Service) -> None:
-    """Add the routes for probes, metrics, models, version and OpenAPI document."""
+    """Add the routes for probes, metrics, models, version and OpenAPI document, and those that answer 501."""
     _add_probes(app, service)
+    _add_not_built(app)
 
     @app.get("/version")
     async def version() -> Response:
@@ -73,6 +75,23 @@ def add_information(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> Response:
         service.check_model_name(name)
         return JSONResponse(_model_card(service))
+
+
+NOT_BUILT = {
+    "/v1/responses": "the Responses API is not built; send the conversation to v1/chat/completions",
+    "/v1/embeddings": "this server generates text and computes no embeddings; use a server of an embedding model",
+}
+"""Routes of OpenAI's API that are answered by 501, with the reason."""
+
+
+def _add_not_built(app: FastAPI) -> None:
+    def add(path: str, reason: str) -> None:
+        @app.post(path)
+        async def refuse() -> Response:
+            raise NotBuilt(reason)
+
+    for path, reason in NOT_BUILT.items():
+        add(path, reason)
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
@@ -130,7 +149,8 @@ def add_tokenization(app: FastAPI, service: Service) -> None:
                 "max_model_len": service.model.loaded.max_model_len,
                 "tokens": ids,
                 "token_strs": pieces,
-            }
+            },
+            headers=ignored_header(body.ignored_fields),
         )
 
     @app.post("/detokenize")
@@ -138,7 +158,7 @@ def add_tokenization(app: FastAPI, service: Service) -> None:
         body = parse(DetokenizeRequest, await read_body(request))
         service.check_model_name(body.model)
         text = await cancel_on_disconnect(request, service.prompts.detokenize(body.tokens))
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": text}, headers=ignored_header(body.ignored_fields))
 
 
 # API key check of the public port. Probes and metrics need no key, as in vLLM.
@@ -242,7 +262,7 @@ def _check_no_event_id(request: Request) -> None:
 
 async def _answer(request: Request, started: StartedRequest) -> Response:
     """Return the response, streaming or complete. The generations are closed in every case."""
-    headers = {REQUEST_ID_HEADER: started.writer.request_id}
+    headers = {REQUEST_ID_HEADER: started.writer.request_id, **started.headers}
     generations = started.generations
     if started.body.stream:
         return EventStream(generations, started.writer, started.stream_options, headers)

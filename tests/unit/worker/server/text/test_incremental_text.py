@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers
 
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.server.tokenizer import Tokenizer
@@ -69,6 +69,52 @@ def test_shown_special_tokens_decode_as_in_one_call(
 def test_any_token_ids_decode_as_in_one_call(real_tokenizer: Tokenizer, ids: list[int]) -> None:
     whole = real_tokenizer.decode(ids)
     assert shown(real_tokenizer, [], ids).replace("\ufffd", "") == whole.replace("\ufffd", "")
+
+
+def byte_fallback() -> Tokenizer:
+    """Return a tokenizer in the form of SentencePiece that writes all but a few letters as bytes."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b"]
+    model = models.BPE(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>"
+    )
+    made = tokenizers.Tokenizer(model)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(made, None)
+
+
+def check_splits(tokenizer: Tokenizer, text: str) -> None:
+    """Check that prompt and output have the whole text wherever the tokens are split, also within a character."""
+    ids = tokenizer.encode(text)
+    whole = tokenizer.decode(ids)
+    for cut in range(len(ids) + 1):
+        prompt = tokenizer.decode_complete(ids[:cut])
+        assert prompt + shown(tokenizer, ids[:cut], ids[cut:]) == whole, cut
+        assert "\ufffd" not in prompt or "\ufffd" in text
+
+
+WITHIN_CHARACTERS = ["🙂", "a🙂b", " é 你✨🙂🙂 ab", "✨✨✨✨", "a \ufffd", "\ufffd\ufffdé"]
+
+
+@pytest.mark.parametrize("text", WITHIN_CHARACTERS)
+def test_prompts_that_end_within_a_character(tokenizer: Tokenizer, real_tokenizer: Tokenizer, text: str) -> None:
+    for one in (tokenizer, real_tokenizer, byte_fallback()):
+        check_splits(one, text)
+
+
+@given(text=st.text(alphabet="ab é你✨🙂\n"))
+@fixture_is_constant
+def test_any_prompt_that_ends_within_a_character(tokenizer: Tokenizer, real_tokenizer: Tokenizer, text: str) -> None:
+    for one in (tokenizer, real_tokenizer, byte_fallback()):
+        check_splits(one, text)
+
+
+def test_an_incomplete_character_of_the_prompt_alone_has_no_text(tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("🙂")[:2]
+    assert shown(tokenizer, prompt, []) == shown(tokenizer, prompt, [SPECIAL]) == ""
+    assert shown(tokenizer, prompt, tokenizer.encode("a")) == "\ufffda"
 
 
 def empty_words() -> Tokenizer:

@@ -27,6 +27,17 @@ def test_text_is_cut_at_the_first_stop_string(text: str, stop: str, cuts: set[in
     assert (finder.matched == stop) == (stop in text)
 
 
+@given(early=letters, text=letters, stop=st.text(alphabet="ab", min_size=1, max_size=4))
+def test_a_stop_string_may_begin_where_none_may_end(early: str, text: str, stop: str) -> None:
+    finder = StopFinder((stop,))
+    shown = "".join(finder.push(letter, may_end=False) for letter in early)
+    shown += "".join(finder.push(letter) for letter in text)
+    whole = early + text
+    ends = [end for end in range(len(early) + 1, len(whole) + 1) if whole[:end].endswith(stop)]
+    assert finder.matched == (stop if ends else None)
+    assert shown + finder.flush() == (whole[: ends[0] - len(stop)] if ends else whole)
+
+
 @given(text=letters, stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4))
 def test_only_a_possible_stop_prefix_is_held_back(text: str, stops: list[str]) -> None:
     finder = StopFinder(tuple(stops))
