@@ -40,7 +40,8 @@ def _own_children() -> dict[int, str]:
         for pid in map(int, threads.read_text().split()):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")  # empty for one that has ended
-                if "specdecode_" in words or "spawn_main" in words:
+                # The fork server of multiprocessing serves until this process ends.
+                if ("specdecode_" in words or "spawn_main" in words) and "forkserver" not in words:
                     found[pid] = words
     return found
 

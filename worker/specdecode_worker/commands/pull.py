@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from specdecode_worker.commands.flags import print_progress
 from specdecode_worker.contract import Env, Revisions, WorkerConfig
 from specdecode_worker.drafts.swap import assigned_uris, worker_name
-from specdecode_worker.models import fetch as hub
 from specdecode_worker.models import fetch as model_store
+from specdecode_worker.models import hub
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.server.service import read_plan
 from specdecode_worker.termination import write_termination_message

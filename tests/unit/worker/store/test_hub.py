@@ -17,8 +17,7 @@ import pytest
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import Env, WorkerConfig
-from specdecode_worker.models import download_folder
-from specdecode_worker.models import fetch as hub
+from specdecode_worker.models import download_folder, hub
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import (
     AccessDenied,

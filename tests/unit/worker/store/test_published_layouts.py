@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.models import fetch as hub
+from specdecode_worker.models import hub
 from specdecode_worker.models.fetch import HubModel, hub_model, resolve
 from support.published.hub import Repository, StandInHub
 from support.published.layouts import LAYOUTS
@@ -57,6 +57,7 @@ def test_the_files_that_are_needed_are_fetched(name: str) -> None:
     assert wanted[-len(weights) :] == weights
 
 
+@pytest.mark.slow
 def test_a_gated_target_in_shards_and_a_pickled_head_are_pulled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_gated_target_in_shards_and_a_pickled_head_are_pulled(
     assert main(check) == 0
 
 
+@pytest.mark.slow
 def test_a_pickled_head_that_is_refused_is_not_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
