@@ -109,7 +109,8 @@ def _of_draft(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in model.modules():
         if isinstance(module, MLP):
             yield from _of_mlp(module)
-    if isinstance(getattr(model, "lm_head", None), Linear):
+    output = getattr(model, "lm_head", None)
+    if isinstance(output, Linear) and output.stored is None:  # else the target's, which is packed already
         yield model, "lm_head"
 
 

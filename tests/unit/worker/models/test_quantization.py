@@ -123,6 +123,15 @@ def test_predicted_bytes_are_exact(target: Llama, head: Eagle3Head, kind: Kind, 
         assert state_bytes(model) - before == predicted
 
 
+def test_the_packed_output_matrix_of_a_target_stays_as_it_is(target: Llama, head: Eagle3Head) -> None:
+    """A head without an lm_head shares the target's, which may no longer be plain."""
+    target.lm_head = target.lm_head.quantize("int8", CPU, stored=True)
+    head.lm_head = target.lm_head
+    quantise_draft(head, "int8", stored=True)
+    assert head.lm_head is target.lm_head
+    assert quantised(head) == {"gate_proj", "up_proj", "down_proj", "lm_head"}
+
+
 def test_no_quantization_by_default(target: Llama, dense: Any) -> None:
     before = logits(target, dense)
     quantise_target(target, None, CPU)
