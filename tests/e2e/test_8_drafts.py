@@ -16,7 +16,7 @@ import pytest
 
 from specdecode_worker.contract import StepTime, SyntheticKnobs
 from specdecode_worker.models.fetch import model_hash, resolve
-from support.e2e.client_threads import ClientThreads
+from support.client_threads import ClientThreads
 from support.e2e.draft_files import GOOD_URI, write_noised_head
 from support.e2e.endpoint import EQUAL_STEPS, MODEL, Endpoint
 from support.e2e.kube import Namespace

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from support.e2e.client_threads import ClientThreads
+from support.client_threads import ClientThreads
 from support.e2e.endpoint import MODEL
 
 ANSWER_TOKENS = 24

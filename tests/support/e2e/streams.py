@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import httpx
 import openai
 
-from support.e2e.client_threads import ClientThreads
+from support.client_threads import ClientThreads
 from support.e2e.traffic import PROMPTS
 from support.kube import wait_for
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from support.e2e.client_threads import ClientThreads
+from support.client_threads import ClientThreads
 
 PROMPTS = (
     "Write a Python function that returns the factorial of n.",

@@ -85,6 +85,6 @@ def answer_and_end(assignment: bytes, pipe: Connection) -> None:
 
 
 def write_nonsense(assignment: bytes, pipe: Connection) -> None:
-    """Run the process of a rank whose message nobody can read."""
+    """Run the process of a rank that sends an invalid message."""
     pipe.send_bytes(b"?")
     pipe.poll(None)
