@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Readiness:
-    """What a replica still waits for."""
+    """Readiness of a replica: the first lists of its caches, and its rights."""
 
     def __init__(self, client: KubeClient, caches: Caches, namespaces: Sequence[str]) -> None:
         """Prepare the checks.

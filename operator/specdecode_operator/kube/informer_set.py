@@ -65,13 +65,13 @@ class InformerSet(Generic[T]):
 
     @property
     def problem(self) -> str:
-        """What the first lists still lack: the API server's refusal, or its answer. Empty if nothing is missing."""
+        """Reason why a first list is not complete: refused, or not answered yet. Empty if all lists are complete."""
         waiting = [informer for informer in self._informers.values() if not informer.synced.is_set()]
         return next((informer.refusal for informer in waiting if informer.refusal), "no answer yet" if waiting else "")
 
     @property
     def is_answered(self) -> bool:
-        """Whether the first list of every namespace is complete or refused."""
+        """True once the first list of every namespace is complete or refused."""
         return all(informer.answered.is_set() for informer in self._informers.values())
 
     def refusal(self, namespace: str) -> str:

@@ -100,7 +100,7 @@ def _labelled(template: dict[str, Any], labels: dict[str, str]) -> dict[str, Any
 
 
 class UserSettings(NamedTuple):
-    """What users give the worker's container that every container which downloads needs: proxies, CAs and mirrors."""
+    """Settings of the worker's container that every container with downloads gets: proxies, CAs and mirrors."""
 
     env: list[dict[str, Any]]
     env_from: list[dict[str, Any]]

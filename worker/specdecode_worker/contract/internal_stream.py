@@ -211,7 +211,7 @@ class StepKindTime(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What routers ask a worker for every few seconds: the part of its report that they use, and its routers."""
+    """Load of a worker, which routers read every few seconds, and the names of its routers."""
 
     routers: tuple[str, ...]
     """Names of the routers that asked lately, in order. They share the worker's places."""

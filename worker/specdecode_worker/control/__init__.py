@@ -1,1 +1,1 @@
-"""What a worker decides by itself between two plans: shapes, exploration and the guard. No torch."""
+"""Decisions of a worker between two plans: rows of the plan, exploration and the guard. No torch."""

@@ -1,1 +1,1 @@
-"""What engine and drafts share: messages, requests, rows of a step, the KV cache, and state on the device."""
+"""Messages, requests, rows of a step, KV cache and device state, which the engine and all drafters use."""

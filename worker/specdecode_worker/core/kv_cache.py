@@ -1,4 +1,4 @@
-"""Blocks of the paged KV cache: who owns them, and which texts they hold."""
+"""Paged KV cache: allocation of blocks, and the index of cached prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from itertools import islice
 #
 # The digest of a block is the hash of the digest of the block before it and of its own tokens, so that requests with
 # the same prefix find the same blocks. Marks record which drafts have valid keys in a block. Owners are counted in
-# block_pool.py.
+# `BlockPool`.
 
 
 @dataclass(frozen=True, slots=True)

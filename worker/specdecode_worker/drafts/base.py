@@ -1,4 +1,4 @@
-"""What all drafting methods share: the interface of a drafter, its passes, and a loaded draft."""
+"""Interface of drafters, their passes, and a loaded draft."""
 
 from __future__ import annotations
 

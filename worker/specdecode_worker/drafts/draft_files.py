@@ -1,4 +1,4 @@
-"""What identifies the files of a draft, and its calibration beside them."""
+"""Hash of a draft's files, and the calibration file beside them."""
 
 from __future__ import annotations
 

@@ -523,10 +523,10 @@ class GrammarQueue:
 # Scheduler of the next step: continuous batching with chunked prefill, first come first served.
 #
 # Decoding requests run first and leave a share of the token budget to prompts, which also use what decoding leaves
-# over. With chunked prefill, long prompts leave a share of the prompt budget to short ones (queueing/prompt_shares.py):
+# over. With chunked prefill, long prompts leave a share of the prompt budget to short ones (`share_prompt_budget`):
 # a waiting short prompt may overtake a long one as long as another long prompt is in progress. The oldest waiting long
 # prompt is next once none is in progress, and then nothing overtakes it. Requests of several clients wait in turn
-# (queueing/waiting_queue.py).
+# (`WaitingQueue`).
 #
 # When blocks run out, the youngest request is preempted: it gives its blocks back and later recomputes its keys from
 # its tokens, so no token is lost and the text does not change. The oldest request is never preempted, which guarantees

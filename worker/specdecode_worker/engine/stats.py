@@ -1,4 +1,4 @@
-"""What steps are counted in: acceptance, times and traffic, and the report that the operator reads."""
+"""Statistics of steps: acceptance, times and traffic, and the report that the operator reads."""
 
 from __future__ import annotations
 

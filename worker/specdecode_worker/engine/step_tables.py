@@ -1,4 +1,4 @@
-"""What a captured step reads: the sizes that its graph is for, and tables of trees, rows and sampling parameters."""
+"""Inputs of captured steps: graph keys, and tables of trees, rows and sampling parameters."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def model_hash(folder: Path, *, with_tokenizer: bool = False) -> str:
     return digest.hexdigest()[:16]
 
 
-# Resolution of model URIs to local folders. `checkpoints.hub` and `checkpoints.object_store` do the downloads.
+# Resolution of model URIs to local folders. `hub` and `object_store` do the downloads.
 #
 # hf://org/name[@revision]   <cache>/hf/org/name/<revision>, after `pull` has completed it. A revision that is no commit
 #                            may be resolved already ($SPECDECODE_REVISIONS_PATH); then it is that commit

@@ -27,7 +27,7 @@ from specdecode_worker.training.errors import PromptFileError
 #
 # Logits are not stored: training recomputes those of the draft vocabulary from the hidden state. The probability
 # outside the draft vocabulary cannot be recomputed that way. A file next to each shard therefore stores the log of the
-# sum over all tokens for every temperature of ``TEMPERATURES``. Module ``shards`` reads both files.
+# sum over all tokens for every temperature of ``TEMPERATURES``. `conversations` reads both files.
 
 TEMPERATURES = (0.3, 0.6, 0.8, 1.0)
 """Temperatures of the stored normalizers. 0.3 represents greedy requests.

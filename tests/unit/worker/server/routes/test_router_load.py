@@ -1,4 +1,4 @@
-"""What a worker tells routers of its load, and which routers it counts."""
+"""Tests of the load that a worker reports to routers, and of the routers that it counts."""
 
 from __future__ import annotations
 
