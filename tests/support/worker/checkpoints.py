@@ -11,6 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaConfig as Config
+
+# Takes six seconds, which no test's time may contain.
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from specdecode_worker.models.config import LlamaConfig
 
@@ -52,9 +56,6 @@ def reference(config: LlamaConfig, size: int = 32) -> tuple[Callable[[Tensor, Te
 
     The layer is called with its input, the tensors and the prefix of their names.
     """
-    from transformers import LlamaConfig as Config
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
     theirs = Config(
         hidden_size=size,
         intermediate_size=48,
