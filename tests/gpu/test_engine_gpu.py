@@ -181,9 +181,8 @@ def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPa
     that many drafts are accepted.
     """
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
+    from harness import Asked, build
     from shapes import Shapes
-
-    from support.e2e import Asked, build
 
     head = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 2304}
     shapes = Shapes("small", {**LLAMA, "architectures": ["LlamaForCausalLM"]}, head, 0.0, 1.0)

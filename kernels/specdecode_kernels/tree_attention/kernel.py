@@ -1,4 +1,4 @@
-"""Tree attention on a GPU: a launch over the pieces of a plan (plan.py), and for large tiles one that merges them.
+"""Tree attention on a GPU: a launch over the pieces of a plan (plan.py), and one that merges the chunks of a tile.
 
 Keys and values, including those of the tree, are read from the paged cache; see README.md. Tensor suffixes as in
 reference.py; W pieces of a plan, G query heads per key-value head, M rows of a tile, N keys of a block.
@@ -23,8 +23,7 @@ WIDE_WARPS = 8
 """Warps of a program whose tile has more than 64 rows; the others have 4."""
 CHUNKS = 16
 """Number of chunks that a program merges at a time."""
-APART_ROWS = 64
-"""Rows of a tile from which chunks are merged by a second launch, on all processors, and not by the last program."""
+MERGE_WARPS = 4
 
 
 @triton.jit
@@ -76,33 +75,38 @@ def _highest_bit(word):
 
 
 @triton.jit
-def _merge(
-    piece,
-    w,
+def _merge_chunks_kernel(
+    pieces_WF,
     part_WKMD,
     lse_WKM,
     out_THD,
-    first_row,
-    row_step,
     D: tl.constexpr,
     G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE_M: tl.constexpr,
+    FIELDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Write ROWS of every ``row_step`` rows, from ``first_row`` on, of the tile of piece w: its chunks, weighted.
+    """Merge the rows of a tile that fall to piece w; the pieces of a cut tile share them evenly.
 
-    Log-sum-exps and values of CHUNKS chunks are loaded together: 16 KiB a warp. Other programs wrote them, so they are
-    read around the L1 cache. The order of the sums does not depend on the order in which the chunks ended.
+    Log-sum-exps and values of CHUNKS chunks are loaded together, 16 KiB a warp, and around the L1 cache: they are read
+    once.
     """
-    head, kv_heads = tl.program_id(0), tl.num_programs(0)
+    head, w = tl.program_id(0), tl.program_id(1)
+    kv_heads = tl.num_programs(0)
+    piece = pieces_WF + w * FIELDS
+    wait(DEPENDENT)
+    release(DEPENDENT)
     token, rows, chunk, chunks = tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 6), tl.load(piece + 7)
+    if chunks <= 1:
+        return
     begin = ((w - chunk).to(tl.int64) * kv_heads + head) * TILE_M
     lse_CKM, part_CKMD = lse_WKM + begin, part_WKMD + begin * D
     d = tl.arange(0, BLOCK_D)
     c = tl.arange(0, CHUNKS)
-    for row in range(first_row, rows * G, row_step):
+    for row in range(chunk * ROWS, rows * G, chunks * ROWS):
         row_R = row + tl.arange(0, ROWS)
         real_R = row_R < rows * G
         acc_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -128,31 +132,6 @@ def _merge(
         tl.store(place_RD, merged_RD.to(out_THD.dtype.element_ty), mask=real_R[:, None] & (d < D)[None, :])
 
 
-@triton.jit
-def _merge_chunks_kernel(
-    pieces_WF,
-    part_WKMD,
-    lse_WKM,
-    out_THD,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE_M: tl.constexpr,
-    FIELDS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """Merge the rows of a tile that fall to piece w; the pieces of a cut tile share them evenly."""
-    w = tl.program_id(1)
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    piece = pieces_WF + w * FIELDS
-    chunk, chunks = tl.load(piece + 6), tl.load(piece + 7)
-    if chunks > 1:
-        _merge(piece, w, part_WKMD, lse_WKM, out_THD, chunk * ROWS, chunks * ROWS, D, G, BLOCK_D, TILE_M, ROWS, CHUNKS)
-
-
 @triton.jit(do_not_specialize=["table_BM", "ancestors_T", "table_stride"])
 def _attend_kernel(
     q_THD,
@@ -164,7 +143,6 @@ def _attend_kernel(
     out_THD,
     part_WKMD,
     lse_WKM,
-    arrived_WK,
     scale_log2,
     q_token_stride,
     q_head_stride,
@@ -182,11 +160,8 @@ def _attend_kernel(
     FIELDS: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    MERGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
-    """Attend one piece of the plan for one key-value head; if MERGES, the last piece of a tile to end merges it."""
+    """Attend one piece of the plan for one key-value head."""
     head, w = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     piece = pieces_WF + w * FIELDS
@@ -252,13 +227,6 @@ def _attend_kernel(
         part_M = (w.to(tl.int64) * kv_heads + head) * TILE_M + m
         tl.store(part_WKMD + part_M[:, None] * D + d[None, :], values_MD, mask=whole_MD)
         tl.store(lse_WKM + part_M, lse_M, mask=real_M)
-        if MERGES:
-            # All threads must have written before the count says so, and the count must be read before their results.
-            tl.debug_barrier()
-            arrived = arrived_WK + (w - chunk) * kv_heads + head
-            if tl.atomic_add(arrived, 1, sem="acq_rel") == chunks * tl.cdiv(rows * G, BLOCK_M) - 1:
-                tl.store(arrived, 0)  # for the next layer
-                _merge(piece, w, part_WKMD, lse_WKM, out_THD, 0, ROWS, D, G, BLOCK_D, TILE_M, ROWS, CHUNKS)
 
 
 def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
@@ -282,8 +250,7 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
     part_WKMD = torch.empty(pieces, kv_heads, tile_m, size, dtype=torch.float32, device=q_THD.device)
     lse_WKM = torch.empty(pieces, kv_heads, tile_m, dtype=torch.float32, device=q_THD.device)
     warps = WIDE_WARPS if block_m > 64 else 4
-    apart, launch = tile_m >= APART_ROWS, options(q_THD)
-    shape = {"D": size, "G": plan.groups, "BLOCK_D": block_d, "TILE_M": tile_m, "FIELDS": FIELDS, "CHUNKS": CHUNKS}
+    shape = {"D": size, "G": plan.groups, "BLOCK_D": block_d, "TILE_M": tile_m, "FIELDS": FIELDS, **options(q_THD)}
     _attend_kernel[(kv_heads, pieces, tile_m // block_m)](
         q_THD,
         cache_2NPKD[0],
@@ -294,7 +261,6 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
         out_THD,
         part_WKMD,
         lse_WKM,
-        plan.arrived_WK,
         size**-0.5 * 1.4426950408889634,
         *q_THD.stride()[:2],
         *cache_2NPKD.stride()[1:4],
@@ -303,21 +269,12 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         PRECISION="tf32x3" if wide else "tf32",
-        MERGES=not apart,
-        ROWS=_merged_rows(tile_m, block_d, warps),
         **shape,
-        **launch,
         num_warps=warps,
         num_stages=_WIDE_STAGES if wide else STAGES,
     )
-    if apart:
-        rows = _merged_rows(tile_m, block_d, 4)
-        _merge_chunks_kernel[(kv_heads, pieces)](
-            plan.pieces_WF, part_WKMD, lse_WKM, out_THD, ROWS=rows, **shape, **launch, num_warps=4
-        )
+    rows = min(max(MERGE_WARPS * 32 * 128 // (CHUNKS * block_d), 1), tile_m)  # 128 registers of a thread
+    _merge_chunks_kernel[(kv_heads, pieces)](
+        plan.pieces_WF, part_WKMD, lse_WKM, out_THD, ROWS=rows, CHUNKS=CHUNKS, **shape, num_warps=MERGE_WARPS
+    )
     return out_THD
-
-
-def _merged_rows(tile_m: int, block_d: int, warps: int) -> int:
-    """Return the number of rows that a program merges at a time: 16 KiB a warp, 128 registers of a thread."""
-    return min(max(warps * 32 * 128 // (CHUNKS * block_d), 1), tile_m)

@@ -42,13 +42,9 @@ class Plan:
     ``pieces_WF`` (int32) holds per piece: sequence, first packed query, number of queries, row of the first query after
     the prefix, first key block, end key, chunk number, number of chunks of the tile (0 for padding queries),
     length of the prefix, and first key that is not hidden. The pieces of a tile follow each other.
-
-    ``arrived_WK`` (int32) counts, at the first piece of each tile, the chunks that a key-value head has attended. It is
-    zero before and after each layer.
     """
 
     pieces_WF: Tensor
-    arrived_WK: Tensor
     block_table_BM: Tensor
     ancestors_T: Tensor
     block_size: int
@@ -90,7 +86,6 @@ def _plan_kernel(
     key_start_B,
     ancestors_T,
     pieces_WF,
-    arrived_WK,
     batch,
     tokens,
     capacity,
@@ -105,9 +100,8 @@ def _plan_kernel(
     LEAST: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_W pieces of the plan and clear their counters."""
+    """Compute BLOCK_W pieces of the plan."""
     b = tl.arange(0, BLOCK_B)
     real = b < batch
     first_B = tl.load(query_start + b, mask=real, other=0).to(tl.int32)
@@ -155,8 +149,6 @@ def _plan_kernel(
     tl.store(piece + 7, tl.where(used, chunks_W, 0))
     tl.store(piece + 8, prefix_W)
     tl.store(piece + 9, tl.sum(tl.where(mine, start_B[None, :], 0), 1))
-    k = tl.arange(0, BLOCK_K)
-    tl.store(arrived_WK + w[:, None] * kv_heads + k[None, :], 0, mask=(k < kv_heads)[None, :] & (w[:, None] >= 0))
 
 
 def plan(
@@ -182,14 +174,12 @@ def plan(
     most_chunks = triton.cdiv(WAVES * multiprocessors, kv_heads)
     pieces = triton.cdiv(tokens // tile + batch + 1 + most_chunks, _PIECES_AT_ONCE) * _PIECES_AT_ONCE
     pieces_WF = torch.empty(pieces, FIELDS, dtype=torch.int32, device=ancestors_T.device)
-    arrived_WK = torch.empty(pieces, kv_heads, dtype=torch.int32, device=ancestors_T.device)
     _plan_kernel[(pieces // _PIECES_AT_ONCE,)](
         query_start,
         prefix_len_B,
         key_start_B,
         ancestors_T,
         pieces_WF,
-        arrived_WK,
         batch,
         tokens,
         columns * block_size,
@@ -204,11 +194,9 @@ def plan(
         LEAST=LEAST_BLOCKS,
         BLOCK_B=next((size for size in _BATCHES if batch <= size), triton.next_power_of_2(batch)),
         BLOCK_W=_PIECES_AT_ONCE,
-        BLOCK_K=triton.next_power_of_2(kv_heads),
     )
     return Plan(
         pieces_WF,
-        arrived_WK,
         block_table_BM,
         ancestors_T,
         block_size,
