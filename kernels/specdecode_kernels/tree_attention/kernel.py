@@ -74,16 +74,16 @@ def _highest_bit(word):
     return bit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_m"])
 def _merge_chunks_kernel(
     pieces_WF,
     part_WKMD,
     lse_WKM,
     out_THD,
+    tile_m,
     D: tl.constexpr,
     G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    TILE_M: tl.constexpr,
     FIELDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -102,7 +102,7 @@ def _merge_chunks_kernel(
     token, rows, chunk, chunks = tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 6), tl.load(piece + 7)
     if chunks <= 1:
         return
-    begin = ((w - chunk).to(tl.int64) * kv_heads + head) * TILE_M
+    begin = ((w - chunk).to(tl.int64) * kv_heads + head) * tile_m
     lse_CKM, part_CKMD = lse_WKM + begin, part_WKMD + begin * D
     d = tl.arange(0, BLOCK_D)
     c = tl.arange(0, CHUNKS)
@@ -114,7 +114,7 @@ def _merge_chunks_kernel(
         top_R = tl.full([ROWS], float("-inf"), tl.float32)
         for start in range(0, chunks, CHUNKS):
             real_RC = real_R[:, None] & (start + c < chunks)[None, :]
-            place_RC = row_R[:, None] + (start + c)[None, :] * (kv_heads * TILE_M)
+            place_RC = row_R[:, None] + (start + c)[None, :] * (kv_heads * tile_m)
             place_RCD = place_RC[:, :, None] * D + d[None, None, :]
             inside = real_RC[:, :, None] & (d < D)[None, None, :]
             lse_RC = tl.load(lse_CKM + place_RC, mask=real_RC, other=float("-inf"), cache_modifier=".cg")
@@ -250,7 +250,7 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
     part_WKMD = torch.empty(pieces, kv_heads, tile_m, size, dtype=torch.float32, device=q_THD.device)
     lse_WKM = torch.empty(pieces, kv_heads, tile_m, dtype=torch.float32, device=q_THD.device)
     warps = WIDE_WARPS if block_m > 64 else 4
-    shape = {"D": size, "G": plan.groups, "BLOCK_D": block_d, "TILE_M": tile_m, "FIELDS": FIELDS, **options(q_THD)}
+    shape = {"D": size, "G": plan.groups, "BLOCK_D": block_d, "FIELDS": FIELDS, **options(q_THD)}
     _attend_kernel[(kv_heads, pieces, tile_m // block_m)](
         q_THD,
         cache_2NPKD[0],
@@ -267,14 +267,15 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
         plan.block_table_BM.stride(0),
         PAGE=page,
         BLOCK_M=block_m,
+        TILE_M=tile_m,
         BLOCK_N=BLOCK_N,
         PRECISION="tf32x3" if wide else "tf32",
         **shape,
         num_warps=warps,
         num_stages=_WIDE_STAGES if wide else STAGES,
     )
-    rows = min(max(MERGE_WARPS * 32 * 128 // (CHUNKS * block_d), 1), tile_m)  # 128 registers of a thread
+    rows = min(max(MERGE_WARPS * 32 * 128 // (CHUNKS * block_d), 1), 8)  # at most 128 registers of a thread
     _merge_chunks_kernel[(kv_heads, pieces)](
-        plan.pieces_WF, part_WKMD, lse_WKM, out_THD, ROWS=rows, CHUNKS=CHUNKS, **shape, num_warps=MERGE_WARPS
+        plan.pieces_WF, part_WKMD, lse_WKM, out_THD, tile_m, ROWS=rows, CHUNKS=CHUNKS, **shape, num_warps=MERGE_WARPS
     )
     return out_THD
