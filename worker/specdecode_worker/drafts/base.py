@@ -19,7 +19,7 @@ from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, slots_of, spread
 from specdecode_worker.core.request import DraftProgress, Request
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
-from specdecode_worker.sampling.sampler import Proposer, Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level, Nodes, Tree
 
 # Target hidden states that the loaded drafts read. They are stored together; each draft selects its columns.
@@ -204,7 +204,7 @@ class Drafter(Protocol):
         """Run the draft over prefill chunks. ``aux_TA`` [T, A] holds the target states of their tokens."""
         ...
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Catch up with committed tokens, and return the function that proposes tokens for the trees of the forest.
 
         It is called for one level after the other, once the tokens of the nodes of a level are in ``state.tokens_SP``.
@@ -343,7 +343,7 @@ class Ranking:
         """Return the best target token ids behind nodes of this depth, [R, K], best first."""
         sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
         k = min(MAX_RANKS, logits_RV.shape[-1])
-        return sampler.propose(logits_RV, self._target_ids, at.batch_R, at.node_R, at.depth_R, sharpness, k)
+        return sampler.propose(logits_RV, self._target_ids, at, sharpness, k)
 
 
 def draft_trees(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand | None) -> Tensor | None:

@@ -27,7 +27,7 @@ from specdecode_worker.drafts.base import (
 )
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Proposer, Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Nodes, Tree
 
 LONGEST_CATCH_UP = 1024
@@ -73,7 +73,7 @@ class ModelDrafter(PagedDrafter):
                 progress.start = row.start if row.start == 0 else max(row.start, 2)
             progress.lag = 1
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Catch up to the root, and return the function that proposes tokens."""
         drafting = self.drafting(rows, forest.trees)
         if not drafting:

@@ -32,7 +32,7 @@ from specdecode_worker.drafts.base import (
 )
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Proposer, Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Nodes, Tree
 
 
@@ -181,7 +181,7 @@ class EagleDrafter(StateDrafter):
         self._head, self._cache, self._state = head, cache, state
         self._ranking = Ranking(target_ids, sharpness)
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Catch up to the root, and return the function that proposes tokens.
 
         Rows without a tree catch up too when they lag so far that the ring would soon lose the states they need.

@@ -17,7 +17,7 @@ from specdecode_worker.core.request import Request
 from specdecode_worker.drafts.base import Expand, StateColumns
 from specdecode_worker.drafts.suffix_index import Occurrence, RequestText, SuffixStore, following, rank
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level, Tree
 
 # Drafter of the method ngram: prompt lookup (Saxena, 2023; method "ngram" of vLLM).
@@ -81,7 +81,7 @@ class NgramDrafter:
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Do nothing; a lookup needs the text alone."""
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Return the function that looks tokens up in the text of each request."""
         if not forest.levels:
             return None
@@ -187,7 +187,7 @@ class SuffixDrafter:
             text = self._text(row.request)
             text.extend(row.request.tokens[text.length : row.start + row.count])
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Return the function that proposes tokens after earlier occurrences of the ends of the texts."""
         if not forest.levels:
             return None

@@ -20,7 +20,7 @@ from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.request import Request
 from specdecode_worker.drafts.base import Expand, Progress, Ranking, StateColumns, own_progress
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level
 
 
@@ -61,7 +61,7 @@ class MedusaDrafter:
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Do nothing; Medusa heads have no cache to fill."""
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Run the heads, and return the function that proposes tokens."""
         if not forest.levels:
             return None

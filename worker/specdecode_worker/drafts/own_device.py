@@ -54,7 +54,7 @@ from specdecode_worker.drafts.own_device_process import (
 from specdecode_worker.drafts.registry import DraftLoader
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Proposer, Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Nodes
 
 log = logging.getLogger(__name__)
@@ -322,7 +322,7 @@ class OwnDrafter(PagedDrafter):
             self._supervisor.send(Prefill(tuple(map(_chunk, rows)), ()), self._prefill_tensors(rows, aux_TA))
         self.record_prefill(rows)
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Draft the whole trees in the draft process, with the noise that the target chooses with."""
         drafting = self.drafting(rows, forest.trees)
         if not drafting:

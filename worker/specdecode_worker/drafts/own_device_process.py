@@ -30,9 +30,8 @@ from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.models.headers import read_tensor_headers
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.weights import prepare_llama
-from specdecode_worker.sampling.columns import BatchTokens
-from specdecode_worker.sampling.coupling import Coupling
 from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.sampler import BatchTokens, sampler_of
 from specdecode_worker.sampling.trees import Tree, forest_of
 
 # Memory that the worker and a draft process share, for the tensors of one message at a time.
@@ -258,9 +257,10 @@ class DraftServer:
         packed = causal_pass(state, requests, counts, first_B, drafter.last_position, first_key=drafter.first_key)
         hidden_RE = roots_of(drafter.root_states(slots_T, index_T, packed), counts, range(len(rows)), len(rows))
         forest = forest_of(trees, self._device)
-        slots_B = to_device([request.slot for request in requests], self._device)
-        texts = BatchTokens(state.tokens_SP, slots_B, state.length_S[slots_B], 1 + max(r.cached for r in requests))
-        sampler = Coupling([one.params for one in message.trees], texts, forest, self.vocab_size)
+        slots_B1 = to_device([*(request.slot for request in requests), state.padding_slot], self._device)
+        texts = BatchTokens(state.tokens_SP, slots_B1, state.length_S[slots_B1])
+        longest = 1 + max(request.cached for request in requests)
+        sampler = sampler_of([one.params for one in message.trees], texts, forest, self.vocab_size, longest=longest)
         expand = drafter.pass_by_level(hidden_RE, rows, forest, state, sampler)
         ranked_BNK = draft_trees(rows, forest, state, expand)
         return [] if ranked_BNK is None else [ranked_BNK]

@@ -20,7 +20,7 @@ from specdecode_worker.drafts.base import Expand, Ranking, StateColumns, catch_u
 from specdecode_worker.drafts.eagle import EagleDrafter, Head, StateDrafter
 from specdecode_worker.models.config import PEagleConfig
 from specdecode_worker.models.dflash import DFlashHead
-from specdecode_worker.sampling.sampler import Proposer, Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level, Nodes
 
 # Drafter of the method peagle (P-EAGLE, arXiv 2602.01469): an EAGLE-3 head that proposes all depths in one pass.
@@ -93,7 +93,7 @@ class PEagleDrafter(EagleDrafter):
         super().__init__(head, target_ids, cache, state, positions, sharpness)
         self._masked_head = head
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Run the pass, and return the function that proposes tokens.
 
         Rows without a tree catch up as those of EAGLE heads do.
@@ -169,7 +169,7 @@ class DFlashDrafter(StateDrafter):
         self._head, self._cache, self._state = head, cache, state
         self._ranking = Ranking(head.target_ids, sharpness)
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Run the block, and return the function that proposes tokens.
 
         Rows without a tree catch up as those of EAGLE heads do.

@@ -47,7 +47,7 @@ from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest
 
 log = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ class DraftRegistry:
         for row in rows:
             row.request.draft.lag = 1  # if its draft has a cache, it is at the end of the chunk now
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Proposed:
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Proposed:
         """Draft the trees of all rows, each row by its own draft and those that are merged with it."""
         return self._proposals.propose(rows, forest, sampler)
 

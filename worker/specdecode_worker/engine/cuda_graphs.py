@@ -25,11 +25,9 @@ from specdecode_worker.engine.launched_step import QueuedRows
 from specdecode_worker.engine.logprobs import LEAST_TOP
 from specdecode_worker.engine.step_tables import (
     MOST_GRAPHS,
-    NO_FEATURES,
     SIBLINGS,
     WIDTHS,
     CatchUp,
-    Features,
     GraphKey,
     HostMasks,
     MaskTable,
@@ -37,10 +35,9 @@ from specdecode_worker.engine.step_tables import (
     key_of,
     key_outside,
     keys_of_shapes,
-    width_of,
 )
 from specdecode_worker.engine.target import Target
-from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.params import Features, SamplingParams, features_of, truncates
 from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
 
 log = logging.getLogger(__name__)
@@ -352,8 +349,7 @@ class StepPlanner:
         features = self._features(rows, batch)
         if isinstance(features, EagerReason):
             return features
-        cuts = any(params.truncated and not params.greedy for params in batch)
-        plan = self._plan(rows, bucket, features, cuts=cuts)
+        plan = self._plan(rows, bucket, features, cuts=truncates(batch))
         if plan is None or plan.key.tokens > self._max_tokens:
             return EagerReason.SIZE
         if features.rounds and plan.outside is not None and any(row.tree.drafted_depth for row in rows):
@@ -365,26 +361,15 @@ class StepPlanner:
         tops = [top for row in rows if (top := row.request.submit.sampling.logprobs) is not None]
         if max(tops, default=0) > LEAST_TOP:
             return EagerReason.LOGPROBS
-        rounds = self._rounds(rows, batch)
-        if not any(params.adjusts for params in batch):
-            return Features(logprobs=bool(tops), rounds=rounds) if tops or rounds else NO_FEATURES
-        width = at_least(max(map(width_of, batch)), WIDTHS)
-        if width is None:
-            return EagerReason.BIAS
-        counts = any(params.counts for params in batch)
-        adjusts = counts or any(params.blocks or params.logit_bias for params in batch)
         longest = 1 + max(row.request.cached_bound for row in rows)
-        history = (at_least(longest, self._histories) or 0) if counts else 0
-        masks = any(params.guided for params in batch)
-        return Features(width if adjusts else 0, history, masks, bool(tops), rounds)
-
-    def _rounds(self, rows: Sequence[Row], batch: Sequence[SamplingParams]) -> int:
-        """Return the greatest number of siblings if a row is sampled in several rounds, else 0."""
-        if self._coupled or all(params.greedy for params in batch):
-            return 0
         siblings = at_least(1 + max(max(row.tree.ranks) for row in rows), SIBLINGS)
         assert siblings is not None, "a node has no more children than ranks"
-        return siblings
+        needed = features_of(batch, longest, siblings, coupled=self._coupled)
+        width = at_least(needed.adjusts, WIDTHS) if needed.adjusts else 0
+        if width is None:
+            return EagerReason.BIAS
+        history = (at_least(longest, self._histories) or 0) if needed.history else 0
+        return replace(needed, adjusts=width, history=history, logprobs=bool(tops))
 
     def _plan(self, rows: Sequence[Row], bucket: int, features: Features, *, cuts: bool) -> StepPlan | None:
         """Return the graph in a bucket of rows, None if a draft must catch up with more tokens than any graph has."""

@@ -27,7 +27,6 @@ from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadedDraft, union_read
 from specdecode_worker.drafts.own_device import PlacedDraftLoader
 from specdecode_worker.drafts.registry import CachedConfig, Resolve
 from specdecode_worker.drafts.swap import describe_failure
-from specdecode_worker.engine.captured_step import ADJUSTED_AT_ONCE
 from specdecode_worker.engine.step_tables import MOST_GRAPHS, row_buckets
 from specdecode_worker.models.config import MedusaConfig
 from specdecode_worker.models.drafts import Draft, WeightMethod, build_meta_draft
@@ -38,6 +37,7 @@ from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import added_bytes, should_pack
 from specdecode_worker.models.tensor_parallel import split_network
 from specdecode_worker.models.weights import prepare_llama
+from specdecode_worker.sampling.sampler import ADJUSTED_AT_ONCE
 
 log = logging.getLogger(__name__)
 
