@@ -8,7 +8,7 @@ children.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import Expand, Progress, Ranking, StateColumns, own_progress
+from specdecode_worker.drafts.base import DraftContext, Drafter, DraftMethod, Expand, Ranking
+from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level
@@ -37,20 +38,17 @@ class Heads(Protocol):
         ...
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Drafter of the method medusa.
 
     Acceptance is exact, as for other methods; the typical acceptance of the paper would change the text.
     """
 
-    needs_passes: ClassVar[bool] = True
-    progress: Progress = staticmethod(own_progress)
-
     def __init__(
         self, heads: Heads, target_ids: Tensor | None, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
         """Create a drafter. ``target_ids`` and ``sharpness`` are as for Ranking."""
-        self.reads, self.columns = heads.reads, StateColumns()
+        self.reads = heads.reads
         self._heads, self._state = heads, state
         self._ranking = Ranking(target_ids, sharpness)
 
@@ -78,3 +76,10 @@ class MedusaDrafter:
             return self._ranking.of(logits_DBV[depth][level.batch_R], level.nodes, depth, sampler)
 
         return expand
+
+
+def _medusa(heads: MedusaHeads, context: DraftContext) -> MedusaDrafter:
+    return MedusaDrafter(heads, heads.target_ids, context.state, context.sharpness)
+
+
+METHOD = DraftMethod("medusa", _medusa)

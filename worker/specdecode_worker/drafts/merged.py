@@ -15,7 +15,7 @@ from specdecode_worker.contract import MAX_RANKS, DraftState, MergedDraft, TaskM
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState, HostCopy, to_host
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import Drafter, PagedDrafter, draft_trees, no_ranks, write_children
+from specdecode_worker.drafts.base import Drafter, draft_trees, no_ranks, write_children
 from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import PLAIN, Forest, Tree, forest_of
 
@@ -340,7 +340,7 @@ class StepProposals:
 
         A parallel draft needs one pass for any depth. The passes of merged drafts add up.
         """
-        if not self._tasks.merges and not any(map(self._is_parallel, self._drafts)):
+        if not self._tasks.merges and not any(map(self._has_one_pass, self._drafts)):
             return max(depths)
         return max(self._row_passes(row, depth) for row, depth in zip(rows, depths, strict=True))
 
@@ -385,13 +385,13 @@ class StepProposals:
         planned = min(depth, row.tree.planned_part.drafted_depth)
         names = self._proposers(row.request, row.tree)
         if len(names) == 1 and row.tree.planned is None:
-            return min(planned, 1) if self._is_parallel(names[0]) else planned
+            return min(planned, 1) if self._has_one_pass(names[0]) else planned
         heads = [name for name in names if self._drafts[name].drafter.needs_passes]
-        return sum(min(planned, 1) if self._is_parallel(name) else planned for name in heads)
+        return sum(min(planned, 1) if self._has_one_pass(name) else planned for name in heads)
 
-    def _is_parallel(self, name: str) -> bool:
+    def _has_one_pass(self, name: str) -> bool:
         loaded = self._drafts.get(name)
-        return loaded is not None and isinstance(loaded.drafter, PagedDrafter) and loaded.drafter.parallel
+        return loaded is not None and loaded.drafter.one_pass
 
     def _own_forest(self, name: str, names: Sequence[tuple[str, ...]], forest: Forest) -> Forest:
         """Return the trees that one draft proposes for: of the rows that it drafts, without what needs no pass."""

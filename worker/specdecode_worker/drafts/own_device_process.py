@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import torch
@@ -22,9 +22,7 @@ from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
 from specdecode_worker.core.messages import Sampling, Submit
 from specdecode_worker.core.request import DraftProgress, FinishRule, Request
-from specdecode_worker.drafts.base import catch_up_runs, causal_pass, draft_trees, roots_of
-from specdecode_worker.drafts.draft_model import ModelDrafter
-from specdecode_worker.drafts.eagle import EagleDrafter
+from specdecode_worker.drafts.base import CapturedDrafter, catch_up_runs, causal_pass, draft_trees, roots_of
 from specdecode_worker.drafts.registry import DraftLoader
 from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.models.headers import read_tensor_headers
@@ -199,15 +197,12 @@ _SUBMIT = Submit(request_id="", prompt=(0,), sampling=_SAMPLING)
 _FINISH = FinishRule.of(_SAMPLING, ())
 _GREEDY = SamplingParams(seed=0, temperature=0.0, top_k=0, top_p=1.0)
 
-ServedDrafter: TypeAlias = EagleDrafter | ModelDrafter
-"""Drafters that can run in a draft process."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftServer:
     """Executor of messages on a local drafter, which was built on ``state``. ``vocab_size`` is that of the target."""
 
-    drafter: ServedDrafter
+    drafter: CapturedDrafter
     state: DeviceState
     vocab_size: int
 
@@ -261,7 +256,7 @@ class DraftServer:
         texts = BatchTokens(state.tokens_SP, slots_B1, state.length_S[slots_B1])
         longest = 1 + max(request.cached for request in requests)
         sampler = sampler_of([one.params for one in message.trees], texts, forest, self.vocab_size, longest=longest)
-        expand = drafter.pass_by_level(hidden_RE, rows, forest, state, sampler)
+        expand = drafter.pass_by_level(hidden_RE, rows, forest, sampler)
         ranked_BNK = draft_trees(rows, forest, state, expand)
         return [] if ranked_BNK is None else [ranked_BNK]
 
@@ -391,7 +386,7 @@ class FolderDraft:
             host_is_current=True,
         )
         loaded = load(self.config, self.name)
-        assert isinstance(loaded.drafter, ServedDrafter), "the contract allows no other method"
+        assert isinstance(loaded.drafter, CapturedDrafter), "the contract allows no other method"
         state.allocate_states(loaded.drafter.reads.width(target.config.hidden_size))
         server = DraftServer(drafter=loaded.drafter, state=state, vocab_size=target.config.vocab_size)
         return BuiltDraft(server, loaded.state.model_copy(update={"uri": self.uri}))

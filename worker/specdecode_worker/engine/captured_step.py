@@ -22,7 +22,7 @@ from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState, to_host
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedTensors
-from specdecode_worker.drafts.base import PagedDrafter
+from specdecode_worker.drafts.base import CapturedDrafter
 from specdecode_worker.engine.logprobs import LEAST_TOP, ROWS_AT_ONCE, RowLogprobs, TokenLogprobs, logprobs_of
 from specdecode_worker.engine.step_tables import NODES, GraphKey, HostMasks, StepInputs
 from specdecode_worker.engine.target import Target, TargetPass
@@ -94,7 +94,7 @@ class StepParts:
     """
 
     target: Target
-    drafter: PagedDrafter | None
+    drafter: CapturedDrafter | None
     state: DeviceState
     reads: TargetStates
     mask_table_NW: Tensor | None = None
@@ -196,7 +196,7 @@ class CapturedStep:
             ranked_RK = drafter.rank(hidden_RE, nodes, depth, PassSampler(sampler, sampled))
             write_children(self._slots, rows, ranked_RK, nodes.batch_R, nodes.node_R, depth, trees, ranked_BNK)
 
-    def _root_states(self, drafter: PagedDrafter, rows: StepRows) -> Tensor:
+    def _root_states(self, drafter: CapturedDrafter, rows: StepRows) -> Tensor:
         """Run the draft over the slots that earlier steps committed, and return its hidden states [T, E]."""
         at = self._at
         packed = self._pack(rows, at["catch_sequence"], at["catch_offset"], None, drafter.last_position)
@@ -211,7 +211,7 @@ class CapturedStep:
         return Nodes(sequence_R, node_R, self._depths[depth, : self.key.level_rows])
 
     def _level(
-        self, drafter: PagedDrafter, rows: StepRows, packed: PackedRows, depth: int, hidden_RE: Tensor
+        self, drafter: CapturedDrafter, rows: StepRows, packed: PackedRows, depth: int, hidden_RE: Tensor
     ) -> Tensor:
         """Run the draft pass over the nodes of one level; return their hidden states [R, E] from their parents'."""
         at = self._at

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.batch import Row, decoding_rows
 from specdecode_worker.core.device_state import DeviceState, to_host
-from specdecode_worker.drafts.base import PagedDrafter
+from specdecode_worker.drafts.base import CapturedDrafter, PagedDrafter
 from specdecode_worker.drafts.registry import DraftRegistry
 from specdecode_worker.engine.captured_step import CapturedStep, Proposals, StepParts
 from specdecode_worker.engine.launched_step import QueuedRows
@@ -306,7 +306,7 @@ class StepPlan:
 
     key: GraphKey
     catch_up: CatchUp = field(default_factory=CatchUp)
-    drafter: PagedDrafter | None = None
+    drafter: CapturedDrafter | None = None
     outside: OutsideReason | None = None
     drafts: StepPlan | None = None
 
@@ -406,6 +406,7 @@ class StepPlanner:
             key = key_of(bucket, trees, 0, cuts=cuts, features=features)
             return None if key is None else StepPlan(key, CatchUp(tuple(counts)))
         (draft,) = running
+        assert isinstance(draft.drafter, CapturedDrafter), "other drafts run before the graph"
         behind = draft.drafter.catch_up_counts([rows[b].request for b in draft.rows])
         for b, count in zip(draft.rows, behind, strict=True):
             counts[b] = count
@@ -424,7 +425,7 @@ class StepPlanner:
         if not drafted:
             return OutsideReason.CATCH_UP if running else None
         (draft,) = running
-        return None if draft.drafter.captured else OutsideReason.METHOD
+        return None if isinstance(draft.drafter, CapturedDrafter) else OutsideReason.METHOD
 
     def _running(self, rows: Sequence[Row]) -> list[_Running]:
         """Return the drafts with a cache that run in a step, to draft or to catch up."""
@@ -526,7 +527,7 @@ class StepGraphs:
         self._mask_table: MaskTable | None = None
         """Table of grammar masks, which all graphs share. It is allocated when the first of them needs it."""
         self._graphs: dict[GraphKey, Graph] = {}
-        self._drafters: dict[str, PagedDrafter] = {}
+        self._drafters: dict[str, CapturedDrafter] = {}
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
         self._failed = False
@@ -601,9 +602,9 @@ class StepGraphs:
         spent = time.monotonic() - began
         log.info("captured %d of %d graphs for the new draft, in %.2f s", captured, len(missing), spent)
 
-    def _captured_drafters(self) -> dict[str, PagedDrafter]:
+    def _captured_drafters(self) -> dict[str, CapturedDrafter]:
         """Return the loaded drafts whose passes graphs have, by name."""
-        return {name: one for name, one in self._drafts.paged().items() if one.captured}
+        return {name: one for name, one in self._drafts.paged().items() if isinstance(one, CapturedDrafter)}
 
     def _planned_keys(self, wanted: Iterable[TreeShape]) -> list[GraphKey]:
         """Return the keys of the tree shapes ``wanted`` and of plain steps, the most important first."""
@@ -750,7 +751,7 @@ class StepGraphs:
         log.info("captured a graph that was asked for: %s", key)
         return graph
 
-    def _capture(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph | None:
+    def _capture(self, key: GraphKey, drafter: CapturedDrafter | None) -> Graph | None:
         """Capture a graph for ``key``. The step that runs during the capture has padding rows only.
 
         Return None if it cannot be captured. If a rank of several cannot, discard all graphs for good.
