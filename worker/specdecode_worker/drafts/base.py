@@ -250,7 +250,7 @@ class RestartedDrafter(Protocol):
 
 
 class PagedDrafter(Drafter):
-    """Drafter with a paged KV cache of its own."""
+    """Drafter that must catch up with the text of its requests, most with a paged KV cache of its own."""
 
     first_slot: int
     """First slot of its cache that holds keys: 0, or 1 for EAGLE heads."""

@@ -173,7 +173,7 @@ class DraftRegistry:
         return bool(self._drafts)
 
     def paged(self) -> dict[str, PagedDrafter]:
-        """Return the loaded drafts with a paged cache, by name."""
+        """Return the loaded drafts that must catch up with the text of their requests, by name."""
         return self._paged
 
     @property
