@@ -14,7 +14,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,7 @@ from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.core.messages import Sampling, Submit
 from specdecode_worker.models.fetch import default_cache_dir
-from specdecode_worker.sampling.acceptance import Outcome
-from specdecode_worker.sampling.sampler import SAMPLERS, MultiRound
-from specdecode_worker.sampling.trees import Forest
+from specdecode_worker.sampling.sampler import StepSampler
 
 SHAPES = ("chain:3", "chain:5", "tree:3,2,1", "tree:4,2,1")
 TEMPERATURES = (0.0, 0.6, 0.8, 1.0)
@@ -37,15 +34,15 @@ WITHIN_95_PERCENT = 1.96
 """Standard errors on each side of a mean within which it lies with 95 % confidence."""
 
 
-class SingleRound(MultiRound):
-    """Multi-round sampling that tries no sibling of a rejected child."""
+MULTI_ROUND = StepSampler.verified
 
-    def accept(self, forest: Forest, *args: Any) -> Outcome:
-        """Accept or reject the first child of each node, as `Sampler.accept`."""
-        parents_BN = forest.parents_BN
-        ranks = [[*tree.ranks, *[0] * (parents_BN.shape[1] - len(tree.ranks))] for tree in forest.trees]
-        first_BN = torch.tensor(ranks, device=parents_BN.device)[:, : parents_BN.shape[1]] == 0
-        return super().accept(replace(forest, parents_BN=torch.where(first_BN, parents_BN, -1)), *args)
+
+def single_round(
+    self: StepSampler, rows: Any, tokens_R: Any, logits_RV: Any, starts: Any, parents_BN: torch.Tensor, depth: int
+) -> Any:
+    """Accept or reject the first child of each node alone, as `StepSampler.verified`."""
+    has_elder_BN = (parents_BN[:, :, None] == parents_BN[:, None, :]).tril(-1).any(-1)
+    return MULTI_ROUND(self, rows, tokens_R, logits_RV, starts, parents_BN.masked_fill(has_elder_BN, -1), depth)
 
 
 def cells(shapes: Sequence[str], temperatures: Sequence[float]) -> Iterator[tuple[str, str, float]]:
@@ -60,7 +57,7 @@ def cells(shapes: Sequence[str], temperatures: Sequence[float]) -> Iterator[tupl
 
 def load(sampler: str) -> LocalEngine:
     """Load an engine with this sampler."""
-    SAMPLERS["mss"] = SingleRound if sampler == "single-round" else MultiRound
+    StepSampler.verified = single_round if sampler == "single-round" else MULTI_ROUND  # type: ignore[method-assign]
     config = WorkerConfig(
         model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", max_model_len=1024),
         draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),

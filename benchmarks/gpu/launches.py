@@ -22,7 +22,7 @@ from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.registry import paged_cache
 from specdecode_worker.engine.captured_step import CapturedStep, StepParts
-from specdecode_worker.engine.step_tables import NO_FEATURES, Features, GraphKey, MaskTable, key_of, key_outside
+from specdecode_worker.engine.step_tables import GraphKey, MaskTable, key_of, key_outside
 from specdecode_worker.engine.target import Target
 from specdecode_worker.engine.tensor_parallel import LeaderTarget, RankGroup, RankStep, StepShape
 from specdecode_worker.models.config import eagle3_config, llama_config
@@ -32,6 +32,7 @@ from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import NO_STATES
 from specdecode_worker.models.tensor_parallel import share, split_config
+from specdecode_worker.sampling.params import NO_FEATURES, Features
 from specdecode_worker.sampling.trees import tree_of
 
 TABLE = Path(__file__).with_name("launches.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdecode_kernels.sample import op, reference
+from specdecode_kernels.top_k import op as top_k_op
+from specdecode_kernels.top_k import reference as top_k_reference
+from specdecode_kernels.verify import op as verify_op
+from specdecode_kernels.verify import reference as verify_reference
 
 Row = tuple[float, int, float, float]
 """(temperature, top-k, top-p, min-p)."""
@@ -188,3 +193,32 @@ def test_planted_bugs_are_detected(planted: Callable[..., Tensor]) -> None:
     logits = logits_of(len(rows), 12, 1)
     assert torch.allclose(reference.processed(logits, *columns(rows)), wanted_of(logits, rows))
     assert not torch.allclose(planted(logits, *columns(rows)), wanted_of(logits, rows))
+
+
+@pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rows_of_a_large_vocabulary_are_sampled_as_in_the_reference(
+    cuts: bool, mapped: bool, dtype: torch.dtype
+) -> None:
+    """On a CPU such rows are processed one by one, and greedy rows not at all."""
+    vocab, rows = 4100, [(0.0, 0, 1.0, 0.0), (0.7, 9, 0.9, 0.01), (1.3, 0, 1.0, 0.0), (1.0, 0, 0.8, 0.0)]
+    temperature_R, *truncation = columns(rows, torch.float32)
+    fields: dict[str, Any] = {
+        "temperature_R": temperature_R,
+        "seed_R": torch.tensor([3, 5, 2**40, 5]),
+        "position_R": torch.tensor([7, 7, 2**33, 7]),
+        "truncation": tuple(truncation) if cuts else None,
+    }
+    logits = logits_of(len(rows), vocab, 2, dtype)
+    for _ in range(2):  # the second time, the noise is known
+        chosen = verify_op.choose(logits, *fields.values())
+        assert torch.equal(chosen, verify_reference.chosen_tokens(logits, *fields.values()))
+    ids = torch.arange(vocab).flip(0) + 50 if mapped else None
+    fields |= {"vocab_size": vocab + 50 if mapped else vocab, "ids_V": ids, "sharpness": 1.7}
+    proposed = top_k_op.top_k(logits, 4, **fields)
+    wanted = top_k_reference.top_k(logits, 4, **fields)
+    if dtype == torch.float32:
+        assert torch.equal(proposed, wanted)
+    else:  # equal logits of a greedy row are in any order
+        assert torch.equal(proposed[1:], wanted[1:])

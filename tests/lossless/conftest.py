@@ -52,8 +52,6 @@ from specdecode_worker.models.llama import Llama, VocabularyMap
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.vocabulary import VocabularyMatch
-from specdecode_worker.sampling.coupling import Coupling
-from specdecode_worker.sampling.sampler import SamplerFactory
 
 if TYPE_CHECKING:  # of the folder that is added to the path below
     from support.lossless.own_drafts import OwnDrafts
@@ -241,7 +239,7 @@ def make_engine(pair: Pair) -> EngineMaker:
         blocks: int = 200,
         budget: int = 512,
         pipelined: bool = False,
-        sampler: SamplerFactory = Coupling,
+        coupled: bool = True,
         prefix_caching: bool = True,
         chunked: bool = True,
         graphs: Sequence[int] = (),
@@ -269,7 +267,7 @@ def make_engine(pair: Pair) -> EngineMaker:
                 rows=graphs,
                 max_tokens=budget,
                 capture_after_steps=1,
-                coupled=sampler is Coupling,
+                coupled=coupled,
             )
             if graphs
             else None
@@ -284,7 +282,7 @@ def make_engine(pair: Pair) -> EngineMaker:
             drafts=registry,
             state=state,
             shape_selector=ShapeSelector(Dispatcher("", "d" if draft else ""), registry),
-            sampler=sampler,
+            coupled=coupled,
             graphs=made,
             grammars=grammars,
         )

@@ -69,7 +69,16 @@ def acceptance(report: Report) -> Any:
 @SAMPLED
 @pytest.mark.parametrize(
     ("draft", "shape"),
-    [("copy", NONE), ("copy", CHAIN), ("copy", TREE), ("eagle3", CHAIN), ("draft-model", CHAIN)],
+    [
+        ("copy", NONE),
+        ("copy", CHAIN),
+        ("copy", TREE),
+        ("eagle3", CHAIN),
+        ("draft-model", CHAIN),
+        ("medusa", CHAIN),
+        ("medusa", TREE),
+        ("medusa", TreeShape.chain(6)),
+    ],
     ids=str,
 )
 def test_growing_and_shrinking_batches(
@@ -89,6 +98,7 @@ def test_growing_and_shrinking_batches(
             assert made.eager == {"prefill": 1}, "the first prompt; the others run beside a graph"
             assert made.mixed == len(requests) - 1
             assert {key.rows for key in made._graphs} == set(BUCKETS)
+            assert not set(made.outside) - {"catch-up"}, "all methods here draft in the graph"
     assert reports[0] == reports[1]
 
 
@@ -121,7 +131,7 @@ def test_several_loaded_drafts_keep_graphs(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model", "foreign-model"])
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model", "foreign-model", "medusa"])
 def test_all_features_together(make_engine: Any, lossless: Any, plain: Any, draft: str) -> None:
     """The text is the same with all features combined.
 
@@ -152,7 +162,7 @@ def preempt_every_six_steps(engine: Engine, step: int) -> None:
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
-@pytest.mark.parametrize("draft", ["medusa", "ngram-blind", "suffix-blind", "peagle", "dflash"])
+@pytest.mark.parametrize("draft", ["ngram-blind", "suffix-blind", "peagle", "dflash"])
 def test_other_methods_draft_before_the_graph(
     make_engine: Any, lossless: Any, plain: Any, draft: str, pipelined: bool
 ) -> None:

@@ -24,7 +24,6 @@ from specdecode_worker.guided import grammars
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.guided.guide import Guide
 from specdecode_worker.sampling.masks import TokenMasks
-from specdecode_worker.sampling.sampler import MultiRound
 from support.char_tokenizer import END, tokenizer_json
 from support.lossless.draft_names import DRAFTS
 from support.lossless.guided_decoding import GuidedDecoding
@@ -302,7 +301,7 @@ def test_draft_swaps_between_steps(guided_engine: Any, plain: GuidedDecoding, dr
 def test_multi_round_sampling_follows_grammars(guided_engine: Any, plain: GuidedDecoding, shape: str) -> None:
     """Greedy answers are those of plain decoding. Sampled ones are others, and follow their grammars."""
     submits = [r for r in requests(rounds=4) if r.sampling.grammar]
-    answers = run(guided_engine("copy", sampler=MultiRound), submits)
+    answers = run(guided_engine("copy", coupled=False), submits)
     for submit in submits:
         answer = answers[submit.request_id]
         if submit.sampling.temperature == 0:
@@ -367,7 +366,7 @@ def test_planted_bugs_are_detected(
     mask, advance = Guide.mask, Guide.advance
     match bug:
         case "unmasked-target":
-            monkeypatch.setattr(TokenMasks, "blocked", lambda self, at: torch.zeros(len(at.batch_R), 61).bool())
+            monkeypatch.setattr(TokenMasks, "blocked", lambda self, rows: torch.zeros(len(rows.node_R), 61).bool())
         case "blind-to-the-tree":
             monkeypatch.setattr(Guide, "mask", lambda self, path=(): mask(self))
         case "no-rollback":

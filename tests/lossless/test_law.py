@@ -18,23 +18,21 @@ from torch import Tensor
 
 from specdecode_kernels.noise.reference import COIN_STREAM
 from specdecode_kernels.sample.reference import adjusted, processed
+from specdecode_kernels.step_tables.op import commit
+from specdecode_kernels.step_tables.tables import SlotState, StepRows, Verified
 from specdecode_kernels.verify import op as verify
+from specdecode_kernels.verify import reference as chosen_module
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.sampling import columns as token_counts
-from specdecode_worker.sampling import coupling as coupling_module
-from specdecode_worker.sampling import logits as logits_processing
-from specdecode_worker.sampling import sampler as multi_round_module
-from specdecode_worker.sampling.columns import BatchTokens
-from specdecode_worker.sampling.coupling import Coupling
+from specdecode_worker.sampling import sampler as sampler_module
 from specdecode_worker.sampling.params import SamplingParams
-from specdecode_worker.sampling.sampler import MultiRound, SamplerFactory
-from specdecode_worker.sampling.trees import Forest, tree_of
+from specdecode_worker.sampling.sampler import BatchTokens, SampledRows, StepSampler, sampler_of
+from specdecode_worker.sampling.trees import Forest, Nodes, tree_of
 from support.tiers import by_effort
 
 DRAWS = by_effort(quick=100_000, full=100_000, nightly=200_000)
 DRAWS_WITH_BUG = 40_000
 """Number of draws with a planted bug: every bug must be large enough that few draws show it."""
-VOCABULARY = 5
+VOCABULARY, PAGE = 5, 16
 TREE = tree_of(TreeShape.levels(2, 2))
 PARENTS = torch.tensor(TREE.parents)
 SAMPLING_PARAMS = {
@@ -97,44 +95,46 @@ def _batch_params(count: int, params: SamplingParams) -> list[SamplingParams]:
 
 
 def _step(
-    make: SamplerFactory, params: SamplingParams, said_BP: Tensor, root_B: Tensor, *, draws: bool
+    params: SamplingParams, said_BP: Tensor, root_B: Tensor, *, coupled: bool, draws: bool
 ) -> tuple[Tensor, Tensor]:
     """Run one speculative step from each root and return (emitted tokens [B, D], their count [B]).
 
     A root is an index into ``said_BP``, to which the tree's tokens are written. Without ``draws`` the draft's most
     likely tokens are proposed instead of the sampler's proposals.
     """
-    batch = len(root_B)
+    batch, nodes = len(root_B), len(PARENTS)
     rows_B = torch.arange(batch)
     forest = Forest((TREE,) * batch, (), PARENTS.expand(batch, -1), TREE.depth, all_chains=False)
-    sampler = make(
-        _batch_params(batch, params), BatchTokens(said_BP, rows_B, root_B, int(root_B.max()) + 1), forest, VOCABULARY
-    )
+    slots_B1, roots_B1 = torch.cat((rows_B, rows_B[:1])), torch.cat((root_B, root_B[:1]))
+    texts, longest = BatchTokens(said_BP, slots_B1, roots_B1), int(root_B.max()) + 1
+    sampler = sampler_of(_batch_params(batch, params), texts, forest, VOCABULARY, longest=longest, coupled=coupled)
     for node, depth in enumerate(TREE.depths):
         children = [child for child, parent in enumerate(TREE.parents) if parent == node]
         if children:
-            at = rows_B, torch.full_like(rows_B, node), torch.full_like(rows_B, depth)
+            at = Nodes(rows_B, torch.full_like(rows_B, node), torch.full_like(rows_B, depth))
             logits = DRAFT[said_BP[rows_B, root_B + node]]
             best = (
-                sampler.propose(logits, None, *at, 1.0, len(children))
+                sampler.propose(logits, None, at, 1.0, len(children))
                 if draws
                 else logits.topk(len(children), dim=-1).indices
             )
             said_BP[rows_B[:, None], root_B[:, None] + torch.tensor(children)] = best
-    tokens_BN = said_BP.gather(1, root_B[:, None] + torch.arange(len(PARENTS)))
-    at = (
-        rows_B.repeat_interleave(len(PARENTS)),
-        torch.arange(len(PARENTS)).repeat(batch),
-        torch.tensor(TREE.depths).repeat(batch),
-    )
-    outcome = sampler.accept(forest, tokens_BN, TARGET[tokens_BN.flatten()], *at, None, None)
-    return outcome.emitted_BD, outcome.count_B + 1
+    tokens_R = said_BP.gather(1, root_B[:, None] + torch.arange(nodes)).flatten()
+    depth_R = torch.tensor(TREE.depths).repeat(batch)
+    at = Nodes(rows_B.repeat_interleave(nodes), torch.arange(nodes).repeat(batch), depth_R)
+    starts, logits_RV = nodes * torch.arange(batch + 1), TARGET[tokens_R]
+    verified = sampler.verified(sampler.at(at), tokens_R, logits_RV, starts, forest.parents_BN, TREE.depth)
+    blocks = torch.zeros(batch + 1, said_BP.shape[1] // PAGE + 1, dtype=torch.int64)
+    state = SlotState(said_BP.clone(), torch.zeros(batch, dtype=torch.int64), blocks, PAGE)
+    trees, limits_B = Verified(starts, forest.parents_BN, *verified), torch.full((batch,), nodes)
+    out = commit(state, StepRows(slots_B1, roots_B1, blocks), trees, None, limits_B, TREE.depth).out
+    return out[:, : TREE.depth + 1], out[:, -1] + 1
 
 
 SAMPLERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "coupled": partial(_step, Coupling, draws=True),
-    "mss-best": partial(_step, MultiRound, draws=False),
-    "mss-drawn": partial(_step, MultiRound, draws=True),
+    "coupled": partial(_step, coupled=True, draws=True),
+    "mss-best": partial(_step, coupled=False, draws=False),
+    "mss-drawn": partial(_step, coupled=False, draws=True),
 }
 
 
@@ -192,66 +192,65 @@ def _unmasked_bonus(patch: pytest.MonkeyPatch) -> None:
     """Draw the token after the accepted path without removing rejected tokens and without top-k, top-p or min-p."""
     right = verify._try_children
     patch.setattr(verify, "_try_children", lambda *args: (right(*args)[0], args[2]))
-    patch.setattr(logits_processing.op, "processed", lambda logits, *_, **__: torch.log_softmax(logits, -1))
+    for module in (sampler_module.op, chosen_module):
+        patch.setattr(module, "processed", lambda logits, *_, **__: torch.log_softmax(logits, -1))
 
 
 def _reused_coin(patch: pytest.MonkeyPatch) -> None:
     """Use the same random number for all children of a node, and the same noise at every position."""
-    right, noise = verify.uniform, coupling_module.gumbel
+    right, noise = verify.uniform, chosen_module.gumbel
     patch.setattr(verify, "uniform", lambda *args: right(*args)[:, :1].expand(-1, args[2]))
-    patch.setattr(coupling_module, "gumbel", lambda seed, position, size: noise(seed, position * 0, size))
+    patch.setattr(chosen_module, "gumbel", lambda seed, position, size: noise(seed, position * 0, size))
 
 
 def _coin_of_the_draft(patch: pytest.MonkeyPatch) -> None:
     """Verify proposals with the same random numbers with which they were drawn."""
-    patch.setattr(multi_round_module, "PROPOSAL_STREAM", COIN_STREAM)
+    patch.setattr(sampler_module, "PROPOSAL_STREAM", COIN_STREAM)
 
 
 def _wrong_parent(patch: pytest.MonkeyPatch) -> None:
     """Verify every node with the target's logits at its grandparent instead of its parent."""
-    up = PARENTS.clamp(min=0)
-    for sampler in (Coupling, MultiRound):
-        right = sampler.accept
+    up, right = PARENTS.clamp(min=0), StepSampler.verified
 
-        def accept(self: Any, forest: Forest, tokens: Tensor, logits: Tensor, *rest: Any, right: Any = right) -> Any:
-            return right(self, forest, tokens, logits.unflatten(0, (-1, len(up)))[:, up].flatten(0, 1), *rest)
+    def verified(self: StepSampler, rows: Any, tokens: Any, logits: Tensor, *rest: Any) -> Any:
+        return right(self, rows, tokens, logits.unflatten(0, (-1, len(up)))[:, up].flatten(0, 1), *rest)
 
-        patch.setattr(sampler, "accept", accept)
+    patch.setattr(StepSampler, "verified", verified)
 
 
 def _noise_of_the_tree(patch: pytest.MonkeyPatch) -> None:
     """Index the noise by node instead of by position."""
-    right = Coupling.choose
+    right = StepSampler.choose
 
-    def choose(self: Coupling, logits: Tensor, batch_R: Tensor, node_R: Tensor, depth_R: Tensor) -> Tensor:
-        return right(self, logits, batch_R, node_R, node_R % (TREE.depth + 1))
+    def choose(self: StepSampler, rows: SampledRows, logits: Tensor) -> Tensor:
+        next_R = self._texts.roots_B[rows.sequence_R] + 1 + rows.node_R % (TREE.depth + 1)
+        return right(self, replace(rows, next_R=next_R), logits)
 
-    patch.setattr(Coupling, "choose", choose)
+    patch.setattr(StepSampler, "choose", choose)
 
 
 def _drawn_from_another(patch: pytest.MonkeyPatch) -> None:
     """Verify proposals as if they had been drawn from the draft's distribution at temperature 1."""
-    right = MultiRound._draw
+    right = StepSampler._drawn
 
-    def draw(self: MultiRound, logits: Tensor, *rest: Any) -> Tensor:
-        proposals = right(self, logits, *rest)
-        at, _, meant = self._drawn[-1]
-        self._drawn[-1] = (at, torch.log_softmax(logits, -1), meant)
+    def drawn(self: StepSampler, rows: SampledRows, logits: Tensor, *rest: Any) -> Tensor:
+        proposals = right(self, rows, logits, *rest)
+        self._store(rows, torch.log_softmax(logits, -1), rows.temperature_R > 0)
         return proposals
 
-    patch.setattr(MultiRound, "_draw", draw)
+    patch.setattr(StepSampler, "_drawn", drawn)
 
 
 def _blind_to_the_tree(patch: pytest.MonkeyPatch) -> None:
     """Count only the tokens before the root for the penalties, and no token of the path."""
-    right = token_counts.paths_of
-    patch.setattr(token_counts, "paths_of", lambda *args: torch.zeros_like(right(*args)))
+    right = sampler_module.ancestors_of
+    patch.setattr(sampler_module, "ancestors_of", lambda *args: torch.zeros_like(right(*args)))
 
 
 def _path_of_the_sibling(patch: pytest.MonkeyPatch) -> None:
     """Count the tokens on the path of the preceding node for the penalties."""
-    right = token_counts.paths_of
-    patch.setattr(token_counts, "paths_of", lambda *args: right(*args).roll(1, 1))
+    right = sampler_module.ancestors_of
+    patch.setattr(sampler_module, "ancestors_of", lambda *args: right(*args).roll(1, 1))
 
 
 ALL, COUNTED = ("coupled", "mss-best", "mss-drawn"), "all"

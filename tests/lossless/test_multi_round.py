@@ -12,9 +12,8 @@ from scipy.stats import chi2
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
 from specdecode_worker.core.batch import ShapeSelector
 from specdecode_worker.core.messages import Sampling, Submit
-from specdecode_worker.engine.captured_step import GraphRounds
 from specdecode_worker.sampling import sampler as multi_round
-from specdecode_worker.sampling.sampler import MultiRound
+from specdecode_worker.sampling.sampler import StepSampler
 from support.lossless.plain_decoding import PlainDecoding
 from support.tiers import by_effort
 
@@ -68,7 +67,7 @@ def p_value(plain: PlainDecoding, answers: list[list[int]], request: Submit) -> 
 def sampled_answers(
     make_engine: Any, plan_of: Any, *, draft: str = "copy", cuts: bool = False, **sampling: Any
 ) -> list[list[int]]:
-    engine = make_engine(draft, max_num_seqs=48, blocks=200, sampler=MultiRound)
+    engine = make_engine(draft, max_num_seqs=48, blocks=200, coupled=False)
     engine.set_plan(plan_of(SHAPES))
     if cuts:
         engine.set_synthetic(SyntheticKnobs(acceptance=(0.7, 0.5)))
@@ -115,7 +114,7 @@ def test_greedy_text_in_a_mixed_batch_equals_plain_text(
     make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str
 ) -> None:
     plan_of, *_ = lossless
-    engine = make_engine(draft, sampler=MultiRound)
+    engine = make_engine(draft, coupled=False)
     engine.set_plan(plan_of(SHAPES))
     fields: dict[str, Any] = {"max_tokens": 30, "top_k": 0, "frequency_penalty": 0.5}
     requests = [submit(i, temperature=0.0 if i % 2 else 0.9, **fields) for i in range(8)]
@@ -134,7 +133,7 @@ GRAPH_SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none"
 
 def counted(make_engine: Any, plan_of: Any, draft: str, graphs: tuple[int, ...], **sampling: Any) -> Any:
     """Return the texts and the acceptance of a mixed batch, with shadow passes and cut paths."""
-    engine = make_engine(draft, sampler=MultiRound, graphs=graphs, pipelined=True)
+    engine = make_engine(draft, coupled=False, graphs=graphs, pipelined=True)
     engine.set_plan(plan_of(GRAPH_SHAPES, explore=0))
     engine.set_synthetic(SyntheticKnobs(acceptance=(0.9, 0.7)))
     fields: dict[str, Any] = {"max_tokens": 24, "top_p": 0.95, **sampling}
@@ -168,5 +167,5 @@ def test_other_probabilities_in_graphs_are_detected(
     """Graphs that verify all children as deterministic accept others than eager steps do."""
     plan_of, *_ = lossless
     wanted = counted(make_engine, plan_of, "copy", ())
-    monkeypatch.setattr(GraphRounds, "store", lambda *_: None)
+    monkeypatch.setattr(StepSampler, "_store", lambda *_: None)
     assert counted(make_engine, plan_of, "copy", GRAPHS)[1:] != wanted[1:]

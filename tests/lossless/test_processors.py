@@ -10,10 +10,8 @@ import torch
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.messages import Sampling, Submit
-from specdecode_worker.engine import captured_step as adjustment
-from specdecode_worker.engine import step_tables as feature_tables
-from specdecode_worker.sampling import columns as token_counts
-from specdecode_worker.sampling.columns import ParamColumns
+from specdecode_worker.sampling import params as tables
+from specdecode_worker.sampling import sampler
 from support.lossless.plain_decoding import PlainDecoding
 
 TOKENS, VOCABULARY = 30, 61
@@ -112,39 +110,38 @@ def test_mixed_batch_in_graphs_equals_plain_decoding(
     assert reports[0] == reports[1]
 
 
+@pytest.mark.parametrize("graphs", [(), (4, 10)], ids=["calls", "graphs"])
 @pytest.mark.parametrize("bug", ["blind-to-the-tree", "prompt-is-answer", "stops-late", "short-history"])
-def test_planted_bugs_in_graphs_are_detected(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
+def test_planted_bugs_are_detected(
+    make_engine: Any,
+    lossless: Any,
+    plain: PlainDecoding,
+    bug: str,
+    graphs: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan_of, *_ = lossless
-    engine = make_engine("copy", max_num_seqs=10, graphs=(4, 10))
+    engine = make_engine("copy", max_num_seqs=10, graphs=graphs)
     engine.set_plan(plan_of(SHAPES))
     if bug == "blind-to-the-tree":
-        monkeypatch.setattr(adjustment.Adjustment, "_counted", lambda _, counts, at: counts.answer_BV[at.sequence_T])
+        monkeypatch.setattr(sampler.StepSampler, "_counted", lambda _, counts, rows: counts.answer_BV[rows.sequence_R])
     elif bug == "short-history":
-        monkeypatch.setattr(adjustment, "count_tokens", _with_short_history(adjustment.count_tokens))
+        right = sampler.count_tokens
+        monkeypatch.setattr(sampler, "count_tokens", lambda texts, prompt, _, size: right(texts, prompt, 8, size))
     else:
         _plant_in_tables(bug, monkeypatch)
     assert run(engine, mixed_batch()) != {r.request_id: plain.text(r) for r in mixed_batch()}
 
 
-def _with_short_history(right: Any) -> Any:
-    return lambda state, rows, prompt_tokens, history, size: right(state, rows, prompt_tokens, 8, size)
-
-
 def _plant_in_tables(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write other values to the tables of graphs."""
-    right = feature_tables.feature_ints
-
-    def wrong(requests: Any, key: Any) -> dict[str, list[int]]:
-        tables = right(requests, key)
-        if bug == "prompt-is-answer" and "prompt_tokens" in tables:
-            tables["prompt_tokens"] = [0] * len(tables["prompt_tokens"])
-        elif "min_tokens" in tables:
-            tables["min_tokens"] = [count + 2 if count else 0 for count in tables["min_tokens"]]
-        return tables
-
-    monkeypatch.setattr(feature_tables, "feature_ints", wrong)
+    """Write other values to the tables of sampling parameters."""
+    wrong = {
+        "prompt-is-answer": tables.Column("prompt_tokens", 0, lambda _: 0, adjusts=True),
+        "stops-late": tables.Column(
+            "min_tokens", 0, lambda params: params.min_tokens + 2 if params.blocks else 0, adjusts=True
+        ),
+    }[bug]
+    monkeypatch.setattr(tables, "COLUMNS", tuple(wrong if one.name == wrong.name else one for one in tables.COLUMNS))
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["in-turn", "pipelined"])
@@ -155,24 +152,3 @@ def test_chunks_and_preemptions(make_engine: Any, lossless: Any, plain: PlainDec
     engine.set_plan(plan_of(SHAPES))
     assert run(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
     assert engine.preemptions > 0, "the test must make the blocks run out"
-
-
-@pytest.mark.parametrize("bug", ["blind-to-the-tree", "prompt-is-answer", "stops-late"])
-def test_planted_bugs_are_detected(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan_of, *_ = lossless
-    engine = make_engine("copy", max_num_seqs=10)
-    engine.set_plan(plan_of(SHAPES))
-    right = token_counts.paths_of
-    if bug == "blind-to-the-tree":
-        monkeypatch.setattr(token_counts, "paths_of", lambda *args: torch.zeros_like(right(*args)))
-    elif bug == "prompt-is-answer":
-        nothing = property(lambda self: torch.zeros(len(self._batch_params), dtype=torch.int64))
-        monkeypatch.setattr(ParamColumns, "prompt_tokens_B", nothing)
-    else:
-        late = property(
-            lambda self: torch.tensor([params.min_tokens + 2 if params.blocks else 0 for params in self._batch_params])
-        )
-        monkeypatch.setattr(ParamColumns, "min_tokens_B", late)
-    assert run(engine, mixed_batch()) != {r.request_id: plain.text(r) for r in mixed_batch()}

@@ -33,8 +33,6 @@ from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.coupling import Coupling
-from specdecode_worker.sampling.sampler import SamplerFactory
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,
@@ -105,7 +103,7 @@ def engine_of(
     rows: Sequence[int] = (1, 2, 4),
     grammars: GrammarCompiler | None = None,
     eos_token_ids: tuple[int, ...] = (),
-    sampler: SamplerFactory = Coupling,
+    coupled: bool = True,
 ) -> Engine:
     """Return an engine over the pair.
 
@@ -130,7 +128,7 @@ def engine_of(
             rows=rows,
             max_tokens=budget,
             capture_after_steps=1,
-            coupled=sampler is Coupling,
+            coupled=coupled,
         )
     parts = EngineParts(
         scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks, contiguous=not pipelined)),
@@ -138,7 +136,7 @@ def engine_of(
         drafts=registry,
         state=state,
         shape_selector=ShapeSelector(Dispatcher("", "d"), registry),
-        sampler=sampler,
+        coupled=coupled,
         graphs=graphs,
         grammars=grammars,
     )

@@ -6,14 +6,14 @@ On a CPU the results equal the reference bit for bit; work that no row needs is 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from specdecode_kernels import dispatch
+from specdecode_kernels.noise.op import LARGE, gumbel_row
 
-_LARGE = 4096
-"""Vocabulary size from which the work of one row costs more than one iteration of a Python loop."""
 _SAFE = 1e-4
 """Below this value, 1 - top_p is too close to the rounding error of sums to derive a bound from it."""
 
@@ -77,11 +77,39 @@ def processed(
     wide = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     scaled = wide / temperature_R.to(wide.dtype)[:, None]
     if truncated:
-        by_row = scaled.device.type == "cpu" and scaled.shape[1] >= _LARGE
+        by_row = is_large(scaled)
         scaled = (_cut_by_row if by_row else _cut)(
             scaled, top_k_R, top_p_R, torch.zeros_like(top_p_R) if min_p_R is None else min_p_R
         )
     return torch.log_softmax(scaled, dim=-1)
+
+
+def is_large(logits_RV: Tensor) -> bool:
+    """Return whether rows of these logits are processed one by one: on a CPU, with a large vocabulary."""
+    return logits_RV.device.type == "cpu" and logits_RV.shape[1] >= LARGE
+
+
+def sampled_scores(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+    truncation: tuple[Tensor, Tensor, Tensor] | None,
+    ids_V: Tensor | None = None,
+    vocab_size: int = 0,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (row, log p + noise [V]) of every row of temperature > 0, on a CPU.
+
+    ``ids_V`` are the target ids of the columns, of a vocabulary of ``vocab_size`` tokens; None if the columns are ids.
+    """
+    temperatures, seeds, positions = temperature_R.tolist(), seed_R.tolist(), position_R.tolist()
+    for row in [row for row, temperature in enumerate(temperatures) if temperature > 0]:
+        here = slice(row, row + 1)
+        cuts = (position_R[here],) * 2 if truncation is None else tuple(column[here] for column in truncation)
+        logp_RV = processed(logits_RV[here], temperature_R[here], *cuts, truncated=truncation is not None)
+        size = logits_RV.shape[1] if ids_V is None else vocab_size
+        noise_V = gumbel_row(seeds[row], positions[row], size)
+        yield row, logp_RV[0] + (noise_V if ids_V is None else noise_V[ids_V])
 
 
 def _cut_by_row(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:

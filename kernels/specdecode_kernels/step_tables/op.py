@@ -1,4 +1,4 @@
-"""Bookkeeping of a decode step, as captured steps call it: one kernel per question on a GPU, else the reference."""
+"""Bookkeeping of a decode step, captured or not: one kernel per question on a GPU, else the reference."""
 
 from __future__ import annotations
 

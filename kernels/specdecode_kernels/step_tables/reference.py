@@ -107,10 +107,9 @@ def commit(
         depth: Maximum depth D of the trees.
     """
     parents_BN, device = trees.parents_BN, trees.parents_BN.device
-    tokens_BN, chosen_BN = _by_node(trees, trees.tokens_T, -2), _by_node(trees, trees.chosen_T, -1)
+    (tokens_BN, chosen_BN), step_D = _by_node(trees), torch.arange(depth + 1, device=device)
     accepted = walk(parents_BN, tokens_BN, chosen_BN, depth)
     count_B = torch.minimum(accepted.count_B, depth_limit_B)
-    step_D = torch.arange(depth + 1, device=device)
     path_BD = torch.where(step_D[:-1] < count_B[:, None], accepted.path_BD, -1)
     nodes_BD = torch.nn.functional.pad(path_BD.clamp(min=0), (1, 0))
     on_path = step_D <= count_B[:, None]
@@ -127,10 +126,12 @@ def commit(
     place_BD = torch.where(emitted_BD >= 0, roots_B[:, None] + 1 + step_D, state.tokens_SP.shape[1] - 1)
     state.tokens_SP[slots_B[:, None], place_BD] = emitted_BD
     state.length_S[slots_B] = roots_B + 1 + count_B
+    out = torch.cat((emitted_BD, path_BD, rank_BD, count_B[:, None]), dim=1)
+    if not depth:
+        return Committed(out, path_BD, path_BD)
     moves = path_BD > 0
     source_BD = _places(state, rows, roots_B[:, None] + path_BD.clamp(min=0))
     target_BD = _places(state, rows, (roots_B[:, None] + 1 + step_D[:-1]).expand_as(path_BD))
-    out = torch.cat((emitted_BD, path_BD, rank_BD, count_B[:, None]), dim=1)
     return Committed(out, torch.where(moves, source_BD, 0), torch.where(moves, target_BD, 0))
 
 
@@ -163,13 +164,13 @@ def store_states(
         block_aux_NA[block_BD] = aux_TA[row_BD]
 
 
-def _by_node(trees: Verified, values_T: Tensor, padding: int) -> Tensor:
-    """Return the values of packed rows by node, [B, N]."""
+def _by_node(trees: Verified) -> tuple[Tensor, Tensor]:
+    """Return the tokens and the chosen tokens of packed rows by node, [B, N], padded with -2 and -1."""
     starts, nodes = trees.query_start, trees.parents_BN.shape[1]
-    node_N = torch.arange(nodes, device=values_T.device)
-    row_BN = starts[:-1, None] + node_N
-    real = node_N < (starts[1:] - starts[:-1])[:, None]
-    return torch.where(real, values_T[torch.where(real, row_BN, 0)], padding)
+    node_N = torch.arange(nodes, device=starts.device)
+    real_BN = node_N < (starts[1:] - starts[:-1])[:, None]
+    row_BN = torch.where(real_BN, starts[:-1, None] + node_N, 0)
+    return torch.where(real_BN, trees.tokens_T[row_BN], -2), torch.where(real_BN, trees.chosen_T[row_BN], -1)
 
 
 def _places(state: SlotState, rows: StepRows, index_BD: Tensor) -> Tensor:

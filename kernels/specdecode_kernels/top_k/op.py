@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels import dispatch
+from specdecode_kernels.sample import op as sample
 from specdecode_kernels.top_k import reference
 
 
@@ -25,8 +26,15 @@ def top_k(
 
     On a GPU the noise is fp32: tokens with scores that differ by less than 1e-4 may change places. Truncation applies
     to the k best tokens alone, and puts tokens last instead of dropping them. This can cost a proposal, but never
-    changes the text.
+    changes the text. On a CPU rows of a large vocabulary are processed one by one, and greedy ones not at all.
     """
+    if not dispatch.on_gpu(logits_RV) and sample.is_large(logits_RV):
+        best_RK = logits_RV.topk(k, dim=-1).indices
+        sharp_RV = logits_RV if sharpness == 1 else logits_RV * sharpness
+        rows = sample.sampled_scores(sharp_RV, temperature_R, seed_R, position_R, truncation, ids_V, vocab_size)
+        for row, scores_V in rows:
+            best_RK[row] = scores_V.topk(k).indices
+        return best_RK if ids_V is None else ids_V[best_RK]
     if not dispatch.on_gpu(logits_RV) or logits_RV.dtype == torch.float64:
         return reference.top_k(
             logits_RV,

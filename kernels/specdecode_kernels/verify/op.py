@@ -12,6 +12,7 @@ from torch import Tensor
 from specdecode_kernels import dispatch
 from specdecode_kernels.noise.op import gumbel
 from specdecode_kernels.noise.reference import COIN_STREAM, RESIDUAL_STREAM, uniform
+from specdecode_kernels.sample import op as sample
 from specdecode_kernels.verify import reference
 from specdecode_kernels.verify.reference import Accepted
 
@@ -27,8 +28,14 @@ def choose(
 ) -> Tensor:
     """Choose the tokens [R] of plain decoding as `reference.chosen_tokens` does.
 
-    On a GPU the logits are read once, and no probabilities or noise are stored.
+    On a GPU the logits are read once, and no probabilities or noise are stored. On a CPU rows of a large vocabulary are
+    processed one by one, and greedy ones not at all.
     """
+    if not dispatch.on_gpu(logits_RV) and sample.is_large(logits_RV):
+        chosen_R = logits_RV.argmax(-1)
+        for row, scores_V in sample.sampled_scores(logits_RV, temperature_R, seed_R, position_R, truncation):
+            chosen_R[row] = scores_V.argmax()
+        return chosen_R
     if not dispatch.on_gpu(logits_RV) or logits_RV.dtype == torch.float64:
         return reference.chosen_tokens(logits_RV, temperature_R, seed_R, position_R, truncation)
     from specdecode_kernels.sample.kernel import cuts

@@ -36,7 +36,7 @@ def coupled_tokens(logp_RV: Tensor, seed_R: Tensor, position_R: Tensor) -> Tenso
 
     ``position`` is the absolute position of the token to emit, one after the position of the row's own token.
     """
-    return (logp_RV + gumbel(seed_R, position_R, logp_RV.shape[-1]).to(logp_RV.dtype)).argmax(-1)
+    return (logp_RV + gumbel(seed_R, position_R, logp_RV.shape[-1])).argmax(-1)
 
 
 def chosen_tokens(

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.sampling.sampler import MultiRound
 
 SHAPES = [TreeShape.parse(text) for text in ("chain:4", "tree:3,2,1,1", "none", "chain:1")]
 
 
-@pytest.mark.parametrize("fields", [{}, {"sampler": MultiRound}], ids=["coupled", "mss"])
+@pytest.mark.parametrize("fields", [{}, {"coupled": False}], ids=["coupled", "mss"])
 def test_a_permuted_draft_is_accepted_as_often(make_engine: Any, lossless: Any, fields: dict[str, Any]) -> None:
     """A draft with the target's tokens under other ids proposes the same tokens as one with the same ids."""
     plan_of, submit, texts = lossless

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -67,14 +68,40 @@ class DraftConfig(Written):
         return self
 
 
-DRAFT_FREE: frozenset[Method] = frozenset(("ngram", "suffix", "none"))
-"""Methods without draft weights."""
-ONE_PASS: frozenset[Method] = frozenset(("peagle", "dflash"))
-"""Methods whose draft proposes all depths of a tree in one pass."""
-WITH_MLP: tuple[Method, ...] = ("eagle3", "peagle", "dflash", "eagle", "draft-model")
-"""Methods with decoder blocks in the draft, which can be quantized."""
+@dataclass(frozen=True, slots=True)
+class MethodTraits:
+    """What the contract must know about a drafting method."""
 
-PLACEABLE: tuple[Method, ...] = ("eagle3", "eagle", "draft-model")
+    weights: bool = True
+    """True if the draft has weights, and so a URI."""
+    one_pass: bool = False
+    """True if the draft proposes all depths of a tree in one pass."""
+    blocks: bool = True
+    """True if the draft has decoder blocks, which can be quantized."""
+    placeable: bool = False
+    """True if the draft can run on a device of its own."""
+
+
+_NOTHING = MethodTraits(weights=False, blocks=False)
+METHODS: dict[Method, MethodTraits] = {
+    "eagle3": MethodTraits(placeable=True),
+    "peagle": MethodTraits(one_pass=True),
+    "dflash": MethodTraits(one_pass=True),
+    "eagle": MethodTraits(placeable=True),
+    "draft-model": MethodTraits(placeable=True),
+    "medusa": MethodTraits(blocks=False),
+    "ngram": _NOTHING,
+    "suffix": _NOTHING,
+    "none": _NOTHING,
+}
+"""All drafting methods."""
+DRAFT_FREE = frozenset(name for name, traits in METHODS.items() if not traits.weights)
+"""Methods without draft weights."""
+ONE_PASS = frozenset(name for name, traits in METHODS.items() if traits.one_pass)
+"""Methods whose draft proposes all depths of a tree in one pass."""
+WITH_MLP = tuple(name for name, traits in METHODS.items() if traits.blocks)
+"""Methods with decoder blocks in the draft, which can be quantized."""
+PLACEABLE = tuple(name for name, traits in METHODS.items() if traits.placeable)
 """Methods whose draft can run on a device of its own."""
 
 

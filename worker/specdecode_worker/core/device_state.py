@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_NODES
-from specdecode_worker.core.kv_cache import BLOCK_SIZE, PADDING_BLOCK
+from specdecode_worker.core.kv_cache import BLOCK_SIZE
 
 # Asynchronous copies of results from the device to the host.
 
@@ -134,44 +134,6 @@ class DeviceState:
         """Write entries of the block tables: block ``blocks[i]`` to column ``columns[i]`` of slot ``slots[i]``."""
         entries = to_device([slots, columns, blocks], self.block_table_SM.device)
         self.block_table_SM[entries[0], entries[1]] = entries[2]
-
-    def commit(self, slots_C: Tensor, roots_C: Tensor, emitted_CD: Tensor, count_C: Tensor) -> None:
-        """Write the emitted tokens after their roots and advance the lengths.
-
-        Args:
-            slots_C: Slots of the rows.
-            roots_C: Index of each root.
-            emitted_CD: Emitted tokens, -1 as padding.
-            count_C: Number of accepted nodes.
-        """
-        step_D = torch.arange(emitted_CD.shape[1], device=slots_C.device)
-        index_CD = torch.where(emitted_CD >= 0, roots_C[:, None] + 1 + step_D, self.scratch)
-        self.tokens_SP[slots_C[:, None], index_CD] = emitted_CD
-        self.length_S[slots_C] = roots_C + 1 + count_C
-
-    def store_path_aux(
-        self, slots_C: Tensor, roots_C: Tensor, path_CD: Tensor, aux_TA: Tensor, root_rows_C: Tensor
-    ) -> None:
-        """Store the auxiliary states of each root and of the accepted nodes after it.
-
-        Args:
-            slots_C: Slots of the rows.
-            roots_C: Index of each root.
-            path_CD: Accepted nodes in path order, -1 as padding.
-            aux_TA: Auxiliary states of all packed tokens.
-            root_rows_C: Index of each root among the packed tokens.
-        """
-        assert self.ring_SRA is not None, "no draft reads aux states"
-        nodes_CD = torch.cat((torch.zeros_like(roots_C)[:, None], path_CD), dim=1)
-        step_D = torch.arange(nodes_CD.shape[1], device=slots_C.device)
-        column_CD = torch.where(nodes_CD >= 0, (roots_C[:, None] + step_D) % STATE_RING_POSITIONS, STATE_RING_POSITIONS)
-        aux_CDA = aux_TA[root_rows_C[:, None] + nodes_CD.clamp(min=0)]
-        self.ring_SRA[slots_C[:, None], column_CD] = aux_CDA
-        if self.block_aux_NA is not None:
-            position_CD = roots_C[:, None] + step_D
-            ends_block_CD = (nodes_CD >= 0) & (position_CD % BLOCK_SIZE == BLOCK_SIZE - 1)
-            block_CD = self.block_table_SM[slots_C[:, None], position_CD // BLOCK_SIZE]
-            self.block_aux_NA[torch.where(ends_block_CD, block_CD, PADDING_BLOCK)] = aux_CDA
 
     def store_last_aux(self, slot: int, blocks: Sequence[int], end: int, aux_TA: Tensor) -> None:
         """Store the auxiliary states of the consecutive positions that end at ``end`` (exclusive).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, CachedPrefix
@@ -95,6 +95,14 @@ class DraftProgress:
 # Conversion of a request's sampling parameters into the form that speculation applies (``SamplingParams``).
 
 
+_COPIED_FIELDS = tuple(
+    one.name
+    for one in fields(SamplingParams)
+    if one.name in Sampling.__struct_fields__ and one.name not in ("logit_bias", "min_tokens")
+)
+"""Fields of a request's message that are sampling parameters as they are."""
+
+
 def sampling_params_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> SamplingParams:
     """Return the sampling parameters of a request.
 
@@ -107,14 +115,7 @@ def sampling_params_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> Sampli
     for token, value in sampling.logit_bias:
         bias[token] = bias.get(token, 0.0) + value
     return SamplingParams(
-        seed=sampling.seed,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
+        **{name: getattr(sampling, name) for name in _COPIED_FIELDS},
         logit_bias=tuple(bias.items()),
         min_tokens=0 if guided else sampling.min_tokens,
         blocked=() if guided else blocked_tokens(submit, eos_token_ids),

@@ -6,20 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.contract import MAX_RANKS, DraftConfig, DraftState
+from specdecode_worker.contract import MAX_RANKS, DraftConfig, DraftState, Method
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
-from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, slots_of, spread
+from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache, slots_of, spread
 from specdecode_worker.core.request import DraftProgress, Request
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
-from specdecode_worker.sampling.sampler import Proposer, Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level, Nodes, Tree
 
 # Target hidden states that the loaded drafts read. They are stored together; each draft selects its columns.
@@ -186,40 +186,53 @@ Missing proposals are -1.
 Progress = Callable[[Request], DraftProgress]
 
 
-class Drafter(Protocol):
-    """Interface of a loaded draft. A draft affects the number of tokens per step, never the text."""
+def own_progress(request: Request) -> DraftProgress:
+    """Return the progress of the request's own draft, for a draft that no registry knows."""
+    return request.draft
 
-    needs_passes: ClassVar[bool]
+
+def any_request(request: Request) -> bool:
+    """Return True: a draft that no registry knows serves every request."""
+    return True
+
+
+class Drafter(ABC):
+    """Loaded draft. It affects the number of tokens per step, never the text."""
+
+    needs_passes: ClassVar[bool] = True
     """False if the draft has no network, so that a deeper tree costs no draft pass."""
-    reads: TargetStates
+    one_pass: ClassVar[bool] = False
+    """True if one pass proposes all depths of a tree, so that a deeper tree needs no further passes."""
+    reads: TargetStates = NO_STATES
     """Target states that the draft reads."""
-    columns: StateColumns
+    columns: StateColumns = StateColumns()
     """Columns of those states among the stored target states; set by the DraftRegistry."""
+    serves: Callable[[Request], bool] = staticmethod(any_request)
+    """Function that returns whether this draft serves a request; set by the DraftRegistry.
 
+    Rows of other drafts can be in the same step. Their lag is that of their own draft.
+    """
+    progress: Progress = staticmethod(own_progress)
+    """Function that returns the progress of this draft through the text of a request that it serves; set likewise."""
+
+    @abstractmethod
     def ready(self, request: Request) -> bool:
         """Return whether the draft can propose tokens for this request in the next step; else it decodes plainly."""
-        ...
 
+    @abstractmethod
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Run the draft over prefill chunks. ``aux_TA`` [T, A] holds the target states of their tokens."""
-        ...
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    @abstractmethod
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Catch up with committed tokens, and return the function that proposes tokens for the trees of the forest.
 
         It is called for one level after the other, once the tokens of the nodes of a level are in ``state.tokens_SP``.
         Those need not be tokens that this draft proposed. None if there is no tree to draft.
         """
-        ...
 
-
-@runtime_checkable
-class AnswerReader(Protocol):
-    """Drafter that learns from the answers of requests, or stores something for each request."""
-
-    def record_end(self, request: Request) -> None:
+    def record_end(self, request: Request) -> None:  # noqa: B027 - most drafts store nothing
         """Read the answer of a request that ends for any reason, and drop what is stored for the request itself."""
-        ...
 
 
 @runtime_checkable
@@ -236,35 +249,13 @@ class RestartedDrafter(Protocol):
         ...
 
 
-def own_progress(request: Request) -> DraftProgress:
-    """Return the progress of the request's own draft, for a draft that no registry knows."""
-    return request.draft
+class PagedDrafter(Drafter):
+    """Drafter that must catch up with the text of its requests, most with a paged KV cache of its own."""
 
-
-def any_request(request: Request) -> bool:
-    """Return True: a draft that no registry knows serves every request."""
-    return True
-
-
-class PagedDrafter(ABC):
-    """Drafter with a paged KV cache of its own."""
-
-    needs_passes: ClassVar[bool] = True
-    parallel: ClassVar[bool] = False
-    """True if one pass proposes all depths of a tree, so that a deeper tree needs no further passes."""
-    captured: ClassVar[bool] = True
-    """True if its passes can be captured in a graph."""
     first_slot: int
     """First slot of its cache that holds keys: 0, or 1 for EAGLE heads."""
     last_position: int
     """Last position that its position embedding supports; later positions are clamped to it."""
-    serves: Callable[[Request], bool] = staticmethod(any_request)
-    """Function that returns whether this draft serves a request; set by the DraftRegistry.
-
-    Rows of other drafts can be in the same step. Their lag is that of their own draft.
-    """
-    progress: Progress = staticmethod(own_progress)
-    """Function that returns the progress of this draft through the text of a request that it serves; set likewise."""
 
     @abstractmethod
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
@@ -283,19 +274,35 @@ class PagedDrafter(ABC):
         start = self.progress(request).start
         return start if start > 1 else self.first_slot
 
-    def pass_by_level(
-        self, roots_RE: Tensor, rows: Sequence[Row], forest: Forest, state: DeviceState, sampler: Proposer
-    ) -> Expand:
+
+class CapturedDrafter(PagedDrafter):
+    """Paged drafter with one pass for each level of a tree. The passes can be captured in a graph."""
+
+    _state: DeviceState
+
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
+        """Catch up to the root, and return the function that proposes tokens."""
+        drafting = self.drafting(rows, forest.trees)
+        if not drafting:
+            return None
+        requests = [rows[b].request for b in drafting]
+        counts = self.catch_up_counts(requests)
+        self.record_catch_up(requests, counts)
+        first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
+        packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
+        roots_BE = roots_of(self.root_states(slots_T, index_T, packed), counts, drafting, len(rows))
+        return self.pass_by_level(roots_BE, rows, forest, sampler)
+
+    def pass_by_level(self, roots_RE: Tensor, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand:
         """Return the function that proposes tokens, with one pass for each level below the roots.
 
         Args:
             roots_RE: The draft's hidden states at the roots of the trees, [R, E].
             rows: Rows of the step.
             forest: Their trees.
-            state: Device state of the running requests.
             sampler: Sampler of the step.
         """
-        hidden_RE = roots_RE
+        hidden_RE, state = roots_RE, self._state
 
         def expand(depth: int, level: Level) -> Tensor:
             nonlocal hidden_RE
@@ -343,7 +350,7 @@ class Ranking:
         """Return the best target token ids behind nodes of this depth, [R, K], best first."""
         sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
         k = min(MAX_RANKS, logits_RV.shape[-1])
-        return sampler.propose(logits_RV, self._target_ids, at.batch_R, at.node_R, at.depth_R, sharpness, k)
+        return sampler.propose(logits_RV, self._target_ids, at, sharpness, k)
 
 
 def draft_trees(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand | None) -> Tensor | None:
@@ -382,7 +389,37 @@ def write_children(ranked_BNK: Tensor, level: Level, slots_B: Tensor, state: Dev
     state.tokens_SP[slot_C, state.length_S[slot_C] + level.child_node_C] = token_C.clamp(min=0)
 
 
-# Draft that was loaded, or that cannot run, and the interface of what loads it.
+# Drafting methods, drafts that were loaded, or that cannot run, and the interface of what loads them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftContext:
+    """What a new drafter needs to know besides its network."""
+
+    config: DraftConfig
+    sharpness: tuple[float, ...] = ()
+    """Factors of the calibration, as for Ranking."""
+    state: DeviceState
+    vocab_size: int
+    """Vocabulary size of the target."""
+    positions: int
+    """Number of positions that the target supports."""
+    host_is_current: bool
+    """True if no step is launched before the previous one is collected."""
+    make_cache: Callable[[Any], PagedCache]
+    """Function that allocates the KV cache of a network, from its configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMethod:
+    """Drafting method: its name in the contract, and the constructor of its drafter.
+
+    The constructor gets the network, or None for a method without weights.
+    """
+
+    name: Method
+    make: Callable[[Any, DraftContext], Drafter]
+
 
 DEFAULT_DRAFT = ""
 """Name of the default draft, used by tasks that have no draft of their own."""

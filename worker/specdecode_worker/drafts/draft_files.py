@@ -30,10 +30,10 @@ def draft_hash(config: DraftConfig, resolve: Callable[[str], Path]) -> str:
         ModelError: The URI names no model.
         OSError: A file cannot be read.
     """
-    if config.method == "suffix":
-        return "suffix"
-    if config.uri is None:
+    if config.method == "ngram":
         return f"ngram-{config.prompt_lookup_min}-{config.prompt_lookup_max}"
+    if config.uri is None:
+        return config.method
     return model_hash(resolve(config.uri), with_tokenizer=config.method == "draft-model")
 
 

@@ -7,6 +7,7 @@ already be in place, but those of a tree are not; and one pass costs about as mu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -16,19 +17,12 @@ from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import (
-    Expand,
-    PagedDrafter,
-    Ranking,
-    StateColumns,
-    catch_up_runs,
-    causal_pass,
-    roots_of,
-)
+from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, Ranking, causal_pass
 from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Proposer, Sampler
-from specdecode_worker.sampling.trees import Forest, Nodes, Tree
+from specdecode_worker.sampling.sampler import Proposer
+from specdecode_worker.sampling.trees import Nodes, Tree
+
+log = logging.getLogger(__name__)
 
 LONGEST_CATCH_UP = 1024
 """Maximum number of tokens that the draft catches up with in one step.
@@ -37,7 +31,7 @@ A draft that lags further restarts with the last tokens of the text, so that no 
 """
 
 
-class ModelDrafter(PagedDrafter):
+class ModelDrafter(CapturedDrafter):
     """Drafter of the method draft-model.
 
     A model with another vocabulary than the target's has a map between the two (`Llama.vocabulary`). It reads one token
@@ -48,7 +42,6 @@ class ModelDrafter(PagedDrafter):
         self, model: Llama, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
         """Create a drafter. ``vocab_size`` is that of the target; padding ids beyond it are never proposed."""
-        self.reads, self.columns = TargetStates(), StateColumns()
         self._model, self._cache, self._state = model, cache, state
         self._vocab_size = vocab_size
         self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
@@ -72,13 +65,6 @@ class ModelDrafter(PagedDrafter):
             if progress.lag > 1:  # the draft has not run over the prompt so far
                 progress.start = row.start if row.start == 0 else max(row.start, 2)
             progress.lag = 1
-
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
-        """Catch up to the root, and return the function that proposes tokens."""
-        drafting = self.drafting(rows, forest.trees)
-        if not drafting:
-            return None
-        return self.pass_by_level(self._run_catch_up(rows, drafting), rows, forest, self._state, sampler)
 
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows with a tree to draft."""
@@ -111,13 +97,6 @@ class ModelDrafter(PagedDrafter):
         mine = logits_RV[:, : self._vocab_size] if self._vocabulary is None else self._vocabulary.outputs(logits_RV)
         return self._ranking.of(mine, at, depth, sampler)
 
-    def _run_catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
-        requests = [rows[b].request for b in drafting]
-        counts = self.catch_up_counts(requests)
-        self.record_catch_up(requests, counts)
-        first_B, _, _ = catch_up_runs(self._state, requests, counts)
-        return roots_of(self._run(requests, counts, first_B), counts, drafting, len(rows))
-
     def _run(self, requests: Sequence[Request], counts: Sequence[int], first_B: Tensor) -> Tensor:
         """Run ``counts[b]`` slots of each request from ``first_B[b]`` on, and return their hidden states [T, E]."""
         return self._forward(
@@ -127,3 +106,18 @@ class ModelDrafter(PagedDrafter):
     def _forward(self, packed: PackedBatch | PackedTensors) -> Tensor:
         tokens_T = packed.tokens_T if self._vocabulary is None else self._vocabulary.inputs(packed.tokens_T)
         return self._model(tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]
+
+
+def _draft_model(model: Llama, context: DraftContext) -> ModelDrafter:
+    if (vocabulary := model.vocabulary) is not None:
+        log.info(
+            "draft %s has another tokenizer: it proposes %d tokens, which cover %.0f %% of a sample text",
+            context.config.uri,
+            len(vocabulary.target_ids),
+            100 * vocabulary.coverage,
+        )
+    cache = context.make_cache(model.config)
+    return ModelDrafter(model, context.vocab_size, cache, context.state, context.sharpness)
+
+
+METHOD = DraftMethod("draft-model", _draft_model)

@@ -21,19 +21,12 @@ from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
 from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import (
-    Expand,
-    PagedDrafter,
-    Ranking,
-    StateColumns,
-    catch_up_runs,
-    causal_pass,
-    roots_of,
-)
+from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
+from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Proposer, Sampler
-from specdecode_worker.sampling.trees import Forest, Nodes, Tree
+from specdecode_worker.sampling.sampler import Proposer
+from specdecode_worker.sampling.trees import Nodes, Tree
 
 
 class Head(Protocol):
@@ -64,7 +57,6 @@ class Head(Protocol):
 class StateDrafter(PagedDrafter):
     """Paged drafter whose slot i reads the target's state h[i-1]; it catches up from the ring of DeviceState."""
 
-    columns: StateColumns
     _state: DeviceState
 
     def ready(self, request: Request) -> bool:
@@ -153,8 +145,8 @@ class StateDrafter(PagedDrafter):
         return is_behind and self.ready(request)
 
 
-class EagleDrafter(StateDrafter):
-    """Drafter of the methods eagle3 and eagle."""
+class HeadDrafter(StateDrafter):
+    """Drafter of heads that read pairs of a target state and a token."""
 
     def __init__(
         self,
@@ -176,41 +168,48 @@ class EagleDrafter(StateDrafter):
             sharpness: As for Ranking.
         """
         self.reads = head.reads
-        self.columns = StateColumns()
         self.first_slot, self.last_position = 1, positions - 1
         self._head, self._cache, self._state = head, cache, state
         self._ranking = Ranking(target_ids, sharpness)
-
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
-        """Catch up to the root, and return the function that proposes tokens.
-
-        Rows without a tree catch up too when they lag so far that the ring would soon lose the states they need.
-        """
-        drafting = self.drafting(rows, forest.trees)
-        if not drafting:
-            return None
-        return self.pass_by_level(self._run_catch_up(rows, drafting), rows, forest, self._state, sampler)
-
-    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
-        return self._fused(self._state.aux(slots_T, index_T - 1), packed)
 
     def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
         return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
 
+    def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)
+
+
+class EagleDrafter(HeadDrafter, CapturedDrafter):
+    """Drafter of the methods eagle3 and eagle.
+
+    Rows without a tree catch up too when they lag so far that the ring would soon lose the states they need.
+    """
+
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
+        return self._fused(self._state.aux(slots_T, index_T - 1), packed)
+
     def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
         """Return the best target token ids behind these states, [R, K], best first."""
         return self._ranking.of(self._head.logits(hidden_RE), at, depth, sampler)
 
-    def _run_catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
-        """Run the slots up to the root that the draft lags behind, and return the hidden states [B, E] at the roots."""
-        requests = [rows[b].request for b in drafting]
-        counts = self.catch_up_counts(requests)
-        self.record_catch_up(requests, counts)
-        first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
-        packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
-        return roots_of(self.root_states(slots_T, index_T, packed), counts, drafting, len(rows))
 
-    def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)
+def _eagle3(head: Eagle3Head, context: DraftContext) -> EagleDrafter:
+    return EagleDrafter(head, *head_parts(head, context))
+
+
+def _eagle(head: EagleHead, context: DraftContext) -> EagleDrafter:
+    cache = context.make_cache(head.config)
+    return EagleDrafter(head, None, cache, context.state, context.positions, context.sharpness)
+
+
+def head_parts(
+    head: Eagle3Head, context: DraftContext
+) -> tuple[Tensor | None, PagedCache, DeviceState, int, tuple[float, ...]]:
+    """Return the arguments of a HeadDrafter after the head."""
+    ids = head.target_ids if head.config.draft_vocab_size != context.vocab_size else None
+    return ids, context.make_cache(head.config), context.state, context.positions, context.sharpness
+
+
+METHODS = (DraftMethod("eagle3", _eagle3), DraftMethod("eagle", _eagle))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,10 +13,9 @@ from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import Expand, StateColumns
+from specdecode_worker.drafts.base import DraftContext, Drafter, DraftMethod, Expand
 from specdecode_worker.drafts.suffix_index import Occurrence, RequestText, SuffixStore, following, rank
-from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level, Tree
 
 # Drafter of the method ngram: prompt lookup (Saxena, 2023; method "ngram" of vLLM).
@@ -35,10 +33,10 @@ class _KnownRuns:
     runs: set[tuple[int, ...]] = field(default_factory=set)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafter of the method ngram. It has no weights and no cache, and never needs to catch up."""
 
-    needs_passes: ClassVar[bool] = False
+    needs_passes = False
 
     def __init__(
         self, state: DeviceState, vocab_size: int, shortest: int, longest: int, *, host_is_current: bool
@@ -54,7 +52,6 @@ class NgramDrafter:
                 ahead. The host can then detect a request without a match, which decodes plainly instead of verifying
                 an empty proposal.
         """
-        self.reads, self.columns = TargetStates(), StateColumns()
         self._state, self._vocab_size = state, vocab_size
         self._shortest, self._longest = shortest, longest
         self._host_is_current = host_is_current
@@ -81,7 +78,7 @@ class NgramDrafter:
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Do nothing; a lookup needs the text alone."""
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Return the function that looks tokens up in the text of each request."""
         if not forest.levels:
             return None
@@ -154,10 +151,10 @@ def lookup(text_RP: Tensor, known_R: Tensor, suffix_RN: Tensor, shortest: int, v
 # node are the continuations of the occurrences that agree with the path to it.
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Drafter of the method suffix. It has no weights, and its answers are stored in host memory, within bounds."""
 
-    needs_passes: ClassVar[bool] = False
+    needs_passes = False
 
     def __init__(self, state: DeviceState, store: SuffixStore, *, host_is_current: bool) -> None:
         """Create a drafter.
@@ -168,7 +165,6 @@ class SuffixDrafter:
             host_is_current: True if the host knows every token before the next step, that is, no step is launched
                 ahead. A request without a match then decodes plainly.
         """
-        self.reads, self.columns = TargetStates(), StateColumns()
         self._state, self._store = state, store
         self._host_is_current = host_is_current
         self._texts: dict[str, RequestText] = {}
@@ -187,7 +183,7 @@ class SuffixDrafter:
             text = self._text(row.request)
             text.extend(row.request.tokens[text.length : row.start + row.count])
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Return the function that proposes tokens after earlier occurrences of the ends of the texts."""
         if not forest.levels:
             return None
@@ -234,3 +230,15 @@ class SuffixDrafter:
             text = self._text(request)
             if text.length <= length:
                 text.extend(self._state.tokens_SP[request.slot, text.length : length + 1].tolist())
+
+
+def _ngram(_: None, context: DraftContext) -> NgramDrafter:
+    shortest, longest = context.config.prompt_lookup_min, context.config.prompt_lookup_max
+    return NgramDrafter(context.state, context.vocab_size, shortest, longest, host_is_current=context.host_is_current)
+
+
+def _suffix(_: None, context: DraftContext) -> SuffixDrafter:
+    return SuffixDrafter(context.state, SuffixStore(), host_is_current=context.host_is_current)
+
+
+METHODS = (DraftMethod("ngram", _ngram), DraftMethod("suffix", _suffix))

@@ -8,7 +8,6 @@ children.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,40 +16,27 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import Expand, Progress, Ranking, StateColumns, own_progress
-from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Sampler
-from specdecode_worker.sampling.trees import Forest, Level
+from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, Expand, Ranking
+from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.sampling.sampler import Proposer
+from specdecode_worker.sampling.trees import Forest, Level, Nodes, Tree
 
 
-class Heads(Protocol):
-    """Interface of Medusa heads."""
-
-    @property
-    def reads(self) -> TargetStates:
-        """Target states that the heads read: the final hidden state."""
-        ...
-
-    def logits(self, hidden_BE: Tensor) -> Tensor:
-        """Return the logits of every head, [heads, B, V], for final hidden states."""
-        ...
-
-
-class MedusaDrafter:
-    """Drafter of the method medusa.
+class MedusaDrafter(CapturedDrafter):
+    """Drafter of the method medusa. It has no cache; the "passes" of its levels run one head each.
 
     Acceptance is exact, as for other methods; the typical acceptance of the paper would change the text.
     """
 
-    needs_passes: ClassVar[bool] = True
-    progress: Progress = staticmethod(own_progress)
+    first_slot, last_position = 0, 2**31 - 1  # no keys, and no position embedding
 
     def __init__(
-        self, heads: Heads, target_ids: Tensor | None, state: DeviceState, sharpness: Sequence[float] = ()
+        self, heads: MedusaHeads, target_ids: Tensor | None, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
         """Create a drafter. ``target_ids`` and ``sharpness`` are as for Ranking."""
-        self.reads, self.columns = heads.reads, StateColumns()
+        self.reads = heads.reads
         self._heads, self._state = heads, state
         self._ranking = Ranking(target_ids, sharpness)
 
@@ -61,20 +47,64 @@ class MedusaDrafter:
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Do nothing; Medusa heads have no cache to fill."""
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
-        """Run the heads, and return the function that proposes tokens."""
-        if not forest.levels:
+    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        """Return the indices of the rows with a tree to draft."""
+        return [b for b, row in enumerate(rows) if not row.is_chunk and trees[b].drafted_depth]
+
+    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
+        """Return 1 for each request: the heads run at the root alone."""
+        return [1] * len(requests)
+
+    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Record that the heads run at the root of each request."""
+        for request in requests:
+            self.progress(request).reached_root(len(request.in_flight))
+
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
+        """Return the function that proposes tokens. Here every head runs once for all nodes of its depth."""
+        drafting = self.drafting(rows, forest.trees)
+        if not drafting:
             return None
+        self.record_catch_up([rows[b].request for b in drafting], [1] * len(drafting))
         slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
-        parents_B = (self._state.length_S[slots_B] - 1).clamp(min=0)
-        logits_DBV = self._heads.logits(self.columns.of(self._state.aux(slots_B, parents_B)))
-        for row, tree in zip(rows, forest.trees, strict=True):
-            if tree.drafted_depth:
-                self.progress(row.request).reached_root(len(row.request.in_flight))
+        hidden_BE = self._states(slots_B, self._state.length_S[slots_B])
 
         def expand(depth: int, level: Level) -> Tensor:
-            if depth >= len(logits_DBV):  # the tree is deeper than the number of heads
-                return torch.full((len(level.batch_R), MAX_RANKS), -1, device=level.batch_R.device)
-            return self._ranking.of(logits_DBV[depth][level.batch_R], level.nodes, depth, sampler)
+            logits_BV = self._logits(hidden_BE, depth)
+            if logits_BV is None:
+                return no_candidates(level.nodes)
+            return self._ranking.of(logits_BV[level.batch_R], level.nodes, depth, sampler)
 
         return expand
+
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the target's states before the roots."""
+        return self._states(slots_T, index_T)
+
+    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the states of the parents: all heads read the state before the root."""
+        return hidden_RE
+
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
+        """Return the best target token ids behind these nodes by the head of this depth, [R, K], best first."""
+        logits_RV = self._logits(hidden_RE, depth)
+        return no_candidates(at) if logits_RV is None else self._ranking.of(logits_RV, at, depth, sampler)
+
+    def _states(self, slots_T: Tensor, roots_T: Tensor) -> Tensor:
+        return self.columns.of(self._state.aux(slots_T, (roots_T - 1).clamp(min=0)))
+
+    def _logits(self, hidden_RE: Tensor, depth: int) -> Tensor | None:
+        """Return the logits of the head of this depth; None if the tree is deeper than the number of heads."""
+        return self._heads.head_logits(hidden_RE, depth) if depth < self._heads.count else None
+
+
+def no_candidates(at: Nodes) -> Tensor:
+    """Return ranked tokens of nodes behind which nothing is proposed."""
+    return torch.full((len(at.batch_R), MAX_RANKS), -1, dtype=torch.int64, device=at.batch_R.device)
+
+
+def _medusa(heads: MedusaHeads, context: DraftContext) -> MedusaDrafter:
+    return MedusaDrafter(heads, heads.target_ids, context.state, context.sharpness)
+
+
+METHOD = DraftMethod("medusa", _medusa)

@@ -15,8 +15,8 @@ from specdecode_worker.contract import MAX_RANKS, DraftState, MergedDraft, TaskM
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState, HostCopy, to_host
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import Drafter, PagedDrafter, draft_trees, no_ranks, write_children
-from specdecode_worker.sampling.sampler import Sampler
+from specdecode_worker.drafts.base import Drafter, draft_trees, no_ranks, write_children
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import PLAIN, Forest, Tree, forest_of
 
 # Order of the candidates of several drafts behind one node: by how often each was right lately.
@@ -148,7 +148,7 @@ class TaskDrafts:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposer:
+class CreditedDraft:
     """Draft that proposed for a row: its name, its hash, and its position among the drafts of the step."""
 
     name: str
@@ -160,7 +160,7 @@ class Proposer:
 class OwnRanks:
     """Ranked tokens of each draft of a step, for the rows of tasks that merge drafts."""
 
-    proposers: dict[int, tuple[Proposer, ...]]
+    proposers: dict[int, tuple[CreditedDraft, ...]]
     """Drafts of such a row, by the index of the row."""
     ranked_FBNK: Tensor | None = None
     """Target ids behind every node in each draft's own order; None if one draft alone proposed for all rows."""
@@ -229,7 +229,7 @@ def propose_together(
     parts: Sequence[Part],
     orders: Sequence[Sequence[Candidate]],
     state: DeviceState,
-    sampler: Sampler,
+    sampler: Proposer,
 ) -> tuple[Tensor | None, Tensor]:
     """Draft the trees of a forest with several drafts.
 
@@ -340,7 +340,7 @@ class StepProposals:
 
         A parallel draft needs one pass for any depth. The passes of merged drafts add up.
         """
-        if not self._tasks.merges and not any(map(self._is_parallel, self._drafts)):
+        if not self._tasks.merges and not any(map(self._has_one_pass, self._drafts)):
             return max(depths)
         return max(self._row_passes(row, depth) for row, depth in zip(rows, depths, strict=True))
 
@@ -361,7 +361,7 @@ class StepProposals:
         for credit in credits:
             self.order.record(request.submit.task, credit, sampled=not request.sampling_params.greedy)
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Proposed:
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Proposed:
         """Draft the trees of all rows, each row by its own draft and those that are merged with it."""
         names = [self._proposers(row.request, tree) for row, tree in zip(rows, forest.trees, strict=True)]
         used = sorted({name for row in names for name in row if name in self._drafts})
@@ -385,13 +385,13 @@ class StepProposals:
         planned = min(depth, row.tree.planned_part.drafted_depth)
         names = self._proposers(row.request, row.tree)
         if len(names) == 1 and row.tree.planned is None:
-            return min(planned, 1) if self._is_parallel(names[0]) else planned
+            return min(planned, 1) if self._has_one_pass(names[0]) else planned
         heads = [name for name in names if self._drafts[name].drafter.needs_passes]
-        return sum(min(planned, 1) if self._is_parallel(name) else planned for name in heads)
+        return sum(min(planned, 1) if self._has_one_pass(name) else planned for name in heads)
 
-    def _is_parallel(self, name: str) -> bool:
+    def _has_one_pass(self, name: str) -> bool:
         loaded = self._drafts.get(name)
-        return loaded is not None and isinstance(loaded.drafter, PagedDrafter) and loaded.drafter.parallel
+        return loaded is not None and loaded.drafter.one_pass
 
     def _own_forest(self, name: str, names: Sequence[tuple[str, ...]], forest: Forest) -> Forest:
         """Return the trees that one draft proposes for: of the rows that it drafts, without what needs no pass."""
@@ -425,7 +425,7 @@ class StepProposals:
         if not self._tasks.merges:
             return None
         proposers = {
-            b: tuple(Proposer(name, self._drafts[name].state.hash, used.index(name)) for name in names[b])
+            b: tuple(CreditedDraft(name, self._drafts[name].state.hash, used.index(name)) for name in names[b])
             for b, row in enumerate(rows)
             if self._tasks.merged(row.request.submit.task)
         }

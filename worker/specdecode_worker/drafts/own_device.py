@@ -54,8 +54,8 @@ from specdecode_worker.drafts.own_device_process import (
 from specdecode_worker.drafts.registry import DraftLoader
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Proposer, Sampler
-from specdecode_worker.sampling.trees import Forest, Nodes
+from specdecode_worker.sampling.sampler import Proposer
+from specdecode_worker.sampling.trees import Forest
 
 log = logging.getLogger(__name__)
 
@@ -293,9 +293,6 @@ class ProcessSupervisor:
 class OwnDrafter(PagedDrafter):
     """Drafter in a draft process. Its passes run before a graph that verifies, never in one."""
 
-    captured = False
-    reads: TargetStates
-    columns: StateColumns
     _state: DeviceState
 
     def connect(self, supervisor: ProcessSupervisor) -> None:
@@ -322,7 +319,7 @@ class OwnDrafter(PagedDrafter):
             self._supervisor.send(Prefill(tuple(map(_chunk, rows)), ()), self._prefill_tensors(rows, aux_TA))
         self.record_prefill(rows)
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Draft the whole trees in the draft process, with the noise that the target chooses with."""
         drafting = self.drafting(rows, forest.trees)
         if not drafting:
@@ -336,18 +333,6 @@ class OwnDrafter(PagedDrafter):
     @abstractmethod
     def record_prefill(self, rows: Sequence[Row]) -> None:
         """Record that the draft runs over these chunks."""
-
-    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> NoReturn:
-        """Raise an error: no pass of this draft runs here."""
-        raise NotImplementedError("the draft runs in another process")
-
-    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> NoReturn:
-        """Raise an error: no pass of this draft runs here."""
-        raise NotImplementedError("the draft runs in another process")
-
-    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> NoReturn:
-        """Raise an error: no pass of this draft runs here."""
-        raise NotImplementedError("the draft runs in another process")
 
     def _ask(self, rows: Sequence[Row], forest: Forest, drafting: list[int], counts: list[int]) -> Tensor:
         """Return the ranked tokens behind every node [B, N, K], -1 where the process has none or is lost."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import torch
@@ -22,17 +22,14 @@ from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
 from specdecode_worker.core.messages import Sampling, Submit
 from specdecode_worker.core.request import DraftProgress, FinishRule, Request
-from specdecode_worker.drafts.base import catch_up_runs, causal_pass, draft_trees, roots_of
-from specdecode_worker.drafts.draft_model import ModelDrafter
-from specdecode_worker.drafts.eagle import EagleDrafter
+from specdecode_worker.drafts.base import CapturedDrafter, catch_up_runs, causal_pass, draft_trees, roots_of
 from specdecode_worker.drafts.registry import DraftLoader
 from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.models.headers import read_tensor_headers
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.weights import prepare_llama
-from specdecode_worker.sampling.columns import BatchTokens
-from specdecode_worker.sampling.coupling import Coupling
 from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.sampler import BatchTokens, sampler_of
 from specdecode_worker.sampling.trees import Tree, forest_of
 
 # Memory that the worker and a draft process share, for the tensors of one message at a time.
@@ -200,15 +197,12 @@ _SUBMIT = Submit(request_id="", prompt=(0,), sampling=_SAMPLING)
 _FINISH = FinishRule.of(_SAMPLING, ())
 _GREEDY = SamplingParams(seed=0, temperature=0.0, top_k=0, top_p=1.0)
 
-ServedDrafter: TypeAlias = EagleDrafter | ModelDrafter
-"""Drafters that can run in a draft process."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftServer:
     """Executor of messages on a local drafter, which was built on ``state``. ``vocab_size`` is that of the target."""
 
-    drafter: ServedDrafter
+    drafter: CapturedDrafter
     state: DeviceState
     vocab_size: int
 
@@ -258,10 +252,11 @@ class DraftServer:
         packed = causal_pass(state, requests, counts, first_B, drafter.last_position, first_key=drafter.first_key)
         hidden_RE = roots_of(drafter.root_states(slots_T, index_T, packed), counts, range(len(rows)), len(rows))
         forest = forest_of(trees, self._device)
-        slots_B = to_device([request.slot for request in requests], self._device)
-        texts = BatchTokens(state.tokens_SP, slots_B, state.length_S[slots_B], 1 + max(r.cached for r in requests))
-        sampler = Coupling([one.params for one in message.trees], texts, forest, self.vocab_size)
-        expand = drafter.pass_by_level(hidden_RE, rows, forest, state, sampler)
+        slots_B1 = to_device([*(request.slot for request in requests), state.padding_slot], self._device)
+        texts = BatchTokens(state.tokens_SP, slots_B1, state.length_S[slots_B1])
+        longest = 1 + max(request.cached for request in requests)
+        sampler = sampler_of([one.params for one in message.trees], texts, forest, self.vocab_size, longest=longest)
+        expand = drafter.pass_by_level(hidden_RE, rows, forest, sampler)
         ranked_BNK = draft_trees(rows, forest, state, expand)
         return [] if ranked_BNK is None else [ranked_BNK]
 
@@ -391,7 +386,7 @@ class FolderDraft:
             host_is_current=True,
         )
         loaded = load(self.config, self.name)
-        assert isinstance(loaded.drafter, ServedDrafter), "the contract allows no other method"
+        assert isinstance(loaded.drafter, CapturedDrafter), "the contract allows no other method"
         state.allocate_states(loaded.drafter.reads.width(target.config.hidden_size))
         server = DraftServer(drafter=loaded.drafter, state=state, vocab_size=target.config.vocab_size)
         return BuiltDraft(server, loaded.state.model_copy(update={"uri": self.uri}))

@@ -16,12 +16,13 @@ from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache, slots_of, spread
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import Expand, Ranking, StateColumns, catch_up_runs, causal_pass
-from specdecode_worker.drafts.eagle import EagleDrafter, Head, StateDrafter
+from specdecode_worker.drafts.base import DraftContext, DraftMethod, Expand, Ranking, catch_up_runs, causal_pass
+from specdecode_worker.drafts.eagle import Head, HeadDrafter, StateDrafter, head_parts
 from specdecode_worker.models.config import PEagleConfig
 from specdecode_worker.models.dflash import DFlashHead
-from specdecode_worker.sampling.sampler import Proposer, Sampler
-from specdecode_worker.sampling.trees import Forest, Level, Nodes
+from specdecode_worker.models.eagle import PEagleHead
+from specdecode_worker.sampling.sampler import Proposer
+from specdecode_worker.sampling.trees import Forest, Level
 
 # Drafter of the method peagle (P-EAGLE, arXiv 2602.01469): an EAGLE-3 head that proposes all depths in one pass.
 #
@@ -74,11 +75,10 @@ class _Slots:
         return [begin + count - 1 + depth for begin, count, masks in parts for depth in range(masks + 1)]
 
 
-class PEagleDrafter(EagleDrafter):
+class PEagleDrafter(HeadDrafter):
     """Drafter of the method peagle."""
 
-    parallel = True
-    captured = False
+    one_pass = True
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class PEagleDrafter(EagleDrafter):
         positions: int,
         sharpness: Sequence[float] = (),
     ) -> None:
-        """Create a drafter. The arguments are those of EagleDrafter."""
+        """Create a drafter. The arguments are those of HeadDrafter."""
         super().__init__(head, target_ids, cache, state, positions, sharpness)
         self._masked_head = head
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Run the pass, and return the function that proposes tokens.
 
         Rows without a tree catch up as those of EAGLE heads do.
@@ -150,26 +150,22 @@ def _with_masks(packed: PackedBatch, slots: _Slots, masked_T: Tensor, mask_token
 # In the terms of EAGLE heads, slot i is at index i - 1 of this cache. The first slot behind a prefix from the cache is
 # therefore the last index of a shared block, which is written again with the same values.
 
-_NOT_CAPTURED = "passes of a parallel draft are not captured"
-
 
 class DFlashDrafter(StateDrafter):
     """Drafter of the method dflash."""
 
-    parallel = True
-    captured = False
+    one_pass = True
 
     def __init__(
         self, head: DFlashHead, cache: PagedCache, state: DeviceState, positions: int, sharpness: Sequence[float] = ()
     ) -> None:
-        """Create a drafter. The arguments are those of EagleDrafter; the head knows its vocabulary."""
+        """Create a drafter. The arguments are those of HeadDrafter; the head knows its vocabulary."""
         self.reads = head.reads
-        self.columns = StateColumns()
         self.first_slot, self.last_position = 1, positions - 1
         self._head, self._cache, self._state = head, cache, state
         self._ranking = Ranking(head.target_ids, sharpness)
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Expand | None:
+    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Run the block, and return the function that proposes tokens.
 
         Rows without a tree catch up as those of EAGLE heads do.
@@ -195,15 +191,6 @@ class DFlashDrafter(StateDrafter):
 
         return expand
 
-    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        raise NotImplementedError(_NOT_CAPTURED)
-
-    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        raise NotImplementedError(_NOT_CAPTURED)
-
-    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
-        raise NotImplementedError(_NOT_CAPTURED)
-
     def _catch_up(self, requests: Sequence[Request]) -> None:
         """Write the committed tokens that the draft lags behind, up to the one before the root."""
         counts = self.catch_up_counts(requests)
@@ -214,7 +201,7 @@ class DFlashDrafter(StateDrafter):
 
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Write keys and values of the tokens before the slots of ``packed``, and return their states."""
-        assert isinstance(packed, PackedBatch), _NOT_CAPTURED
+        assert isinstance(packed, PackedBatch), "passes of a draft that needs one pass are not captured"
         sequence_T, row_T = spread(packed.query_counts, aux_TA.device)
         index_T = packed.prefix_len_B[sequence_T] + row_T - 1
         own_TA = self.columns.of(aux_TA)
@@ -248,3 +235,15 @@ class DFlashDrafter(StateDrafter):
             key_starts=tuple(self.first_key(request) - 1 for request in requests),
             dense=False,
         )
+
+
+def _peagle(head: PEagleHead, context: DraftContext) -> PEagleDrafter:
+    return PEagleDrafter(head, *head_parts(head, context))
+
+
+def _dflash(head: DFlashHead, context: DraftContext) -> DFlashDrafter:
+    cache = context.make_cache(head.config)
+    return DFlashDrafter(head, cache, context.state, context.positions, context.sharpness)
+
+
+METHODS = (DraftMethod("peagle", _peagle), DraftMethod("dflash", _dflash))

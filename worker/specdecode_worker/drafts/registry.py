@@ -17,10 +17,11 @@ from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import AuxStates, DeviceState
 from specdecode_worker.core.paged_attention import PagedCache
 from specdecode_worker.core.request import DraftProgress, Request
+from specdecode_worker.drafts import draft_model, eagle, lookup, medusa, parallel
 from specdecode_worker.drafts.base import (
     DEFAULT_DRAFT,
-    AnswerReader,
-    Drafter,
+    DraftContext,
+    DraftMethod,
     LoadedDraft,
     PagedDrafter,
     RestartedDrafter,
@@ -30,30 +31,25 @@ from specdecode_worker.drafts.base import (
     own_progress,
     union_reads,
 )
-from specdecode_worker.drafts.draft_files import draft_hash, read_calibration
-from specdecode_worker.drafts.draft_model import ModelDrafter
-from specdecode_worker.drafts.eagle import EagleDrafter
-from specdecode_worker.drafts.lookup import NgramDrafter, SuffixDrafter
-from specdecode_worker.drafts.medusa import MedusaDrafter
+from specdecode_worker.drafts.draft_files import Calibration, draft_hash, read_calibration
 from specdecode_worker.drafts.merged import Credit, Proposed, StepProposals, TaskDrafts
-from specdecode_worker.drafts.parallel import DFlashDrafter, PEagleDrafter
-from specdecode_worker.drafts.suffix_index import SuffixStore
 from specdecode_worker.drafts.swap import SwapStatus
 from specdecode_worker.models.config import DFlashConfig, Eagle3Config, EagleConfig, LlamaConfig
-from specdecode_worker.models.dflash import DFlashHead
-from specdecode_worker.models.drafts import Draft, load_draft
-from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
+from specdecode_worker.models.drafts import load_draft
 from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Sampler
+from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest
 
 log = logging.getLogger(__name__)
 
 # Loader of drafts: weights, KV cache and calibration of a DraftConfig, at start and for a draft swap.
 
+METHODS: dict[str, DraftMethod] = {
+    one.name: one for one in (*eagle.METHODS, *parallel.METHODS, *lookup.METHODS, medusa.METHOD, draft_model.METHOD)
+}
+"""Drafting methods by name."""
 Resolve = Callable[[str], Path]
 """Callable that returns the local folder of a model URI."""
 
@@ -76,72 +72,40 @@ class DraftLoader:
 
     def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
         """Load the draft of ``config``. Raise ModelError if it cannot be loaded or does not fit the target."""
-        if config.method == "ngram":
-            return self._ngram(config, name)
-        if config.method == "suffix":
-            return self._suffix(config, name)
-        assert config.method != "none", "nothing is loaded for it"
-        assert config.uri is not None, "the contract asks for it"
-        folder = self.resolve(config.uri)
-        draft = load_draft(
-            config.method,
-            folder,
-            self.target,
-            target_folder=self.target_folder,
-            dtype=self._dtype,
-            device=self._device,
-            max_model_len=self.max_model_len,
-        )
-        if isinstance(draft, Llama) and (vocabulary := draft.vocabulary) is not None:
-            log.info(
-                "draft %s has another tokenizer: it proposes %d tokens, which cover %.0f %% of a sample text",
-                config.uri,
-                len(vocabulary.target_ids),
-                100 * vocabulary.coverage,
+        network, calibration, folder = None, Calibration(), None
+        if config.uri is not None:
+            folder = self.resolve(config.uri)
+            network = load_draft(
+                config.method,
+                folder,
+                self.target,
+                target_folder=self.target_folder,
+                dtype=self._dtype,
+                device=self._device,
+                max_model_len=self.max_model_len,
             )
-        quantise_draft(draft, config.quantization)
-        fuse(draft)
-        calibration = read_calibration(folder)
+            quantise_draft(network, config.quantization)
+            fuse(network)
+            calibration = read_calibration(folder)
+        context = DraftContext(
+            config=config,
+            sharpness=calibration.sharpness,
+            state=self.state,
+            vocab_size=self.target.config.vocab_size,
+            positions=self.target.config.max_position_embeddings,
+            host_is_current=self.host_is_current,
+            make_cache=self._cache,
+        )
         state = DraftState(
             name=name,
             method=config.method,
-            hash=draft_hash(config, lambda _: folder),  # of the files that were read, whatever is there by now
-            uri=config.uri,
+            # of the files that were read, whatever is there by now
+            hash=draft_hash(config, self.resolve if folder is None else lambda _: folder),
+            uri=config.uri or "",
             quantization=config.quantization,
             agreement=calibration.agreement[:MAX_NODES],
         )
-        return LoadedDraft(self._drafter(draft, calibration.sharpness), state)
-
-    def _drafter(self, draft: Draft, sharpness: tuple[float, ...]) -> Drafter:
-        match draft:
-            case DFlashHead():
-                return DFlashDrafter(draft, self._cache(draft.config), self.state, self._positions, sharpness)
-            case PEagleHead():
-                ids = draft.target_ids if self._has_own_vocabulary(draft) else None
-                return PEagleDrafter(draft, ids, self._cache(draft.config), self.state, self._positions, sharpness)
-            case Eagle3Head() | EagleHead():
-                ids = draft.target_ids if self._has_own_vocabulary(draft) else None
-                cache = self._cache(draft.config)
-                return EagleDrafter(draft, ids, cache, self.state, self._positions, sharpness)
-            case MedusaHeads():
-                return MedusaDrafter(draft, draft.target_ids, self.state, sharpness)
-            case Llama():
-                cache = self._cache(draft.config)
-                return ModelDrafter(draft, self.target.config.vocab_size, cache, self.state, sharpness)
-
-    def _has_own_vocabulary(self, head: Eagle3Head | EagleHead) -> bool:
-        return isinstance(head, Eagle3Head) and head.config.draft_vocab_size != self.target.config.vocab_size
-
-    def _ngram(self, config: DraftConfig, name: str) -> LoadedDraft:
-        shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
-        drafter = NgramDrafter(
-            self.state, self.target.config.vocab_size, shortest, longest, host_is_current=self.host_is_current
-        )
-        return LoadedDraft(drafter, DraftState(name=name, method="ngram", hash=draft_hash(config, self.resolve)))
-
-    def _suffix(self, config: DraftConfig, name: str) -> LoadedDraft:
-        drafter = SuffixDrafter(self.state, SuffixStore(), host_is_current=self.host_is_current)
-        return LoadedDraft(drafter, DraftState(name=name, method="suffix", hash=draft_hash(config, self.resolve)))
+        return LoadedDraft(METHODS[config.method].make(network, context), state)
 
     def _cache(self, config: CachedConfig) -> PagedCache:
         return paged_cache(config, config.num_hidden_layers, self.blocks, self._dtype, self._device)
@@ -153,10 +117,6 @@ class DraftLoader:
     @property
     def _device(self) -> torch.device:
         return self.target.model.embed_tokens.weight.device
-
-    @property
-    def _positions(self) -> int:
-        return self.target.config.max_position_embeddings
 
 
 CachedConfig = LlamaConfig | Eagle3Config | EagleConfig | DFlashConfig
@@ -213,7 +173,7 @@ class DraftRegistry:
         return bool(self._drafts)
 
     def paged(self) -> dict[str, PagedDrafter]:
-        """Return the loaded drafts with a paged cache, by name."""
+        """Return the loaded drafts that must catch up with the text of their requests, by name."""
         return self._paged
 
     @property
@@ -315,7 +275,7 @@ class DraftRegistry:
         for row in rows:
             row.request.draft.lag = 1  # if its draft has a cache, it is at the end of the chunk now
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Proposed:
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Proposed:
         """Draft the trees of all rows, each row by its own draft and those that are merged with it."""
         return self._proposals.propose(rows, forest, sampler)
 
@@ -326,8 +286,7 @@ class DraftRegistry:
     def record_end(self, request: Request) -> None:
         """Show a request that ends to the drafts that store its text or learn from its answer."""
         for loaded in self._drafts.values():
-            if isinstance(loaded.drafter, AnswerReader):
-                loaded.drafter.record_end(request)
+            loaded.drafter.record_end(request)
 
     def new_states(self, name: str, loaded: LoadedDraft) -> AuxStates | None:
         """Allocate storage for the target states that all drafts read once ``loaded`` has replaced the draft ``name``.
@@ -381,10 +340,8 @@ class DraftRegistry:
         for name, loaded in self._drafts.items():
             # Called for every row of a step: without drafts of tasks, the default draft serves all requests.
             serves_all, drafter = name == DEFAULT_DRAFT and self._tasks.is_empty, loaded.drafter
-            if isinstance(drafter, PagedDrafter):
-                drafter.serves = any_request if serves_all else partial(self._serves, name)
-            if isinstance(drafter, (PagedDrafter, MedusaDrafter)):
-                drafter.progress = own_progress if serves_all else partial(self._progress, name)
+            drafter.serves = any_request if serves_all else partial(self._serves, name)
+            drafter.progress = own_progress if serves_all else partial(self._progress, name)
 
     def _is_mergeable(self, name: str) -> bool:
         """Return whether a draft proposes node by node. One on a device of its own drafts whole trees."""

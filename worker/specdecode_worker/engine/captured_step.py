@@ -1,414 +1,35 @@
-"""A decode step over static tensors: draft, verify, accept and commit, as a CUDA graph or as calls."""
+"""The verify step over tables of its rows: draft, verify, accept and commit, as a CUDA graph or as calls.
+
+`CapturedStep` has static tables of the sizes of a graph key, `UncapturedStep` tables of the sizes of its rows. Both
+choose tokens by the sampler of sampling/sampler.py, and accept and commit by the operations of
+`specdecode_kernels.step_tables`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from specdecode_kernels.noise.op import gumbel
-from specdecode_kernels.noise.reference import PROPOSAL_STREAM
-from specdecode_kernels.sample import op
 from specdecode_kernels.step_tables.op import begin, commit, pack, store_states, write_children
 from specdecode_kernels.step_tables.tables import PackedRows, SamplingTables, SlotState, StepRows, Verified
-from specdecode_kernels.top_k.op import top_k
 from specdecode_kernels.transfer import to_device
-from specdecode_kernels.verify.op import choose, multi_round
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState, to_host
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedTensors
-from specdecode_worker.drafts.base import PagedDrafter
+from specdecode_worker.drafts.base import CapturedDrafter
 from specdecode_worker.engine.logprobs import LEAST_TOP, ROWS_AT_ONCE, RowLogprobs, TokenLogprobs, logprobs_of
-from specdecode_worker.engine.step_tables import NODES, Features, GraphKey, HostMasks, StepInputs
-from specdecode_worker.engine.target import Target
+from specdecode_worker.engine.step_tables import NODES, GraphKey, HostMasks, StepInputs
+from specdecode_worker.engine.target import Target, TargetPass
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.masks import unpacked_on_device
-from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import Nodes
-
-# Coupled sampling from the packed rows of a captured pass.
-#
-# It is equivalent to Coupling for requests without logits processors (penalties, logit bias, minimum length).
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSampler:
-    """`Proposer` (see sampling/sampler.py) of one captured pass.
-
-    A row of logits belongs to the packed row of the same index, which holds its sampling parameters.
-    """
-
-    packed: PackedRows
-    vocab_size: int
-
-    def propose(
-        self,
-        logits_RV: Tensor,
-        target_ids_V: Tensor | None,
-        batch_R: Tensor,
-        node_R: Tensor,
-        depth_R: Tensor,
-        sharpness: float,
-        k: int,
-    ) -> Tensor:
-        """Return the ``k`` best target token ids for each row of ``logits_RV``, best first: [R, k]."""
-        return top_k(
-            logits_RV,
-            k,
-            temperature_R=self.packed.temperature_T,
-            seed_R=self.packed.seed_T,
-            position_R=self.packed.next_T,
-            vocab_size=self.vocab_size,
-            ids_V=target_ids_V,
-            sharpness=sharpness,
-            truncation=self.packed.truncation,
-        )
-
-    def choose(self, logits_TV: Tensor) -> Tensor:
-        """Return the target's token [T] behind every packed row."""
-        packed = self.packed
-        return choose(logits_TV, packed.temperature_T, packed.seed_T, packed.next_T, packed.truncation)
-
-
-# Adjustment of the logits of a captured pass: bias, blocked tokens, penalties and grammar masks from static tables.
-#
-# It is equivalent to `LogitsProcessor.adjusted` (sampling/logits.py) with tensors of fixed
-# sizes.
-
-ADJUSTED_AT_ONCE = 64
-"""Rows of logits adjusted at a time, which bounds the memory of the fp32 copies, counts and masks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Tokens of the rows of a step, [B + 1, V]: whether the prompt has them, and how often the answer to the root."""
-
-    prompt_BV: Tensor
-    answer_BV: Tensor
-
-
-def count_tokens(state: SlotState, rows: StepRows, prompt_tokens_B1: Tensor, history: int, vocab_size: int) -> Counts:
-    """Count the tokens of each row in the first ``history`` positions of its text, which hold the root."""
-    tokens_BL = state.tokens_SP[rows.slots_B1, :history].clamp(min=0)
-    index_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-    begin_B1, root_B1 = prompt_tokens_B1[:, None], rows.roots_B1[:, None]
-    nothing_BV = torch.zeros(len(tokens_BL), vocab_size, device=tokens_BL.device)
-    prompt_BV = nothing_BV.scatter_add(1, tokens_BL, (index_L < begin_B1).float()) > 0
-    answer_BL = (index_L >= begin_B1) & (index_L <= root_B1)
-    return Counts(prompt_BV, nothing_BV.scatter_add_(1, tokens_BL, answer_BL.float()))
-
-
-@dataclass(frozen=True, slots=True)
-class PassNodes:
-    """Nodes of the packed rows of a pass.
-
-    ``ancestors_T`` are bit masks of the nodes on their paths, the root included; None if all rows are roots.
-    ``mask_row_T`` is the row of each in the table of grammar masks, None without grammars.
-    """
-
-    sequence_T: Tensor
-    ancestors_T: Tensor | None
-    mask_row_T: Tensor | None = None
-
-    def __getitem__(self, here: slice) -> PassNodes:
-        """Return the nodes of a slice of the rows."""
-        ancestors, masks = self.ancestors_T, self.mask_row_T
-        return PassNodes(
-            self.sequence_T[here],
-            None if ancestors is None else ancestors[here],
-            None if masks is None else masks[here],
-        )
-
-
-class Adjustment:
-    """Adjustment of logits in one captured step.
-
-    Args of the constructor: features and static tables of the step, its slots and rows, the table of grammar masks
-    [N, W], and the size of the target's vocabulary.
-    """
-
-    def __init__(
-        self,
-        features: Features,
-        at: Mapping[str, Tensor],
-        state: SlotState,
-        rows: StepRows,
-        mask_table_NW: Tensor | None,
-        vocab_size: int,
-    ) -> None:
-        self._features, self._at, self._state, self._rows = features, at, state, rows
-        self._masks_NW, self._size = mask_table_NW, vocab_size
-        self._counts = (
-            count_tokens(state, rows, at["prompt_tokens"], features.history, vocab_size) if features.history else None
-        )
-
-    def adjusted(self, logits_RV: Tensor, ids_V: Tensor | None, nodes: PassNodes, next_R: Tensor) -> Tensor:
-        """Return adjusted logits of at most ADJUSTED_AT_ONCE rows, in fp32 or wider.
-
-        Args:
-            logits_RV: Logits of the rows, over the vocabulary of the target or of the draft.
-            ids_V: Target id of each draft token; None if the logits are over the target's vocabulary.
-            nodes: Nodes of the rows.
-            next_R: Position of the token that is chosen behind each row.
-        """
-        if ids_V is None:
-            return self._moved(logits_RV, nodes, next_R)
-        wide = logits_RV.new_full((len(logits_RV), self._size), -math.inf)
-        wide[:, ids_V] = logits_RV
-        return self._moved(wide, nodes, next_R)[:, ids_V]
-
-    def _moved(self, logits_RV: Tensor, nodes: PassNodes, next_R: Tensor) -> Tensor:
-        at, b = self._at, nodes.sequence_T
-        if self._features.adjusts:
-            early_R1 = (next_R - at["prompt_tokens"][b] < at["min_tokens"][b])[:, None]
-            blocked_RK = at["blocked_ids"][b]
-            counts = self._counts
-            moved_RV = op.adjusted(
-                logits_RV,
-                bias=(at["bias_ids"][b], at["bias"][b]),
-                blocked=(blocked_RK, early_R1.expand_as(blocked_RK)),
-                prompt_RV=None if counts is None else counts.prompt_BV[b],
-                counts_RV=None if counts is None else self._counted(counts, nodes),
-                repetition_R=None if counts is None else at["repetition"][b],
-                frequency_R=None if counts is None else at["frequency"][b],
-                presence_R=None if counts is None else at["presence"][b],
-            )
-        else:
-            moved_RV = op.adjusted(logits_RV)
-        if self._masks_NW is None or nodes.mask_row_T is None:
-            return moved_RV
-        free_RV = unpacked_on_device(self._masks_NW[nodes.mask_row_T])[:, : self._size]
-        return moved_RV.masked_fill_(~free_RV, -math.inf)
-
-    def _counted(self, counts: Counts, nodes: PassNodes) -> Tensor:
-        """Return the occurrences [R, V] of each token in the answer, those on the path of a node included."""
-        b, answer_RV = nodes.sequence_T, counts.answer_BV[nodes.sequence_T]
-        if nodes.ancestors_T is None:
-            return answer_RV
-        node_N = torch.arange(1, NODES, device=b.device)  # the root is counted already
-        on_path_RN = (nodes.ancestors_T[:, None] >> node_N) & 1
-        index_RN = self._rows.roots_B1[b, None] + node_N
-        tokens_RN = self._state.tokens_SP[self._rows.slots_B1[b, None], index_RN] * on_path_RN
-        return answer_RV.scatter_add_(1, tokens_RN, on_path_RN.to(answer_RV.dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class AdjustedSampler:
-    """`Proposer` of one captured pass, as `PackedSampler`, for steps whose logits are adjusted."""
-
-    packed: PackedRows
-    nodes: PassNodes
-    adjustment: Adjustment
-    vocab_size: int
-
-    def propose(
-        self,
-        logits_RV: Tensor,
-        target_ids_V: Tensor | None,
-        batch_R: Tensor,
-        node_R: Tensor,
-        depth_R: Tensor,
-        sharpness: float,
-        k: int,
-    ) -> Tensor:
-        """Return the ``k`` best target token ids for each row of ``logits_RV``, best first: [R, k]."""
-        if sharpness != 1:
-            # Sharpness must not apply to greedy rows, nor to the bias that is added below.
-            temperature_R = self.packed.temperature_T
-            logits_RV = logits_RV * torch.ones_like(temperature_R).masked_fill_(temperature_R > 0, sharpness)[:, None]
-        return self._joined(
-            logits_RV,
-            target_ids_V,
-            lambda piece, moved_RV: piece.propose(moved_RV, target_ids_V, batch_R, node_R, depth_R, 1.0, k),
-        )
-
-    def choose(self, logits_TV: Tensor) -> Tensor:
-        """Return the target's token [T] behind every packed row."""
-        return self._joined(logits_TV, None, PackedSampler.choose)
-
-    def _joined(
-        self, logits_RV: Tensor, target_ids_V: Tensor | None, sample: Callable[[PackedSampler, Tensor], Tensor]
-    ) -> Tensor:
-        """Return the results of ``sample`` for all rows. It gets a piece of them with its adjusted logits at a time."""
-        results = []
-        for start in range(0, len(self.packed.next_T), ADJUSTED_AT_ONCE):
-            here = slice(start, start + ADJUSTED_AT_ONCE)
-            packed = _sampling_of(self.packed, here)
-            moved_RV = self.adjustment.adjusted(logits_RV[here], target_ids_V, self.nodes[here], packed.next_T)
-            results.append(sample(PackedSampler(packed, self.vocab_size), moved_RV))
-        return results[0] if len(results) == 1 else torch.cat(results)
-
-
-def _sampling_of(packed: PackedRows, here: slice) -> PackedRows:
-    """Return packed rows whose sampling parameters and positions are those of a slice."""
-    cuts = packed.truncation
-    return replace(
-        packed,
-        next_T=packed.next_T[here],
-        temperature_T=packed.temperature_T[here],
-        seed_T=packed.seed_T[here],
-        truncation=None if cuts is None else (cuts[0][here], cuts[1][here], cuts[2][here]),
-    )
-
-
-# Multi-round sampling in a captured step, with tensors of fixed sizes.
-#
-# It is equivalent to `MultiRound` (sampling/sampler.py). Greedy rows of the batch propose and accept as
-# in other steps.
-
-
-class GraphRounds:
-    """Multi-round sampling of one captured step.
-
-    It stores the distributions that the draft passes draw from until `accept` uses them. The children of a node without
-    a stored distribution are treated as deterministic.
-
-    Args of the constructor: key and static tables of the step, its rows, the adjustment of its logits (None if there is
-    none), and the size of the target's vocabulary.
-    """
-
-    def __init__(
-        self, key: GraphKey, at: Mapping[str, Tensor], rows: StepRows, adjustment: Adjustment | None, vocab_size: int
-    ) -> None:
-        self._key, self._at, self._rows = key, at, rows
-        self._adjustment, self.vocab_size = adjustment, vocab_size
-        self._logq_B1NV: Tensor | None = None
-        self._drawn_B1N: Tensor | None = None
-
-    def sampler(self, packed: PackedRows, nodes: PassNodes) -> RoundsSampler:
-        """Return the sampler of one draft pass."""
-        return RoundsSampler(self, packed, nodes)
-
-    def logp(self, logits_RV: Tensor, ids_V: Tensor | None, packed: PackedRows, nodes: PassNodes) -> Tensor:
-        """Return log-probabilities [R, V] after adjustment, temperature and truncation.
-
-        The values of greedy rows have no meaning.
-        """
-        adjusted_RV = self._adjusted(logits_RV, ids_V, packed, nodes)
-        temperature_R = torch.where(packed.temperature_T > 0, packed.temperature_T, 1.0)
-        cuts = packed.truncation or (packed.next_T, packed.next_T)  # not read unless a request truncates
-        return op.processed(adjusted_RV, temperature_R, *cuts, truncated=packed.truncation is not None)
-
-    def greedy(self, packed: PackedRows, nodes: PassNodes) -> Proposer:
-        """Return the sampler of a pass that treats all rows as greedy."""
-        greedy = replace(packed, temperature_T=torch.zeros_like(packed.temperature_T), truncation=None)
-        if self._adjustment is None:
-            return PackedSampler(greedy, self.vocab_size)
-        return AdjustedSampler(greedy, nodes, self._adjustment, self.vocab_size)
-
-    def store(self, logq_RV: Tensor, drawn_R: Tensor, sequence_R: Tensor, node_R: Tensor) -> None:
-        """Store log q behind verified nodes. ``drawn_R`` marks the rows whose proposals were drawn from it."""
-        rows, nodes = self._key.rows, self._key.tokens_per_row
-        if self._logq_B1NV is None or self._drawn_B1N is None:
-            self._logq_B1NV = logq_RV.new_full((rows + 1, nodes, self.vocab_size), -torch.inf)
-            self._drawn_B1N = torch.zeros(rows + 1, nodes, dtype=torch.bool, device=logq_RV.device)
-        # Shadow nodes, which are not verified, are stored in the row of padding.
-        sequence_R = torch.where(node_R < nodes, sequence_R, rows)
-        node_R = node_R.clamp(max=nodes - 1)
-        self._logq_B1NV[sequence_R, node_R] = logq_RV
-        self._drawn_B1N[sequence_R, node_R] = drawn_R
-
-    def accept(self, packed: PackedRows, nodes: PassNodes, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
-        """Accept or reject the children of each node in turn.
-
-        Returns:
-            Tokens of the accepted nodes, -2 for all others, and the token behind each accepted node and each root, -1
-            elsewhere; both [T]. A walk along the second accepts exactly the nodes of the first.
-        """
-        query_start, width = self._at["query_start"], self._key.tokens_per_row
-        starts_B1, counts_B1 = query_start[:-1, None], (query_start[1:] - query_start[:-1])[:, None]
-        node_N = torch.arange(width, device=query_start.device)
-        real_BN = node_N < counts_B1
-        row_BN = torch.where(real_BN, starts_B1 + node_N, 0)
-        tokens_BN = torch.where(real_BN, packed.tokens_T[row_BN], -2)
-        accepted = multi_round(
-            self._at["node_verified_parent"][:, :width],
-            tokens_BN,
-            self._target_logp(logits_TV, packed, nodes)[row_BN],
-            None if self._logq_B1NV is None else self._logq_B1NV[:-1],
-            self._at["seed"][:-1],
-            self._rows.roots_B1[:-1],
-            self._key.depth,
-            drawn_BN=None if self._drawn_B1N is None else self._drawn_B1N[:-1],
-            width=self._key.features.rounds,
-        )
-        path_BD = torch.nn.functional.pad(accepted.path_BD.clamp(min=0), (1, 0))
-        path_tokens_BD = tokens_BN.gather(1, path_BD[:, 1:])
-        emitted_BD = torch.nn.functional.pad(path_tokens_BD, (0, 1))
-        emitted_BD = emitted_BD.scatter(1, accepted.count_B[:, None], accepted.bonus_B[:, None])
-        on_path_BD = torch.arange(path_BD.shape[1], device=path_BD.device) <= accepted.count_B[:, None]
-        # Entries that are on no path are written behind the last token.
-        place_BD = torch.where(on_path_BD & (counts_B1 > 0), starts_B1 + path_BD, len(logits_TV))
-        accepted_T = _placed(path_tokens_BD, place_BD[:, 1:], len(logits_TV), -2)
-        return accepted_T, _placed(emitted_BD, place_BD, len(logits_TV), -1)
-
-    def _target_logp(self, logits_TV: Tensor, packed: PackedRows, nodes: PassNodes) -> Tensor:
-        """Return the target's log-probabilities [T, V]. In greedy rows the chosen token has all of the probability."""
-        logp_TV = self.logp(logits_TV, None, packed, nodes)
-        best_T1 = self._adjusted(logits_TV, None, packed, nodes).argmax(-1, keepdim=True)
-        certain_TV = torch.full_like(logp_TV, -torch.inf).scatter_(1, best_T1, 0.0)
-        return torch.where(packed.temperature_T[:, None] > 0, logp_TV, certain_TV)
-
-    def _adjusted(self, logits_RV: Tensor, ids_V: Tensor | None, packed: PackedRows, nodes: PassNodes) -> Tensor:
-        if self._adjustment is None:
-            return logits_RV
-        pieces = [
-            self._adjustment.adjusted(
-                logits_RV[start : start + ADJUSTED_AT_ONCE],
-                ids_V,
-                nodes[start : start + ADJUSTED_AT_ONCE],
-                packed.next_T[start : start + ADJUSTED_AT_ONCE],
-            )
-            for start in range(0, len(logits_RV), ADJUSTED_AT_ONCE)
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundsSampler:
-    """`Proposer` of one draft pass: sampled rows draw without replacement, greedy rows take the best tokens."""
-
-    rounds: GraphRounds
-    packed: PackedRows
-    nodes: PassNodes
-
-    def propose(
-        self,
-        logits_RV: Tensor,
-        target_ids_V: Tensor | None,
-        batch_R: Tensor,
-        node_R: Tensor,
-        depth_R: Tensor,
-        sharpness: float,
-        k: int,
-    ) -> Tensor:
-        """Return ``k`` target token ids [R, k] for each row. ``sharpness`` was fitted for coupled sampling."""
-        rounds, packed = self.rounds, self.packed
-        logq_RV = rounds.logp(logits_RV, target_ids_V, packed, self.nodes)
-        noise = gumbel(packed.seed_T, packed.next_T, rounds.vocab_size, PROPOSAL_STREAM)
-        drawn_RK = (logq_RV + (noise if target_ids_V is None else noise[:, target_ids_V])).topk(k, dim=-1).indices
-        if target_ids_V is not None:
-            drawn_RK = target_ids_V[drawn_RK]
-            wide_RV = logq_RV.new_full((len(logq_RV), rounds.vocab_size), -torch.inf)
-            logq_RV = wide_RV.index_copy_(1, target_ids_V, logq_RV)
-        sampled_R = packed.temperature_T > 0
-        rounds.store(logq_RV, sampled_R, batch_R, node_R)
-        greedy = rounds.greedy(packed, self.nodes)
-        best_RK = greedy.propose(logits_RV, target_ids_V, batch_R, node_R, depth_R, 1.0, k)
-        return torch.where(sampled_R[:, None], drawn_RK, best_RK)
-
-
-def _placed(values_BD: Tensor, place_BD: Tensor, size: int, padding: int) -> Tensor:
-    """Return ``values_BD`` at their places of a row of ``size`` values; the place ``size`` absorbs the others."""
-    row = torch.full((size + 1,), padding, dtype=torch.int64, device=values_BD.device)
-    row[place_BD.flatten()] = values_BD.flatten()
-    return row[:size]
-
+from specdecode_worker.sampling.masks import TokenMasks, unpacked_on_device
+from specdecode_worker.sampling.sampler import BatchTokens, PassSampler, SampledRows, StepSampler, sampler_of
+from specdecode_worker.sampling.trees import Nodes, forest_of
 
 # Log-probabilities of the tokens that a captured step emits, in static tensors.
 
@@ -461,8 +82,7 @@ class LogprobOutputs:
 # One decode step that can be captured in a CUDA graph: draft, verify, accept and commit over fixed-size tables.
 #
 # The graph key alone determines the size of every tensor. A key can also be that of the draft passes alone, or of what
-# follows them. The step is equivalent to the eager path of the step launcher
-# and the drafters for decoding rows. No call here may wait for the device, read a device value on the host, or make a
+# follows them. No call here may wait for the device, read a device value on the host, or make a
 # size depend on a device value; tests/unit/worker/engine/graphs/test_capturable.py checks this.
 
 
@@ -474,7 +94,7 @@ class StepParts:
     """
 
     target: Target
-    drafter: PagedDrafter | None
+    drafter: CapturedDrafter | None
     state: DeviceState
     reads: TargetStates
     mask_table_NW: Tensor | None = None
@@ -534,15 +154,9 @@ class CapturedStep:
         at, key = self._at, self.key
         # Every step overwrites the length of the padding slot, so the root index of padding rows is forced to 0.
         rows = begin(self._slots, at["slot"], at["live"])
-        adjustment = None
-        if key.features.change_logits:
-            vocab_size, masks_NW = self._parts.target.vocab_size, self._parts.mask_table_NW
-            adjustment = Adjustment(key.features, at, self._slots, rows, masks_NW, vocab_size)
-        rounds = None
-        if key.features.rounds:
-            rounds = GraphRounds(key, at, rows, adjustment, self._parts.target.vocab_size)
+        sampler = self._sampler(rows)
         if key.passes:
-            self._draft(rows, adjustment, rounds)
+            self._draft(rows, sampler)
         if key.only_drafts:
             return
         packed = self._verified(rows)
@@ -550,16 +164,17 @@ class CapturedStep:
             rows, packed, at["query_start"], rows.roots_B1[:-1], at["token_ancestors"], self._zeros[: key.rows]
         )
         logits_TV, aux_TA = self._parts.target.forward_tables(tables, rows.slots_B1[:-1], self._parts.reads)
-        nodes = PassNodes(at["token_sequence"], at["token_ancestors"], at.get("mask_row"))
-        if rounds is None:
-            tokens_T, chosen_T = packed.tokens_T, self._sampler(packed, nodes, adjustment).choose(logits_TV)
-        else:
-            tokens_T, chosen_T = rounds.accept(packed, nodes, logits_TV)
+        nodes = at["token_sequence"], at["token_node"], at["token_ancestors"]
+        sampled = _sampled(packed, *nodes, at.get("mask_row"))
+        parents_BN = at["node_verified_parent"][:, : key.tokens_per_row]
+        tokens_T, chosen_T = sampler.verified(
+            sampled, packed.tokens_T, logits_TV, at["query_start"], parents_BN, key.depth
+        )
         self._commit(rows, tokens_T, chosen_T, aux_TA)
         if self.logprobs is not None:
             self.logprobs.write(logits_TV, at["query_start"], self.out)
 
-    def _draft(self, rows: StepRows, adjustment: Adjustment | None, rounds: GraphRounds | None) -> None:
+    def _draft(self, rows: StepRows, sampler: StepSampler) -> None:
         """Run the draft passes. They write proposals to ``ranked_BNK`` and the tokens of nodes behind the roots."""
         at, drafter, ranked_BNK = self._at, self._parts.drafter, self.ranked_BNK
         assert drafter is not None, "a key with passes has a draft"
@@ -577,14 +192,11 @@ class CapturedStep:
                 hidden_RE = self._level(drafter, rows, packed, depth, hidden_RE)
             # The masks of the roots are known; those of deeper nodes depend on the tokens that are drafted here.
             masks_R = at["mask_row"][at["root_row"]] if self.key.features.masks and not depth else None
-            at_pass = PassNodes(nodes.batch_R, ancestors_R, masks_R)
-            sampler: Proposer = (
-                self._sampler(packed, at_pass, adjustment) if rounds is None else rounds.sampler(packed, at_pass)
-            )
-            ranked_RK = drafter.rank(hidden_RE, nodes, depth, sampler)
+            sampled = _sampled(packed, nodes.batch_R, nodes.node_R, ancestors_R, masks_R)
+            ranked_RK = drafter.rank(hidden_RE, nodes, depth, PassSampler(sampler, sampled))
             write_children(self._slots, rows, ranked_RK, nodes.batch_R, nodes.node_R, depth, trees, ranked_BNK)
 
-    def _root_states(self, drafter: PagedDrafter, rows: StepRows) -> Tensor:
+    def _root_states(self, drafter: CapturedDrafter, rows: StepRows) -> Tensor:
         """Run the draft over the slots that earlier steps committed, and return its hidden states [T, E]."""
         at = self._at
         packed = self._pack(rows, at["catch_sequence"], at["catch_offset"], None, drafter.last_position)
@@ -599,7 +211,7 @@ class CapturedStep:
         return Nodes(sequence_R, node_R, self._depths[depth, : self.key.level_rows])
 
     def _level(
-        self, drafter: PagedDrafter, rows: StepRows, packed: PackedRows, depth: int, hidden_RE: Tensor
+        self, drafter: CapturedDrafter, rows: StepRows, packed: PackedRows, depth: int, hidden_RE: Tensor
     ) -> Tensor:
         """Run the draft pass over the nodes of one level; return their hidden states [R, E] from their parents'."""
         at = self._at
@@ -617,13 +229,24 @@ class CapturedStep:
     ) -> PackedRows:
         return pack(self._slots, rows, self._sampling, sequence_T, offset_T, depth_T, last_position)
 
-    def _sampler(
-        self, packed: PackedRows, nodes: PassNodes, adjustment: Adjustment | None
-    ) -> PackedSampler | AdjustedSampler:
-        vocab_size = self._parts.target.vocab_size
-        if adjustment is None:
-            return PackedSampler(packed, vocab_size)
-        return AdjustedSampler(packed, nodes, adjustment, vocab_size)
+    def _sampler(self, rows: StepRows) -> StepSampler:
+        """Return the sampler of the step."""
+        masks_NW, size = self._parts.mask_table_NW, self._parts.target.vocab_size
+
+        def blocked(sampled: SampledRows) -> Tensor | None:
+            if masks_NW is None or sampled.mask_row_R is None:
+                return None
+            return ~unpacked_on_device(masks_NW[sampled.mask_row_R])[:, :size]
+
+        return StepSampler(
+            self.key.features,
+            self._at,
+            BatchTokens(self._slots.tokens_SP, rows.slots_B1, rows.roots_B1),
+            size,
+            cuts=self.key.cuts,
+            blocked=blocked,
+            verified_nodes=self.key.tokens_per_row,
+        )
 
     @staticmethod
     def _tables(
@@ -659,3 +282,107 @@ class CapturedStep:
                 rows, at["query_start"], done.out, depth, aux_TA, state.ring_SRA, state.block_aux_NA, BLOCK_SIZE
             )
         self.out.copy_(done.out)
+
+
+def _sampled(
+    packed: PackedRows, sequence_T: Tensor, node_T: Tensor, ancestors_T: Tensor | None, mask_row_T: Tensor | None
+) -> SampledRows:
+    """Return packed rows as the sampler reads them."""
+    return SampledRows(
+        sequence_T,
+        node_T,
+        packed.temperature_T,
+        packed.seed_T,
+        packed.next_T,
+        packed.truncation,
+        ancestors_T,
+        mask_row_T,
+    )
+
+
+class UncapturedStep:
+    """Rows that choose a token in a step without a graph, or whose drafts run before their graph.
+
+    ``sampler`` proposes for the drafts, ``forest`` has the trees of the rows, and ``masks`` those of grammars, None if
+    no row has one. The target's pass runs between the proposals and `verify`. With the rows it may have chunks of
+    prompts; those that choose a token have their last token as the root of a tree without nodes.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        target: Target,
+        state: DeviceState,
+        *,
+        coupled: bool,
+        depth_limits: Sequence[int] | None = None,
+    ) -> None:
+        """Read the rows, at least one.
+
+        Args:
+            rows: Rows that choose a token.
+            target: Target model.
+            state: Device state of the running requests.
+            coupled: False for the sampler ``mss``.
+            depth_limits: Maximum accepted depth of each row; None for no limit.
+        """
+        device, requests = state.length_S.device, [row.request for row in rows]
+        self._target, self._state = target, state
+        self.forest = forest_of(tuple(row.tree for row in rows), device)
+        ahead = [row.count - 1 if row.is_chunk else 0 for row in rows]
+        slots, counts = [request.slot for request in requests], [1 if row.is_chunk else row.count for row in rows]
+        starts, limits = accumulate(counts, initial=0), depth_limits or [NODES] * len(rows)
+        tables = [[*slots, state.padding_slot], [*[1] * len(rows), 0], [*ahead, 0], [*starts], [*limits, 0]]
+        slots_B1, live_B1, ahead_B1, self._query_start, limits_B1 = to_device(tables, device)
+        self._limits_B = limits_B1[:-1]
+        self._slots = SlotState(state.tokens_SP, state.length_S, state.block_table_SM, BLOCK_SIZE)
+        begun = begin(self._slots, slots_B1, live_B1)
+        self._rows = StepRows(slots_B1, begun.roots_B1 + ahead_B1 if any(ahead) else begun.roots_B1, begun.blocks_B1M)
+        texts = BatchTokens(state.tokens_SP, slots_B1, self._rows.roots_B1)
+        guides, size = [request.guide for request in requests], target.vocab_size
+        self.masks = TokenMasks(guides, texts, self.forest, size) if any(guides) else None
+        self.sampler = sampler_of(
+            [request.sampling_params for request in requests],
+            texts,
+            self.forest,
+            size,
+            longest=1 + max(max(request.cached_bound, request.prefilled) for request in requests),
+            coupled=coupled,
+            blocked=None if self.masks is None else self.masks.blocked,
+        )
+
+    def verify(self, step: TargetPass, logits_RV: Tensor, ranked_BNK: Tensor | None) -> Tensor:
+        """Accept nodes, commit tokens, lengths and keys, and return the result as `Committed.out`.
+
+        Args:
+            step: Pass of the target.
+            logits_RV: Its logits of the verified nodes.
+            ranked_BNK: The drafts' best tokens behind each node, -1 where there are none; None if nothing was ranked.
+        """
+        forest, parents_BN = self.forest, self.forest.parents_BN
+        sampled = self.sampler.at(Nodes(step.batch_R, step.node_R, step.depth_R))
+        tokens_R, chosen_R = self.sampler.verified(
+            sampled, step.packed.tokens_T[step.logit_rows_R], logits_RV, self._query_start, parents_BN, forest.depth
+        )
+        if ranked_BNK is not None:
+            ranked_BNK = ranked_BNK[:, : parents_BN.shape[1]].contiguous()
+        trees = Verified(self._query_start, parents_BN, tokens_R, chosen_R)
+        done = commit(self._slots, self._rows, trees, ranked_BNK, self._limits_B, forest.depth)
+        if not forest.all_chains:
+            self._target.cache.keep(done.source_BD.flatten(), done.target_BD.flatten(), group=forest.depth)
+        return done.out
+
+    def store_states(self, step: TargetPass, aux_TA: Tensor, out: Tensor) -> None:
+        """Store the auxiliary states of the roots and of accepted nodes, after `verify` returned ``out``."""
+        state, aux_RA = self._state, aux_TA[step.logit_rows_R]
+        assert state.ring_SRA is not None, "the state has a ring if a draft reads states"
+        store_states(
+            self._rows,
+            self._query_start,
+            out,
+            self.forest.depth,
+            aux_RA,
+            state.ring_SRA,
+            state.block_aux_NA,
+            BLOCK_SIZE,
+        )

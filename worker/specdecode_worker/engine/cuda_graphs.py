@@ -18,18 +18,16 @@ from torch import Tensor
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.batch import Row, decoding_rows
 from specdecode_worker.core.device_state import DeviceState, to_host
-from specdecode_worker.drafts.base import PagedDrafter
+from specdecode_worker.drafts.base import CapturedDrafter, PagedDrafter
 from specdecode_worker.drafts.registry import DraftRegistry
 from specdecode_worker.engine.captured_step import CapturedStep, Proposals, StepParts
 from specdecode_worker.engine.launched_step import QueuedRows
 from specdecode_worker.engine.logprobs import LEAST_TOP
 from specdecode_worker.engine.step_tables import (
     MOST_GRAPHS,
-    NO_FEATURES,
     SIBLINGS,
     WIDTHS,
     CatchUp,
-    Features,
     GraphKey,
     HostMasks,
     MaskTable,
@@ -37,10 +35,9 @@ from specdecode_worker.engine.step_tables import (
     key_of,
     key_outside,
     keys_of_shapes,
-    width_of,
 )
 from specdecode_worker.engine.target import Target
-from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.params import Features, SamplingParams, features_of, truncates
 from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
 
 log = logging.getLogger(__name__)
@@ -309,7 +306,7 @@ class StepPlan:
 
     key: GraphKey
     catch_up: CatchUp = field(default_factory=CatchUp)
-    drafter: PagedDrafter | None = None
+    drafter: CapturedDrafter | None = None
     outside: OutsideReason | None = None
     drafts: StepPlan | None = None
 
@@ -352,8 +349,7 @@ class StepPlanner:
         features = self._features(rows, batch)
         if isinstance(features, EagerReason):
             return features
-        cuts = any(params.truncated and not params.greedy for params in batch)
-        plan = self._plan(rows, bucket, features, cuts=cuts)
+        plan = self._plan(rows, bucket, features, cuts=truncates(batch))
         if plan is None or plan.key.tokens > self._max_tokens:
             return EagerReason.SIZE
         if features.rounds and plan.outside is not None and any(row.tree.drafted_depth for row in rows):
@@ -365,26 +361,15 @@ class StepPlanner:
         tops = [top for row in rows if (top := row.request.submit.sampling.logprobs) is not None]
         if max(tops, default=0) > LEAST_TOP:
             return EagerReason.LOGPROBS
-        rounds = self._rounds(rows, batch)
-        if not any(params.adjusts for params in batch):
-            return Features(logprobs=bool(tops), rounds=rounds) if tops or rounds else NO_FEATURES
-        width = at_least(max(map(width_of, batch)), WIDTHS)
-        if width is None:
-            return EagerReason.BIAS
-        counts = any(params.counts for params in batch)
-        adjusts = counts or any(params.blocks or params.logit_bias for params in batch)
         longest = 1 + max(row.request.cached_bound for row in rows)
-        history = (at_least(longest, self._histories) or 0) if counts else 0
-        masks = any(params.guided for params in batch)
-        return Features(width if adjusts else 0, history, masks, bool(tops), rounds)
-
-    def _rounds(self, rows: Sequence[Row], batch: Sequence[SamplingParams]) -> int:
-        """Return the greatest number of siblings if a row is sampled in several rounds, else 0."""
-        if self._coupled or all(params.greedy for params in batch):
-            return 0
         siblings = at_least(1 + max(max(row.tree.ranks) for row in rows), SIBLINGS)
         assert siblings is not None, "a node has no more children than ranks"
-        return siblings
+        needed = features_of(batch, longest, siblings, coupled=self._coupled)
+        width = at_least(needed.adjusts, WIDTHS) if needed.adjusts else 0
+        if width is None:
+            return EagerReason.BIAS
+        history = (at_least(longest, self._histories) or 0) if needed.history else 0
+        return replace(needed, adjusts=width, history=history, logprobs=bool(tops))
 
     def _plan(self, rows: Sequence[Row], bucket: int, features: Features, *, cuts: bool) -> StepPlan | None:
         """Return the graph in a bucket of rows, None if a draft must catch up with more tokens than any graph has."""
@@ -421,6 +406,7 @@ class StepPlanner:
             key = key_of(bucket, trees, 0, cuts=cuts, features=features)
             return None if key is None else StepPlan(key, CatchUp(tuple(counts)))
         (draft,) = running
+        assert isinstance(draft.drafter, CapturedDrafter), "other drafts run before the graph"
         behind = draft.drafter.catch_up_counts([rows[b].request for b in draft.rows])
         for b, count in zip(draft.rows, behind, strict=True):
             counts[b] = count
@@ -439,7 +425,7 @@ class StepPlanner:
         if not drafted:
             return OutsideReason.CATCH_UP if running else None
         (draft,) = running
-        return None if draft.drafter.captured else OutsideReason.METHOD
+        return None if isinstance(draft.drafter, CapturedDrafter) else OutsideReason.METHOD
 
     def _running(self, rows: Sequence[Row]) -> list[_Running]:
         """Return the drafts with a cache that run in a step, to draft or to catch up."""
@@ -541,7 +527,7 @@ class StepGraphs:
         self._mask_table: MaskTable | None = None
         """Table of grammar masks, which all graphs share. It is allocated when the first of them needs it."""
         self._graphs: dict[GraphKey, Graph] = {}
-        self._drafters: dict[str, PagedDrafter] = {}
+        self._drafters: dict[str, CapturedDrafter] = {}
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
         self._failed = False
@@ -616,9 +602,9 @@ class StepGraphs:
         spent = time.monotonic() - began
         log.info("captured %d of %d graphs for the new draft, in %.2f s", captured, len(missing), spent)
 
-    def _captured_drafters(self) -> dict[str, PagedDrafter]:
+    def _captured_drafters(self) -> dict[str, CapturedDrafter]:
         """Return the loaded drafts whose passes graphs have, by name."""
-        return {name: one for name, one in self._drafts.paged().items() if one.captured}
+        return {name: one for name, one in self._drafts.paged().items() if isinstance(one, CapturedDrafter)}
 
     def _planned_keys(self, wanted: Iterable[TreeShape]) -> list[GraphKey]:
         """Return the keys of the tree shapes ``wanted`` and of plain steps, the most important first."""
@@ -765,7 +751,7 @@ class StepGraphs:
         log.info("captured a graph that was asked for: %s", key)
         return graph
 
-    def _capture(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph | None:
+    def _capture(self, key: GraphKey, drafter: CapturedDrafter | None) -> Graph | None:
         """Capture a graph for ``key``. The step that runs during the capture has padding rows only.
 
         Return None if it cannot be captured. If a rank of several cannot, discard all graphs for good.

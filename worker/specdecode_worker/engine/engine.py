@@ -43,8 +43,6 @@ from specdecode_worker.engine.stats import (
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.sampling.coupling import Coupling
-from specdecode_worker.sampling.sampler import SamplerFactory
 
 GRAMMAR_WAIT_SECONDS = 0.002
 """Longest wait for a compilation while no request runs, so that the engine still reads its messages."""
@@ -59,7 +57,8 @@ class EngineParts:
     drafts: DraftRegistry
     state: DeviceState
     shape_selector: ShapeSelector
-    sampler: SamplerFactory = Coupling
+    coupled: bool = True
+    """The sampler is ``coupled``, else ``mss``."""
     graphs: StepGraphs | None = None
     grammars: GrammarCompiler | None = None
 
@@ -101,7 +100,7 @@ class Engine:
         self._phases, self._step_timer = PhaseTimer(), StepTimer()
         self._graphs = parts.graphs
         self._launcher = StepLauncher(
-            parts.target, parts.drafts, parts.state, parts.sampler, self._phases, parts.graphs
+            parts.target, parts.drafts, parts.state, self._phases, parts.graphs, coupled=parts.coupled
         )
         self._recorder = StepRecorder(Statistics())
         self._requests: dict[str, Request] = {}

@@ -42,7 +42,6 @@ from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.weights import load_llama
-from specdecode_worker.sampling.sampler import SAMPLERS
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +143,7 @@ def assemble(
         drafts=drafts,
         state=state,
         shape_selector=ShapeSelector(Dispatcher(worker.deployment_uid, drafts.state().hash), drafts),
-        sampler=SAMPLERS[config.sampler],
+        coupled=config.sampler == "coupled",
         graphs=_graphs(config, passes, drafts, state, captures),
         grammars=_grammars(folder, target),
     )

@@ -17,7 +17,6 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import HostCopy, to_host
 from specdecode_worker.core.messages import Logprobs
-from specdecode_worker.sampling.acceptance import Outcome, nodes_of
 from specdecode_worker.sampling.trees import Forest
 
 ROWS_AT_ONCE = 64
@@ -71,7 +70,7 @@ class RowLogprobs:
 
 
 def gather_output_logprobs(
-    emitting: Sequence[Row], forest: Forest, logits_RV: Tensor, outcome: Outcome | None
+    emitting: Sequence[Row], forest: Forest, logits_RV: Tensor, out: Tensor
 ) -> RowLogprobs | None:
     """Queue the logprobs of emitted tokens for the rows that request them; None if no row does.
 
@@ -81,16 +80,19 @@ def gather_output_logprobs(
         emitting: Rows that choose a token.
         forest: Their trees.
         logits_RV: Logits of their nodes, [rows, vocabulary].
-        outcome: Result of verification.
+        out: Result of verification, as `Committed.out`.
     """
     tops = {b: top for b, row in enumerate(emitting) if (top := row.request.submit.sampling.logprobs) is not None}
-    if not tops or outcome is None:
+    if not tops:
         return None
+    depth = forest.depth
     first = list(accumulate((tree.verified for tree in forest.trees), initial=0))
     asked_A = to_device(list(tops), logits_RV.device)
     first_A1 = to_device([[first[b]] for b in tops], logits_RV.device)
-    rows_T = (first_A1 + nodes_of(outcome.path_BD[asked_A])).flatten()
-    emitted_AD = outcome.emitted_BD[asked_A].clamp(min=0)
+    asked_AC = out[asked_A]
+    nodes_AD = torch.nn.functional.pad(asked_AC[:, depth + 1 : 2 * depth + 1].clamp(min=0), (1, 0))
+    rows_T = (first_A1 + nodes_AD).flatten()
+    emitted_AD = asked_AC[:, : depth + 1].clamp(min=0)
     logprobs = _queue_logprobs(lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten(), max(tops.values()))
     return RowLogprobs(tuple(tops), tuple(tops.values()), (emitted_AD.shape[1],) * len(tops), logprobs)
 

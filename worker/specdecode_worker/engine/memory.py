@@ -19,6 +19,7 @@ from specdecode_worker.contract import (
     DraftQuantization,
     EngineConfig,
     MemoryState,
+    Method,
     WorkerConfig,
 )
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS
@@ -27,10 +28,9 @@ from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadedDraft, union_read
 from specdecode_worker.drafts.own_device import PlacedDraftLoader
 from specdecode_worker.drafts.registry import CachedConfig, Resolve
 from specdecode_worker.drafts.swap import describe_failure
-from specdecode_worker.engine.captured_step import ADJUSTED_AT_ONCE
 from specdecode_worker.engine.step_tables import MOST_GRAPHS, row_buckets
 from specdecode_worker.models.config import MedusaConfig
-from specdecode_worker.models.drafts import Draft, WeightMethod, build_meta_draft
+from specdecode_worker.models.drafts import HEADS, Draft, build_meta_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.errors import CannotServe, ModelError
 from specdecode_worker.models.linear import Shard
@@ -38,6 +38,7 @@ from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import added_bytes, should_pack
 from specdecode_worker.models.tensor_parallel import split_network
 from specdecode_worker.models.weights import prepare_llama
+from specdecode_worker.sampling.sampler import ADJUSTED_AT_ONCE
 
 log = logging.getLogger(__name__)
 
@@ -491,7 +492,7 @@ def _drafts(
     """Return (name, network or misfit, configuration) of every configured draft that has weights."""
     drafts: list[tuple[str, Draft | DraftMismatch, DraftConfig]] = []
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
-        if draft.uri is None or draft.method == "ngram" or draft.method == "suffix" or draft.method == "none":
+        if draft.uri is None:
             continue
         where, length = draft.uri, config.model.max_model_len
         try:
@@ -519,7 +520,8 @@ def _process_bytes(draft: Draft, target: Llama, dtype: torch.dtype) -> int:
 
 def expect_own_logits(draft: DraftConfig, ranks: int) -> None:
     """Raise ModelError for a head that computes logits with the target's matrix while it is split over ranks."""
-    if draft.method in ("eagle", "dflash") and ranks > 1:
+    head = HEADS.get(draft.method)
+    if head is not None and head.uses_target_output and ranks > 1:
         raise ModelError(
             f"{draft.uri}: a head of method {draft.method} makes logits with the target's matrix, which is split over"
             f" {ranks} devices; take an eagle3 head, or one device"
@@ -787,14 +789,13 @@ class CheckedDraftLoader:
         Raises:
             ModelError: The draft does not fit the target, or not into memory together with the running draft.
         """
-        method = config.method
-        if method == "ngram" or method == "suffix" or method == "none" or config.uri is None:
+        if config.uri is None:
             return self.loader(config, name)
         if self.loader.leaves_memory_of_target(config):
             return self.loader(config, name)
         expect_own_logits(config, self.ranks)
         process = DRAFT_PROCESS_BYTES if config.placement == "own" else 0
-        needed, free = self._needed_bytes(method, config.uri) + process, self.free_bytes()
+        needed, free = self._needed_bytes(config.method, config.uri) + process, self.free_bytes()
         if needed > free:
             raise ModelError(
                 f"{config.uri} needs {needed / _GIB:.2f} GiB beside the draft that runs until it is ready, and "
@@ -803,7 +804,7 @@ class CheckedDraftLoader:
             )
         return self.loader(config, name)
 
-    def _needed_bytes(self, method: WeightMethod, uri: str) -> int:
+    def _needed_bytes(self, method: Method, uri: str) -> int:
         """Return the peak bytes of loading: weights, twice while they are packed, tables, and the draft's cache.
 
         The draft's cache has as many blocks as the target's.

@@ -8,27 +8,23 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.control.synthetic import Synthetic
 from specdecode_worker.core.batch import Choice, Row
-from specdecode_worker.core.device_state import DeviceState, HostCopy, to_host
+from specdecode_worker.core.device_state import DeviceState, to_host
 from specdecode_worker.drafts.merged import OwnRanks, Proposed
 from specdecode_worker.drafts.registry import DraftRegistry
-from specdecode_worker.engine.captured_step import Proposals
+from specdecode_worker.engine.captured_step import Proposals, UncapturedStep
 from specdecode_worker.engine.cuda_graphs import ReadyStep, StepGraphs
 from specdecode_worker.engine.guided_trees import given_tokens
 from specdecode_worker.engine.launched_step import LaunchedStep, QueuedRows
 from specdecode_worker.engine.logprobs import gather_output_logprobs, gather_prompt_logprobs
 from specdecode_worker.engine.stats import PhaseTimer, step_size_of
 from specdecode_worker.engine.step_tables import HostMasks
-from specdecode_worker.engine.target import Roots, Target, TargetPass, commit_chunks, commit_paths, upload_rows
-from specdecode_worker.sampling.acceptance import Outcome
-from specdecode_worker.sampling.columns import BatchTokens
+from specdecode_worker.engine.target import Target, commit_chunks, upload_rows
 from specdecode_worker.sampling.masks import TokenMasks
-from specdecode_worker.sampling.sampler import Sampler, SamplerFactory
-from specdecode_worker.sampling.trees import PLAIN, Forest, forest_of
+from specdecode_worker.sampling.trees import Forest
 
 
 class StepLauncher:
@@ -39,13 +35,18 @@ class StepLauncher:
         target: Target,
         drafts: DraftRegistry,
         state: DeviceState,
-        make_sampler: SamplerFactory,
         phases: PhaseTimer,
         graphs: StepGraphs | None = None,
+        *,
+        coupled: bool = True,
     ) -> None:
-        """Connect the parts. ``graphs`` holds captured CUDA graphs; without it every step runs eagerly."""
+        """Connect the parts.
+
+        ``graphs`` holds captured CUDA graphs; without it no step is captured. ``coupled`` is False for the sampler
+        ``mss``.
+        """
         self._target, self._drafts, self._state = target, drafts, state
-        self._make_sampler, self._phases, self._graphs = make_sampler, phases, graphs
+        self._phases, self._graphs, self._coupled = phases, graphs, coupled
         self.synthetic = Synthetic()
 
     def launch(
@@ -117,12 +118,12 @@ class StepLauncher:
 
     def _propose(self, rows: tuple[Row, ...]) -> tuple[Proposals, OwnRanks | None]:
         """Run the drafts of decoding rows before a graph verifies, and compute the masks of rows with a grammar."""
-        forest = forest_of(tuple(row.tree for row in rows), self._device)
-        sampler, masks = self._sampler_of(rows, forest, self._target.roots(rows))
+        step = self._step_of(rows)
         self._write_given_tokens(rows)
-        proposed = self._drafts.propose(rows, forest, sampler)
+        proposed = self._drafts.propose(rows, step.forest, step.sampler)
         own = proposed.own.on_host() if proposed.own is not None else None
-        return Proposals(proposed.ranked_BNK, None if masks is None else _verified_masks(masks, forest)), own
+        masks = None if step.masks is None else _verified_masks(step.masks, step.forest)
+        return Proposals(proposed.ranked_BNK, masks), own
 
     def _masked(self, ready: ReadyStep, rows: tuple[Row, ...]) -> tuple[Proposals, float]:
         """Run the graph of the draft passes, if there are any, and compute the masks of rows with a grammar.
@@ -130,8 +131,8 @@ class StepLauncher:
         Return them with the duration of the passes. The drafts propose under the masks of the roots alone.
         """
         assert self._graphs is not None, "a planned step has graphs"
-        forest = forest_of(tuple(row.tree for row in rows), self._device)
-        _, masks = self._sampler_of(rows, forest, self._target.roots(rows))
+        step = self._step_of(rows)
+        masks, forest = step.masks, step.forest
         assert masks is not None, "a row has a grammar"
         self._write_given_tokens(rows)
         ranked_BNK, seconds = None, 0.0
@@ -143,45 +144,56 @@ class StepLauncher:
     def _run(
         self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...], *, draft_prefill: bool
     ) -> QueuedRows:
-        """Queue rows eagerly, in one pass of the target."""
+        """Queue rows without a graph, in one pass of the target."""
         phases = self._phases
         emitting = [row for row in rows if row.emits]
-        forest = forest_of(tuple(row.tree for row in emitting) or (PLAIN,), self._device)
-        roots_C = self._target.roots(emitting)
-        sampler, masks = self._sampler_of(emitting, forest, roots_C)
+        cuts, proposed = depth_limits if self.synthetic.cuts else None, Proposed()
+        step = self._step_of(emitting, cuts) if emitting else None
         self._write_given_tokens(emitting)
         phases.lap("bookkeeping")
-        proposed = self._drafts.propose(emitting, forest, sampler) if emitting else Proposed()
+        if step is not None:
+            proposed = self._drafts.propose(emitting, step.forest, step.sampler)
+            if step.masks is not None:
+                step.masks.load_tokens()
         ranked_BNK = proposed.ranked_BNK
-        if masks is not None:
-            masks.load_tokens()
         draft_seconds = phases.lap("draft")
-        step = self._target.pack(rows)
+        target_pass = self._target.pack(rows)
         phases.lap("bookkeeping")
-        logits_RV, aux_TA, hidden_TE = self._target.forward(step, self._drafts.reads)
+        logits_RV, aux_TA, hidden_TE = self._target.forward(target_pass, self._drafts.reads)
         phases.lap("verify")
-        outcome = None
-        if masks is not None:
-            masks.prepare()
-        if emitting:
-            outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, depth_limits)
-        output_logprobs = gather_output_logprobs(emitting, forest, logits_RV, outcome)
-        prompt_logprobs = gather_prompt_logprobs(self._target.logits, rows, step.packed.query_start, hidden_TE)
+        out, output_logprobs, results = None, None, []
+        if step is not None:
+            if step.masks is not None:
+                step.masks.prepare()
+            out = step.verify(target_pass, logits_RV, ranked_BNK)
+            output_logprobs = gather_output_logprobs(emitting, step.forest, logits_RV, out)
+            results = [out] if ranked_BNK is None or not choice.shadow_passes else [out, ranked_BNK]
+        prompt_logprobs = gather_prompt_logprobs(self._target.logits, rows, target_pass.packed.query_start, hidden_TE)
         # The copies to the host are queued before the draft's prefill, which would otherwise delay the first token.
-        outcome_BC, host_ranked_BNK, host_copy = _copy_to_host(outcome, ranked_BNK if choice.shadow_passes else None)
+        copies, host_copy = to_host(results)
         phases.lap("sample")
-        self._commit(rows, step, roots_C, forest, outcome, aux_TA, draft_prefill=draft_prefill)
+        chunks = [row for row in rows if row.is_chunk]
+        if chunks and draft_prefill:
+            # Before the states are stored: for the first position of a chunk, drafts read that of the position before
+            # from the ring, which the states of the chunk overwrite.
+            self._drafts.prefill(chunks, None if aux_TA is None else aux_TA[-sum(row.count for row in chunks) :])
+        commit_chunks(self._state, rows, target_pass, aux_TA)
+        if step is not None and out is not None and aux_TA is not None:
+            step.store_states(target_pass, aux_TA, out)
         phases.lap("bookkeeping")
         return QueuedRows(
             rows=rows,
-            outcome_BC=outcome_BC,
-            ranked_BNK=host_ranked_BNK,
+            outcome_BC=copies[0] if copies else None,
+            ranked_BNK=copies[1] if len(copies) > 1 else None,
             host_copy=host_copy,
             output_logprobs=output_logprobs,
             prompt_logprobs=prompt_logprobs,
             own_ranks=proposed.own.on_host() if proposed.own is not None else None,
             draft_seconds=draft_seconds,
         )
+
+    def _step_of(self, rows: Sequence[Row], depth_limits: Sequence[int] | None = None) -> UncapturedStep:
+        return UncapturedStep(rows, self._target, self._state, coupled=self._coupled, depth_limits=depth_limits)
 
     @property
     def _device(self) -> torch.device:
@@ -195,71 +207,6 @@ class StepLauncher:
                 slot = row.request.slot
                 index_N = length_S[slot] + 1 + torch.arange(len(tokens), device=self._device)
                 tokens_SP[slot, index_N] = to_device(list(tokens), self._device, dtype=torch.int64)
-
-    def _sampler_of(
-        self, emitting: Sequence[Row], forest: Forest, roots_C: Tensor
-    ) -> tuple[Sampler, TokenMasks | None]:
-        """Build the sampler of the rows that choose a token, and the masks of those with a grammar."""
-        requests = [row.request for row in emitting]
-        slots_C = to_device([request.slot for request in requests], self._device, dtype=torch.int64)
-        bound = 1 + max((max(r.cached_bound, r.prefilled) for r in requests), default=0)
-        texts = BatchTokens(self._state.tokens_SP, slots_C, roots_C, bound)
-        guides, size = [request.guide for request in requests], self._target.vocab_size
-        masks = TokenMasks(guides, texts, forest, size) if any(guides) else None
-        params = [request.sampling_params for request in requests]
-        return self._make_sampler(params, texts, forest, size, masks), masks
-
-    def _accept(
-        self,
-        sampler: Sampler,
-        step: TargetPass,
-        forest: Forest,
-        logits_RV: Tensor,
-        ranked_BNK: Tensor | None,
-        depth_limits: tuple[int, ...],
-    ) -> Outcome:
-        """Return the accepted paths and emitted tokens of the rows that choose a token.
-
-        The tokens of the nodes are those that the target's pass read; -2 marks missing nodes and matches no token.
-        """
-        tokens_BN = torch.full_like(forest.parents_BN, -2)
-        tokens_BN[step.batch_R, step.node_R] = step.packed.tokens_T[step.logit_rows_R]
-        depth_limit_B = to_device(depth_limits, logits_RV.device) if self.synthetic.cuts else None
-        at = step.batch_R, step.node_R, step.depth_R
-        return sampler.accept(forest, tokens_BN, logits_RV, *at, ranked_BNK, depth_limit_B)
-
-    def _commit(
-        self,
-        rows: tuple[Row, ...],
-        step: TargetPass,
-        roots_C: Tensor,
-        forest: Forest,
-        outcome: Outcome | None,
-        aux_TA: Tensor | None,
-        *,
-        draft_prefill: bool,
-    ) -> None:
-        """Commit the step to the device state and the cache, and let drafts process prefill chunks.
-
-        The drafts' prefill comes first: for the first position of a chunk it reads the state of the position before
-        from the ring, which ``commit_chunks`` overwrites.
-        """
-        chunks = [row for row in rows if row.is_chunk]
-        if chunks and draft_prefill:
-            self._drafts.prefill(chunks, None if aux_TA is None else aux_TA[-sum(row.count for row in chunks) :])
-        commit_chunks(self._state, rows, step, aux_TA)
-        if outcome is not None:
-            roots = Roots(step.slots_B[: len(roots_C)], step.packed.block_table_BM, roots_C, step.root_rows_C)
-            commit_paths(self._state, self._target.cache, roots, outcome, aux_TA, in_place=forest.all_chains)
-
-
-def _copy_to_host(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[Tensor | None, Tensor | None, HostCopy]:
-    """Queue copies of the outcome's columns and the draft's ranking to the host; return both and their ``HostCopy``."""
-    if outcome is None:
-        return None, None, HostCopy()
-    columns_BC = outcome.columns()
-    copies, host_copy = to_host([columns_BC] if ranked_BNK is None else [columns_BC, ranked_BNK])
-    return copies[0], copies[1] if ranked_BNK is not None else None, host_copy
 
 
 def _verified_masks(masks: TokenMasks, forest: Forest) -> HostMasks:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,14 @@ from torch import Tensor
 
 from specdecode_worker.contract import MAX_NODES, MAX_RANKS
 from specdecode_worker.core.request import Request
-from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.params import (
+    NO_FEATURES,
+    Features,
+    SamplingParams,
+    TableShapes,
+    column_shapes,
+    column_values,
+)
 from specdecode_worker.sampling.trees import Tree
 
 # Keys of CUDA graphs: the size buckets and the optional parts of a decode step.
@@ -38,31 +45,6 @@ SIBLINGS = (1, 2, 4, MAX_RANKS)
 
 OUTSIDE_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, MAX_NODES)
 """Depths of trees whose tokens are proposed before the graph runs. Forced tokens of a grammar can be deep chains."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Features:
-    """Optional parts of a step. Graphs with any of them are captured when they are needed, so others never pay.
-
-    ``adjusts`` is the width of the tables of biased and blocked tokens, 0 if no request adjusts logits. ``history`` is
-    the number of text positions whose tokens are counted for penalties, 0 without penalties. ``masks`` is set if a
-    request follows a grammar, ``logprobs`` if one wants log-probabilities. ``rounds`` is the greatest number of
-    siblings in a tree if a request is sampled in several rounds, 0 if the target chooses one token behind each node.
-    """
-
-    adjusts: int = 0
-    history: int = 0
-    masks: bool = False
-    logprobs: bool = False
-    rounds: int = 0
-
-    @property
-    def change_logits(self) -> bool:
-        """True if logits are adjusted or masked before a token is chosen."""
-        return self.adjusts > 0 or self.masks
-
-
-NO_FEATURES = Features()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -184,13 +166,11 @@ def row_buckets(max_num_seqs: int, wanted: Sequence[int] = ()) -> tuple[int, ...
 # The host writes to pinned memory, from which the copy to the device is asynchronous. Two pinned buffers alternate, so
 # that the host can write the next step while the previous one is still being copied.
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 class Layout:
     """Layout of named tables, concatenated in one flat tensor. ``size`` is the total number of elements."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: TableShapes) -> None:
         self.shapes = dict(shapes)
         self.size = sum(prod(shape) for shape in self.shapes.values())
 
@@ -259,7 +239,7 @@ PADDING_TREE = Tree((-1,), 0)
 OF_NODES = ("verified_parent", "parent", "rank", "depth")
 
 
-def tree_shapes(key: GraphKey) -> Shapes:
+def tree_shapes(key: GraphKey) -> TableShapes:
     """Return the shapes of the tree tables of ``key``, by name.
 
     - ``query_start`` [B + 1], ``root_row`` [B]: packed tokens of each row, and the packed index of its root.
@@ -340,17 +320,11 @@ def _filled(values: list[int], size: int, padding: int) -> list[int]:
     return values + [padding] * (size - len(values))
 
 
-# Static tables of the optional parts of a step: biased and blocked tokens, penalties, and rows of grammar masks.
-#
-# The values of rows that use none of them change no logit: a bias of 0, a token that is not blocked, penalties of 0 or
-# 1, and mask 0, which allows all tokens.
-
-N = TypeVar("N", int, float)
-
 WIDTHS = (8, 64, 512)
-"""Numbers of biased or blocked tokens of a request that tables have columns for."""
-PENALTIES = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
-"""Neutral values of the penalties."""
+"""Numbers of biased or blocked tokens of a request that graphs have columns for."""
+
+
+# Grammar masks of a step. Mask 0 allows all tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,77 +352,7 @@ class MaskTable:
         self._staged.write(torch.from_numpy(table_NW.view(np.int32)).flatten())
 
 
-def width_of(params: SamplingParams) -> int:
-    """Return the number of columns that the request needs in the tables of biased and blocked tokens."""
-    return max(len(params.logit_bias), len(params.blocked) if params.blocks else 0)
-
-
-def feature_int_shapes(key: GraphKey) -> Shapes:
-    """Return the shapes of the integer tables that the features of ``key`` need, by name; row B is padding.
-
-    ``prompt_tokens``, ``min_tokens``: [B + 1]; ``bias_ids``, ``blocked_ids``: [B + 1, K].
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    if key.features.adjusts:
-        shapes |= dict.fromkeys(("prompt_tokens", "min_tokens"), (key.rows + 1,))
-        shapes |= dict.fromkeys(("bias_ids", "blocked_ids"), (key.rows + 1, key.features.adjusts))
-    return shapes
-
-
-def feature_float_shapes(key: GraphKey) -> Shapes:
-    """Return the shapes of the float tables that the features of ``key`` need, by name; row B is padding."""
-    if not key.features.adjusts:
-        return {}
-    return {"bias": (key.rows + 1, key.features.adjusts), **dict.fromkeys(PENALTIES, (key.rows + 1,))}
-
-
-def feature_ints(requests: Sequence[Request], key: GraphKey) -> dict[str, list[int]]:
-    """Return the values of the integer tables, flat and padded."""
-    tables: dict[str, list[int]] = {}
-    if width := key.features.adjusts:
-        batch = [request.sampling_params for request in requests]
-        more = key.rows + 1 - len(batch)
-        tables["prompt_tokens"] = [params.prompt_tokens for params in batch] + [0] * more
-        tables["min_tokens"] = [params.min_tokens if params.blocks else 0 for params in batch] + [0] * more
-        bias = [[token for token, _ in params.logit_bias] for params in batch]
-        tables["bias_ids"] = _flat(bias, key, width, 0)
-        # A token that is blocked must not occur once more as a free one, so rows repeat one of their own.
-        blocked = [_repeated(params.blocked, width) if params.blocks else [] for params in batch]
-        tables["blocked_ids"] = _flat(blocked, key, width, 0)
-    return tables
-
-
-def feature_floats(requests: Sequence[Request], key: GraphKey) -> dict[str, list[float]]:
-    """Return the values of the float tables, flat and padded."""
-    if not key.features.adjusts:
-        return {}
-    batch = [request.sampling_params for request in requests]
-    more = key.rows + 1 - len(batch)
-    bias = [[value for _, value in params.logit_bias] for params in batch]
-    return {
-        "bias": _flat(bias, key, key.features.adjusts, 0.0),
-        "repetition": [params.repetition_penalty for params in batch] + [PENALTIES["repetition"]] * more,
-        "frequency": [params.frequency_penalty for params in batch] + [PENALTIES["frequency"]] * more,
-        "presence": [params.presence_penalty for params in batch] + [PENALTIES["presence"]] * more,
-    }
-
-
-def _repeated(tokens: Sequence[int], width: int) -> list[int]:
-    return list(tokens) + list(tokens[:1]) * (width - len(tokens))
-
-
-def _flat(rows: Sequence[Sequence[N]], key: GraphKey, width: int, padding: N) -> list[N]:
-    """Return the rows one after the other, each padded to ``width``, and rows of padding up to B + 1."""
-    values: list[N] = []
-    for row in rows:
-        values += row
-        values += [padding] * (width - len(row))
-    return values + [padding] * (width * (key.rows + 1 - len(rows)))
-
-
 # Tables of the rows of a step: slots, sampling parameters, and the slots that the draft must catch up with.
-
-FLOATS = ("temperature", "top_p", "min_p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,18 +367,17 @@ class CatchUp:
     key_starts: tuple[int, ...] = ()
 
 
-def row_shapes(key: GraphKey) -> Shapes:
+def row_shapes(key: GraphKey) -> TableShapes:
     """Return the shapes of the integer tables of the rows of ``key``, by name. Row B of a [B + 1] table is padding.
 
-    - ``slot``, ``live`` (1 for a request, 0 for padding), ``seed``, ``top_k`` and ``depth_limit`` (maximum accepted
-      depth): [B + 1].
-    - Those of the features of ``key``, see `feature_int_shapes`.
+    - ``slot``, ``live`` (1 for a request, 0 for padding) and ``depth_limit`` (maximum accepted depth): [B + 1].
+    - Those of the sampling parameters, see `COLUMNS`.
     """
-    names = ("slot", "live", "seed", "top_k", "depth_limit")
-    return {**dict.fromkeys(names, (key.rows + 1,)), **feature_int_shapes(key)}
+    names = ("slot", "live", "depth_limit")
+    return {**dict.fromkeys(names, (key.rows + 1,)), **column_shapes(key.rows + 1, key.features, int)}
 
 
-def step_shapes(key: GraphKey) -> Shapes:
+def step_shapes(key: GraphKey) -> TableShapes:
     """Return the shapes of the integer tables that differ in every step, by name.
 
     - With draft passes: ``catch_base`` (first slot to catch up with, relative to the root), ``key_start`` (first
@@ -492,22 +395,6 @@ def step_shapes(key: GraphKey) -> Shapes:
     return table_shapes
 
 
-def row_float_shapes(key: GraphKey) -> Shapes:
-    """Return the shapes of the float row tables of ``key``, by name; row B is padding."""
-    return {**dict.fromkeys(FLOATS, (key.rows + 1,)), **feature_float_shapes(key)}
-
-
-def row_floats(requests: Sequence[Request], key: GraphKey) -> dict[str, list[float]]:
-    """Return the values of the float row tables, padded with greedy sampling without truncation."""
-    batch_params, more = [request.sampling_params for request in requests], key.rows + 1 - len(requests)
-    return {
-        "temperature": [params.temperature for params in batch_params] + [0.0] * more,
-        "top_p": [params.top_p for params in batch_params] + [1.0] * more,
-        "min_p": [params.min_p for params in batch_params] + [0.0] * more,
-        **feature_floats(requests, key),
-    }
-
-
 def row_values(
     requests: Sequence[Request], key: GraphKey, depth_limits: Sequence[int] | None, padding_slot: int
 ) -> dict[str, list[int]]:
@@ -521,13 +408,12 @@ def row_values(
     """
     more = key.rows + 1 - len(requests)
     limits = [NODES] * len(requests) if depth_limits is None else list(depth_limits)
+    batch = [request.sampling_params for request in requests]
     return {
         "slot": [request.slot for request in requests] + [padding_slot] * more,
         "live": [1] * len(requests) + [0] * more,
-        "seed": [request.sampling_params.seed for request in requests] + [0] * more,
-        "top_k": [request.sampling_params.top_k for request in requests] + [0] * more,
         "depth_limit": limits + [NODES] * more,
-        **feature_ints(requests, key),
+        **column_values(batch, key.rows + 1, key.features, int),
     }
 
 
@@ -577,7 +463,7 @@ class StepInputs:
 
     def __init__(self, key: GraphKey, padding_slot: int, device: torch.device) -> None:
         self._key, self._padding_slot = key, padding_slot
-        self._rows, self._floats = Layout(row_shapes(key)), Layout(row_float_shapes(key))
+        self._rows, self._floats = Layout(row_shapes(key)), Layout(column_shapes(key.rows + 1, key.features, float))
         trees, step = Layout(tree_shapes(key)), Layout(step_shapes(key))
         self._tree_input = StagedTensor(trees, torch.int64, device)
         self._row_input = StagedTensor(self._rows, torch.int64, device)
@@ -615,7 +501,8 @@ class StepInputs:
         if params != self._written_rows:
             values = row_values(requests, self._key, depth_limits, self._padding_slot)
             self._row_input.write(self._rows.flat(values, torch.int64))
-            self._float_input.write(self._floats.flat(row_floats(requests, self._key), torch.float32))
+            floats = column_values(params[0], self._key.rows + 1, self._key.features, float)
+            self._float_input.write(self._floats.flat(floats, torch.float32))
             self._written_rows = params
         if self._step_input is not None and (masks is not None or catch_up != self._written_catch_up):
             fill_step(self._step_input.begin(), self._key, catch_up, masks)

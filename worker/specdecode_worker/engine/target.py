@@ -1,4 +1,4 @@
-"""Passes of the target over the rows of a step, and commits of accepted keys and values."""
+"""Passes of the target over the rows of a step, and commits of prompt chunks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,15 @@ from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache, slots_of, spread
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.acceptance import Outcome
 
 # Forward pass of the target over a batch of rows: packing, forward, and logits where a token is chosen.
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """Packed batch on the device. B rows, of which the first C choose a token; R rows of logits."""
+    """Packed batch on the device, with R rows of logits."""
 
     packed: PackedBatch
-    slots_B: Tensor
-    """Slot of each row in the device state."""
-    root_rows_C: Tensor
-    """Index of the packed token that is the root of each row that chooses a token."""
     logit_rows_R: Tensor
     """Index of the packed token behind each row of logits."""
     batch_R: Tensor
@@ -141,21 +136,7 @@ class Target:
             chunk_keys=tuple(row.start + row.count if row.is_chunk else 0 for row in rows),
         )
         logit_rows, batch, node, depth = _logit_rows(rows, device)
-        root_rows = [
-            begin + (row.count - 1 if row.is_chunk else 0)
-            for begin, row in zip(packed.query_start, rows, strict=False)
-            if row.emits
-        ]
-        return TargetPass(packed, slots_B, to_device(root_rows, device), logit_rows, batch, node, depth)
-
-    def roots(self, emitting: Sequence[Row]) -> Tensor:
-        """Return the index [C] of the last committed token, the root, of every row that chooses a token."""
-        lengths, device = self._state.length_S, self._state.length_S.device
-        ahead = [row.count - 1 if row.is_chunk else 0 for row in emitting]
-        slots_C = [row.request.slot for row in emitting]
-        slots, ahead_C = to_device([slots_C, ahead], device, dtype=torch.int64)
-        roots_C: Tensor = lengths[slots] + ahead_C
-        return roots_C
+        return TargetPass(packed, logit_rows, batch, node, depth)
 
 
 def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -190,20 +171,7 @@ def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tens
     return columns[0], columns[1], columns[2], columns[3]
 
 
-# Transfer of request state to the device before a step and commit of accepted keys, tokens and states after it.
-
-
-@dataclass(frozen=True, slots=True)
-class Roots:
-    """Roots (last committed tokens) of the C rows that choose a token."""
-
-    slots_C: Tensor
-    """Slots in the device state."""
-    block_table_CM: Tensor
-    index_C: Tensor
-    """Index of the root in its sequence."""
-    packed_rows_C: Tensor
-    """Index of the root among the packed tokens of the pass."""
+# Transfer of request state to the device before a step, and commit of prompt chunks after it.
 
 
 def upload_rows(state: DeviceState, rows: Sequence[Row]) -> None:
@@ -239,42 +207,3 @@ def commit_chunks(state: DeviceState, rows: Sequence[Row], step: TargetPass, aux
             if aux_TA is not None:
                 aux = aux_TA[begin : begin + row.count]
                 state.store_last_aux(row.request.slot, row.request.blocks, end, aux)
-
-
-def commit_paths(
-    state: DeviceState, cache: PagedCache, roots: Roots, outcome: Outcome, aux_TA: Tensor | None, *, in_place: bool
-) -> None:
-    """Commit the rows that chose a token: accepted keys, auxiliary states, emitted tokens and new lengths.
-
-    Args:
-        state: Device state of the requests.
-        cache: The target's cache.
-        roots: Roots of the rows.
-        outcome: Result of verification.
-        aux_TA: Auxiliary states of all packed tokens; None if no draft reads any.
-        in_place: All trees are chains, so that accepted keys are already at their final slots.
-    """
-    if not in_place:
-        _move_keys(cache, roots.block_table_CM, roots.index_C, outcome.path_BD)
-    if aux_TA is not None:
-        state.store_path_aux(roots.slots_C, roots.index_C, outcome.path_BD, aux_TA, roots.packed_rows_C)
-    state.commit(roots.slots_C, roots.index_C, outcome.emitted_BD, outcome.count_B)
-
-
-def _move_keys(cache: PagedCache, block_table_BM: Tensor, roots_C: Tensor, path_CD: Tensor) -> None:
-    """Move the keys and values of accepted nodes to the slots directly after the roots.
-
-    Args:
-        cache: The target's cache.
-        block_table_BM: Block tables; the first rows are those of the roots.
-        roots_C: Index of each root in its sequence.
-        path_CD: Accepted nodes in path order, -1 as padding.
-    """
-    row_CD = torch.arange(len(path_CD), device=path_CD.device)[:, None].expand_as(path_CD)
-    target_CD = roots_C[:, None] + 1 + torch.arange(path_CD.shape[1], device=path_CD.device)
-    source = slots_of(block_table_BM, row_CD, roots_C[:, None] + path_CD.clamp(min=0))
-    target = slots_of(block_table_BM, row_CD, target_CD.expand_as(path_CD))
-    # Padding pairs copy slot 0 of the padding block onto itself.
-    moves = path_CD > 0
-    source, target = torch.where(moves, source, 0), torch.where(moves, target, 0)
-    cache.keep(source.flatten(), target.flatten(), group=path_CD.shape[1])

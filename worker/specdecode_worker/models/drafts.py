@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -106,18 +107,34 @@ def _resized(weight: Tensor, size: int) -> nn.Parameter:
 WeightMethod = Literal["eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model"]
 """Methods with draft weights."""
 Draft = Eagle3Head | PEagleHead | DFlashHead | EagleHead | MedusaHeads | Llama
-_CALLED: dict[Method, str] = {
-    "eagle3": "an EAGLE-3 head",
-    "peagle": "a P-EAGLE head",
-    "dflash": "a DFlash head",
-    "eagle": "an EAGLE-1 or EAGLE-2 head",
-    "medusa": "a Medusa checkpoint",
-    "draft-model": "a whole model",
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKind:
+    """Kind of draft head: how its folder is checked and loaded.
+
+    ``prepare`` takes the folder and the target, ``load`` a dtype and a device too. With ``uses_target_output`` the head
+    computes logits with the target's output matrix.
+    """
+
+    called: str
+    prepare: Callable[[Path, Llama], UnloadedNetwork[Any]]
+    load: Callable[..., Draft]
+    uses_target_output: bool = False
+
+
+HEADS: dict[Method, HeadKind] = {
+    "eagle3": HeadKind("an EAGLE-3 head", prepare_eagle3, load_eagle3),
+    "peagle": HeadKind("a P-EAGLE head", prepare_peagle, load_peagle),
+    "dflash": HeadKind("a DFlash head", prepare_dflash, load_dflash, uses_target_output=True),
+    "eagle": HeadKind("an EAGLE-1 or EAGLE-2 head", prepare_eagle, load_eagle, uses_target_output=True),
+    "medusa": HeadKind("a Medusa checkpoint", prepare_medusa, load_medusa),
 }
+"""Draft heads by method. A draft of another method with weights is a model of its own."""
 
 
 def load_draft(
-    method: WeightMethod,
+    method: Method,
     folder: Path,
     target: Llama,
     *,
@@ -138,25 +155,15 @@ def load_draft(
     """
     expect_method(method, folder)
     expect_vocabulary(method, folder, target_folder)
-    match method:
-        case "eagle3":
-            return load_eagle3(folder, target, dtype=dtype, device=device)
-        case "peagle":
-            return load_peagle(folder, target, dtype=dtype, device=device)
-        case "dflash":
-            return load_dflash(folder, target, dtype=dtype, device=device)
-        case "eagle":
-            return load_eagle(folder, target, dtype=dtype, device=device)
-        case "medusa":
-            return load_medusa(folder, target, dtype=dtype, device=device)
-        case "draft-model":
-            shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
-            draft = load_llama(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
-            set_vocabulary(draft, shared, target.config.vocab_size)
-            return draft
+    if (head := HEADS.get(method)) is not None:
+        return head.load(folder, target, dtype=dtype, device=device)
+    shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
+    draft = load_llama(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
+    set_vocabulary(draft, shared, target.config.vocab_size)
+    return draft
 
 
-def check_draft(method: WeightMethod, folder: Path, target_folder: Path, *, max_model_len: int | None = None) -> None:
+def check_draft(method: Method, folder: Path, target_folder: Path, *, max_model_len: int | None = None) -> None:
     """Check a draft by its config.json, tokenizers and tensor headers, without reading weights.
 
     Raises the errors of `load_draft`, except those about the values of weights.
@@ -166,27 +173,18 @@ def check_draft(method: WeightMethod, folder: Path, target_folder: Path, *, max_
 
 
 def build_meta_draft(
-    method: WeightMethod, folder: Path, target: Llama, *, target_folder: Path, max_model_len: int | None = None
+    method: Method, folder: Path, target: Llama, *, target_folder: Path, max_model_len: int | None = None
 ) -> Draft:
     """Return the network that `load_draft` would load, on the meta device, after the checks of `check_draft`."""
     expect_method(method, folder)
     expect_vocabulary(method, folder, target_folder)
-    match method:
-        case "eagle3":
-            return _checked_network(prepare_eagle3(folder, target))
-        case "peagle":
-            return _checked_network(prepare_peagle(folder, target))
-        case "dflash":
-            return _checked_network(prepare_dflash(folder, target))
-        case "eagle":
-            return _checked_network(prepare_eagle(folder, target))
-        case "medusa":
-            return _checked_network(prepare_medusa(folder, target))
-        case "draft-model":
-            shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
-            draft = _checked_network(prepare_llama(folder, max_model_len=max_model_len))
-            set_vocabulary(draft, shared, target.config.vocab_size)
-            return draft
+    if (head := HEADS.get(method)) is not None:
+        prepared: Draft = _checked_network(head.prepare(folder, target))
+        return prepared
+    shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
+    draft = _checked_network(prepare_llama(folder, max_model_len=max_model_len))
+    set_vocabulary(draft, shared, target.config.vocab_size)
+    return draft
 
 
 def _checked_network(prepared: UnloadedNetwork[Network]) -> Network:
@@ -194,7 +192,7 @@ def _checked_network(prepared: UnloadedNetwork[Network]) -> Network:
     return prepared.network
 
 
-def expect_method(method: WeightMethod, folder: Path) -> None:
+def expect_method(method: Method, folder: Path) -> None:
     """Raise an error unless ``folder`` holds a draft of ``method``.
 
     Raises:
@@ -205,5 +203,6 @@ def expect_method(method: WeightMethod, folder: Path) -> None:
     if inferred is None:
         raise WeightMismatch(f"{folder} holds no draft that is known: neither a head's nor a model's tensors are there")
     if inferred != method:
+        called = HEADS[inferred].called if inferred in HEADS else "a whole model"
         missing = "mask_hidden is missing, " if (method, inferred) == ("peagle", "eagle3") else ""
-        raise ConfigMismatch(f"{folder}: {missing}this is {_CALLED[inferred]}, set method: {inferred} (it is {method})")
+        raise ConfigMismatch(f"{folder}: {missing}this is {called}, set method: {inferred} (it is {method})")

@@ -68,6 +68,9 @@ class MedusaHeads(nn.Module):
         ``hidden_BE`` is the target's final hidden state after the norm. Row k of the result predicts the token k + 2
         positions after that state.
         """
-        return torch.stack(
-            [matrix(blocks(hidden_BE)) for blocks, matrix in zip(self.blocks, self.lm_heads, strict=True)]
-        )
+        return torch.stack([self.head_logits(hidden_BE, head) for head in range(self.count)])
+
+    def head_logits(self, hidden_BE: Tensor, head: int) -> Tensor:
+        """Return the logits of one head, [B, draft vocabulary], from states as for `logits`."""
+        logits_BV: Tensor = self.lm_heads[head](self.blocks[head](hidden_BE))
+        return logits_BV

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.sampling.columns import BatchTokens
-from specdecode_worker.sampling.trees import Forest, Nodes
+from specdecode_worker.sampling.sampler import BatchTokens, SampledRows
+from specdecode_worker.sampling.trees import Forest
 
 
 class TokenGuide(Protocol):
@@ -78,12 +78,13 @@ class TokenMasks:
                 table.append(self._mask(b, node, self._tokens.get(b, ())))
         return rows, np.stack(table)
 
-    def blocked(self, at: Nodes) -> Tensor:
+    def blocked(self, rows: SampledRows) -> Tensor:
         """Return the tokens [R, V] that these nodes must not choose, as bool; none for sequences without a grammar."""
+        b, node_R = rows.sequence_R, rows.node_R
         if self._table_NW is not None and self._row_BN is not None:
-            bits_RW = self._table_NW[self._row_BN[at.batch_R, at.node_R]]
+            bits_RW = self._table_NW[self._row_BN[b, node_R]]
         else:
-            bits_RW = self._drafting(at.batch_R.tolist(), at.node_R.tolist()).to(at.batch_R.device)
+            bits_RW = self._drafting(b.tolist(), node_R.tolist()).to(b.device)
         return _unpacked(~bits_RW)[:, : self._vocab_size]
 
     def _drafting(self, batch: Sequence[int], nodes: Sequence[int]) -> Tensor:

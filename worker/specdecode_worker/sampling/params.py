@@ -1,9 +1,20 @@
-"""Sampling parameters of one request on the host. logits_processing.py applies those of a batch to logits."""
+"""Sampling parameters of requests: on the host, and as the tables of a step, in which every row is one request.
+
+A sampling parameter is a field of `SamplingParams` and an entry of `COLUMNS`. The sampler (sampler.py) reads the
+tables, in captured steps and in others.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class SamplingParams:
     blocked: tuple[int, ...] = ()
     prompt_tokens: int = 0
     guided: bool = False
-    """True if the answer follows a grammar, whose masks (token_masks.py) then include ``min_tokens``."""
+    """True if the answer follows a grammar, whose masks (masks.py) then include ``min_tokens``."""
 
     @cached_property
     def greedy(self) -> bool:
@@ -53,3 +64,153 @@ class SamplingParams:
     def adjusts(self) -> bool:
         """True if logits of single tokens change, which also affects greedy decoding."""
         return self.counts or self.blocks or self.guided or bool(self.logit_bias)
+
+
+# Optional parts of a step, which follow from the sampling parameters of its rows.
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Features:
+    """Optional parts of a step. Graphs with any of them are captured when they are needed, so others never pay.
+
+    ``adjusts`` is the width of the tables of biased and blocked tokens, 0 if no request adjusts logits. ``history`` is
+    the number of text positions whose tokens are counted for penalties, 0 without penalties. ``masks`` is set if a
+    request follows a grammar, ``logprobs`` if one wants log-probabilities. ``rounds`` is the greatest number of
+    siblings in a tree if a request is sampled in several rounds, 0 if the target chooses one token behind each node.
+    """
+
+    adjusts: int = 0
+    history: int = 0
+    masks: bool = False
+    logprobs: bool = False
+    rounds: int = 0
+
+    @property
+    def change_logits(self) -> bool:
+        """True if logits are adjusted or masked before a token is chosen."""
+        return self.adjusts > 0 or self.masks
+
+
+NO_FEATURES = Features()
+
+
+def features_of(batch: Sequence[SamplingParams], longest: int, siblings: int, *, coupled: bool) -> Features:
+    """Return the optional parts of a step, without log-probabilities, in the least sizes that hold its rows.
+
+    Args:
+        batch: Parameters of the rows.
+        longest: Number of positions that hold the root of every row.
+        siblings: Greatest number of siblings in a tree.
+        coupled: The sampler is ``coupled``, else ``mss``.
+    """
+    rounds = 0 if coupled or all(params.greedy for params in batch) else siblings
+    counts = any(params.counts for params in batch)
+    width = max((width_of(params) for params in batch), default=0)
+    return Features(
+        adjusts=max(width, int(counts)),
+        history=longest if counts else 0,
+        masks=any(params.guided for params in batch),
+        rounds=rounds,
+    )
+
+
+def width_of(params: SamplingParams) -> int:
+    """Return the number of columns that the request needs in the tables of biased and blocked tokens."""
+    return max(len(params.logit_bias), len(params.blocked) if params.blocks else 0)
+
+
+def truncates(batch: Sequence[SamplingParams]) -> bool:
+    """Return whether a row samples with top-k, top-p or min-p."""
+    return any(params.truncated and not params.greedy for params in batch)
+
+
+# Tables of the parameters. The neutral values, which also fill padding, change no logit and cut no token.
+
+TableShapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Table of one parameter, [rows], or [rows, width] if ``wide``. Its dtype is that of the ``neutral`` value.
+
+    ``read`` returns the value of a request, or its values if the table is wide; None for the field of that name. Rows
+    of a wide table are padded with the neutral value or, if it ``repeats``, with the first value of the row. The table
+    exists in steps that adjust logits alone if it ``adjusts``.
+    """
+
+    name: str
+    neutral: int | float
+    read: Callable[[SamplingParams], Any] | None = None
+    adjusts: bool = False
+    wide: bool = False
+    repeats: bool = False
+
+    def values(self, batch: Sequence[SamplingParams], width: int) -> list[Any]:
+        """Return the values of all rows, one row after the other."""
+        read = self.read
+        found = [getattr(params, self.name) if read is None else read(params) for params in batch]
+        if not self.wide:
+            return found
+        flat: list[Any] = []
+        for row in found:
+            flat += row
+            flat += [row[0] if self.repeats and row else self.neutral] * (width - len(row))
+        return flat
+
+
+COLUMNS = (
+    Column("seed", 0),
+    Column("top_k", 0),
+    Column("temperature", 0.0),
+    Column("top_p", 1.0),
+    Column("min_p", 0.0),
+    Column("prompt_tokens", 0, adjusts=True),
+    Column("min_tokens", 0, lambda params: params.min_tokens if params.blocks else 0, adjusts=True),
+    Column("repetition_penalty", 1.0, adjusts=True),
+    Column("frequency_penalty", 0.0, adjusts=True),
+    Column("presence_penalty", 0.0, adjusts=True),
+    Column("bias_ids", 0, lambda params: [token for token, _ in params.logit_bias], adjusts=True, wide=True),
+    Column("bias", 0.0, lambda params: [value for _, value in params.logit_bias], adjusts=True, wide=True),
+    # A token that is blocked must not occur once more as a free one, so rows repeat one of their own.
+    Column(
+        "blocked_ids", 0, lambda params: params.blocked if params.blocks else (), adjusts=True, wide=True, repeats=True
+    ),
+)
+"""All tables of sampling parameters."""
+
+
+def columns_of(features: Features, kind: type) -> list[Column]:
+    """Return the tables of a step with values of this type, int or float."""
+    return [one for one in COLUMNS if type(one.neutral) is kind and (features.adjusts > 0 or not one.adjusts)]
+
+
+def column_shapes(rows: int, features: Features, kind: type) -> TableShapes:
+    """Return the shapes of the tables of a step with values of this type, by name."""
+    return {one.name: (rows, features.adjusts) if one.wide else (rows,) for one in columns_of(features, kind)}
+
+
+def column_values(batch: Sequence[SamplingParams], rows: int, features: Features, kind: type) -> dict[str, list[Any]]:
+    """Return the values of these tables, flat and padded to ``rows`` rows."""
+    more, width = rows - len(batch), features.adjusts
+    return {
+        one.name: one.values(batch, width) + [one.neutral] * (more * (width if one.wide else 1))
+        for one in columns_of(features, kind)
+    }
+
+
+@lru_cache(maxsize=64)
+def tables_of(batch: tuple[SamplingParams, ...], width: int, device: torch.device) -> Mapping[str, Tensor]:
+    """Return the tables of a step on the device, with one row of padding behind those of ``batch``.
+
+    ``width`` is that of `Features.adjusts`. Rows seldom change from step to step, so the last tables are kept.
+    """
+    features = Features(adjusts=width)
+    rows = len(batch) + 1
+    tables: dict[str, Tensor] = {}
+    for kind, dtype in ((int, torch.int64), (float, torch.float32)):
+        values = column_values(batch, rows, features, kind)
+        flat = to_device([value for column in values.values() for value in column], device, dtype=dtype)
+        parts = torch.split(flat, [len(column) for column in values.values()])
+        shapes = column_shapes(rows, features, kind)
+        tables |= {name: part.view(shapes[name]) for name, part in zip(values, parts, strict=True)}
+    return tables

@@ -1,190 +1,102 @@
-"""Samplers of a worker: coupled sampling, or multi-round sampling."""
+"""The sampler of a step: proposals of drafts and choices of the target, from the tables of sampling parameters.
+
+Coupled sampling: draft and target choose with the same noise, so that drafts do not change the emitted text. The noise
+of a request is a function of its seed and of the absolute position of the token to be chosen.
+
+Multi-round sampling (SpecInfer, arXiv 2305.09781; the method of arXiv 2508.08192) exists for comparison. Siblings are
+drawn from the draft without replacement and tried in turn. The emitted text follows the target's distribution, but it
+is not the text of plain decoding. Proposals, acceptance coins and residual draws use separate noise streams, indexed by
+position. Greedy rows behave as under coupled sampling.
+
+Adjustments of single tokens (bias, penalties, blocked tokens) come first, then the masks of grammars, then temperature
+and truncation. Target and draft use the same code, so a draft that agrees with the target agrees after processing too.
+
+Captured steps run this code too: no size depends on a device value, and nothing waits for the device, unless the
+constructor got ``adjusting``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.noise.op import gumbel
 from specdecode_kernels.noise.reference import PROPOSAL_STREAM
+from specdecode_kernels.sample import op
+from specdecode_kernels.top_k.op import top_k
 from specdecode_kernels.transfer import to_device
-from specdecode_kernels.verify.op import multi_round
-from specdecode_worker.contract import Sampler as SamplerName
-from specdecode_worker.sampling.acceptance import Outcome, outcome
-from specdecode_worker.sampling.columns import BatchTokens
-from specdecode_worker.sampling.coupling import Coupling
-from specdecode_worker.sampling.logits import LogitsProcessor
-from specdecode_worker.sampling.masks import TokenMasks
-from specdecode_worker.sampling.params import SamplingParams
-from specdecode_worker.sampling.trees import Forest, Nodes
+from specdecode_kernels.verify.op import choose, multi_round
+from specdecode_worker.contract import MAX_NODES
+from specdecode_worker.sampling.params import Features, SamplingParams, features_of, tables_of, truncates
+from specdecode_worker.sampling.trees import Forest, Nodes, ancestors_of
 
-# Multi-round speculative sampling (SpecInfer, arXiv 2305.09781; the method of arXiv 2508.08192), for comparison.
-#
-# Siblings are drawn from the draft without replacement and tried in turn. The emitted text follows the target's
-# distribution, but it is not the text of plain decoding. Proposals, acceptance coins and residual draws use separate
-# noise streams, indexed by position. Greedy requests behave as under coupled sampling.
+ADJUSTED_AT_ONCE = 64
+"""Rows of logits adjusted at a time, which bounds the memory of the fp32 copies, counts and masks."""
+_SCORES_AT_ONCE = 100_000
+"""Number of scores adjusted together on a CPU, so that they stay in cache between operations."""
 
 
-class MultiRound:
-    """Multi-round choices of one step for a batch; a `Sampler` (see sampler.py).
+@dataclass(frozen=True, slots=True)
+class BatchTokens:
+    """Tokens of a batch on the device.
 
-    The draft distributions are stored from `propose` until `accept`. The children of a node without a stored
-    distribution are treated as deterministic.
+    Row ``slots_B[b]`` of ``tokens_SP`` holds prompt and answer of sequence b up to the root of its tree at index
+    ``roots_B[b]``. Node j of the tree is at index root + j once it is drafted.
     """
 
-    def __init__(
-        self,
-        batch_params: Sequence[SamplingParams],
-        texts: BatchTokens,
-        forest: Forest,
-        vocab_size: int,
-        masks: TokenMasks | None = None,
-    ) -> None:
-        self._processing = LogitsProcessor(batch_params, texts, forest, vocab_size, masks)
-        greedy = [params if params.greedy else replace(params, temperature=0.0) for params in batch_params]
-        self._greedy = Coupling(greedy, texts, forest, vocab_size, masks)
-        self._roots_B, self._size = texts.roots_B, vocab_size
-        self._seed_B = to_device([params.seed for params in batch_params], texts.roots_B.device)
-        self._width = max(max(tree.ranks) for tree in forest.trees) + 1
-        self._drawn: list[tuple[Nodes, Tensor, Tensor | None]] = []
+    tokens_SP: Tensor
+    slots_B: Tensor
+    roots_B: Tensor
 
-    def propose(
-        self,
-        logits_RV: Tensor,
-        target_ids_V: Tensor | None,
-        batch_R: Tensor,
-        node_R: Tensor,
-        depth_R: Tensor,
-        sharpness: float,
-        k: int,
-    ) -> Tensor:
-        """Return proposals [R, k]: drawn from q without replacement in sampled rows, the top k in greedy rows.
 
-        ``sharpness`` has no effect on sampled rows. The other arguments are those of `Sampler.propose`.
-        """
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Rows of logits: the nodes that they belong to, and how the tokens behind these are sampled.
 
-        def best() -> Tensor:
-            return self._greedy.propose(logits_RV, target_ids_V, batch_R, node_R, depth_R, sharpness, k)
+    ``next_R`` is the position of the token that is chosen behind each node, ``truncation`` (top-k, top-p, min-p), or
+    None if no row of the step truncates. ``ancestors_R`` are bit masks of the nodes on the paths, the root included;
+    None if all are roots, or none is needed. ``mask_row_R`` is the row of each in the table of grammar masks, if the
+    step has one.
+    """
 
-        if not self._processing.sampled.any:
-            return best()
-        part = self._processing.sampled.of(batch_R)
-        at = part.nodes(Nodes(batch_R, node_R, depth_R))
-        meant_R = part.mask_R if part.rows is None else None
-        return part.merge(self._draw(part.of(logits_RV), target_ids_V, at, meant_R, k), best)
+    sequence_R: Tensor
+    node_R: Tensor
+    temperature_R: Tensor
+    seed_R: Tensor
+    next_R: Tensor
+    truncation: tuple[Tensor, Tensor, Tensor] | None
+    ancestors_R: Tensor | None = None
+    mask_row_R: Tensor | None = None
 
-    def accept(
-        self,
-        forest: Forest,
-        tokens_BN: Tensor,
-        logits_RV: Tensor,
-        batch_R: Tensor,
-        node_R: Tensor,
-        depth_R: Tensor,
-        ranked_BNK: Tensor | None,
-        depth_limit_B: Tensor | None,
-    ) -> Outcome:
-        """Accept or reject the children of each node in turn, as `Sampler.accept`."""
-        if not self._processing.sampled.any:
-            return self._greedy.accept(
-                forest, tokens_BN, logits_RV, batch_R, node_R, depth_R, ranked_BNK, depth_limit_B
-            )
-        at = Nodes(batch_R, node_R, depth_R)
-        logp_RV = self._target_logp(logits_RV, at)
-        logp_BNV = logp_RV.new_zeros(*tokens_BN.shape, self._size)
-        logp_BNV[batch_R, node_R] = logp_RV
-        logq_BNV, drawn_BN = self._proposed(forest, logp_BNV)
-        accepted = multi_round(
-            forest.parents_BN,
-            tokens_BN,
-            logp_BNV,
-            logq_BNV,
-            self._seed_B,
-            self._roots_B,
-            forest.depth,
-            drawn_BN=drawn_BN,
-            width=self._width,
+    def __getitem__(self, here: slice | Tensor) -> SampledRows:
+        """Return a part of the rows."""
+        cuts, ancestors, masks = self.truncation, self.ancestors_R, self.mask_row_R
+        return SampledRows(
+            self.sequence_R[here],
+            self.node_R[here],
+            self.temperature_R[here],
+            self.seed_R[here],
+            self.next_R[here],
+            None if cuts is None else (cuts[0][here], cuts[1][here], cuts[2][here]),
+            None if ancestors is None else ancestors[here],
+            None if masks is None else masks[here],
         )
-        path_tokens_BD = tokens_BN.gather(1, accepted.path_BD.clamp(min=0))
-        emitted_BD = torch.nn.functional.pad(path_tokens_BD, (0, 1))
-        emitted_BD = emitted_BD.scatter(1, accepted.count_B[:, None], accepted.bonus_B[:, None])
-        return outcome(accepted, emitted_BD, ranked_BNK, depth_limit_B)
-
-    def _draw(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, meant_R: Tensor | None, k: int) -> Tensor:
-        """Draw k tokens [R, k] per row without replacement (Gumbel top-k) and store log q for `accept`.
-
-        ``meant_R`` is the mask of the rows that are sampled (None: all).
-        """
-        logq_RV = self._processing.logp(self._processing.adjusted(logits_RV, ids_V, at), at)
-        position_R = self._roots_B[at.batch_R] + at.depth_R + 1
-        noise = gumbel(self._seed_B[at.batch_R], position_R, self._size, PROPOSAL_STREAM)
-        best = (logq_RV + (noise if ids_V is None else noise[:, ids_V])).topk(k, dim=-1).indices
-        if ids_V is not None:
-            best = ids_V[best]
-            logq_RV = logq_RV.new_full((len(logq_RV), self._size), -torch.inf).index_copy_(1, ids_V, logq_RV)
-        self._drawn.append((at, logq_RV, meant_R))
-        return best
-
-    def _target_logp(self, logits_RV: Tensor, at: Nodes) -> Tensor:
-        """Return the target's log-probabilities [R, V].
-
-        In greedy rows the chosen token has all of the probability.
-        """
-        adjusted_RV = self._processing.adjusted(logits_RV, None, at)
-        part = self._processing.sampled.of(at.batch_R)
-        sampled_RV = self._processing.logp(part.of(adjusted_RV), part.nodes(at))
-
-        def certain() -> Tensor:
-            best_R1 = adjusted_RV.argmax(-1, keepdim=True)
-            nothing = torch.full_like(adjusted_RV, -torch.inf, dtype=sampled_RV.dtype)
-            return nothing.scatter_(1, best_R1, 0.0)
-
-        return part.merge(sampled_RV, certain)
-
-    def _proposed(self, forest: Forest, like_BNV: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the stored draft distributions, or (None, None) if there are none.
-
-        Returns:
-            log q of the children of each verified node [B, N, V], and the mask [B, N] of the nodes for which it is
-            valid.
-        """
-        if not self._drawn:
-            return None, None
-        nodes = max(len(tree.parents) for tree in forest.trees)
-        logq_BNV = like_BNV.new_full((len(like_BNV), nodes, self._size), -torch.inf)
-        drawn_BN = torch.zeros(len(like_BNV), nodes, dtype=torch.bool, device=like_BNV.device)
-        for at, logq_RV, meant_R in self._drawn:
-            logq_BNV[at.batch_R, at.node_R] = logq_RV.to(logq_BNV.dtype)
-            drawn_BN[at.batch_R, at.node_R] = True if meant_R is None else meant_R
-        return logq_BNV[:, : like_BNV.shape[1]], drawn_BN[:, : like_BNV.shape[1]]
 
 
-# Interface of the samplers of a step: proposals for drafted nodes, and acceptance by the target.
-#
-# `Coupling` emits exactly the text of plain decoding. `MultiRound` emits text from the same distribution with random
-# numbers of its own, and exists for comparison. One object serves one step.
+Blocked = Callable[[SampledRows], Tensor | None]
+"""Function that returns the tokens [R, V] that grammars forbid behind rows; None for rows without masks."""
 
 
 class Proposer(Protocol):
-    """Part of a sampler that chooses the tokens of drafted nodes.
+    """Part of a sampler that chooses the tokens of drafted nodes."""
 
-    The R rows of logits belong to nodes (``batch_R``, ``node_R``) at ``depth_R`` in the forest of the step.
-    """
-
-    def propose(
-        self,
-        logits_RV: Tensor,
-        target_ids_V: Tensor | None,
-        batch_R: Tensor,
-        node_R: Tensor,
-        depth_R: Tensor,
-        sharpness: float,
-        k: int,
-    ) -> Tensor:
+    def propose(self, logits_RV: Tensor, target_ids_V: Tensor | None, at: Nodes, sharpness: float, k: int) -> Tensor:
         """Return distinct target ids [R, k] for the children of these nodes, best first.
 
         Siblings take the ids in order of rank. The tokens on the paths of the nodes must already be in the step's
@@ -193,50 +105,352 @@ class Proposer(Protocol):
         Args:
             logits_RV: Logits of the draft.
             target_ids_V: Target id of each draft token; None if the draft uses the target's vocabulary.
-            batch_R: Sequence of each row.
-            node_R: Node of each row.
-            depth_R: Depth of each node.
-            sharpness: Factor on the draft's logits, fitted for coupled sampling.
+            at: Nodes of the rows.
+            sharpness: Factor on the draft's logits in sampled rows, fitted for coupled sampling; ``mss`` ignores it.
             k: Number of proposals per row.
         """
         ...
 
 
-class Sampler(Proposer, Protocol):
-    """Sampler of one step."""
+@dataclass(frozen=True, slots=True)
+class PassSampler:
+    """`Proposer` of a draft pass whose rows are known: a row of logits belongs to the row of the same index."""
 
-    def accept(
+    sampler: StepSampler
+    rows: SampledRows
+
+    def propose(self, logits_RV: Tensor, target_ids_V: Tensor | None, at: Nodes, sharpness: float, k: int) -> Tensor:
+        """Return target ids [R, k] for the children of the rows, best first."""
+        return self.sampler.proposed(self.rows, logits_RV, target_ids_V, sharpness, k)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Tokens of the sequences of a step, [B, V]: whether the prompt has them, how often the answer to the root."""
+
+    prompt_BV: Tensor
+    answer_BV: Tensor
+
+
+def count_tokens(texts: BatchTokens, prompt_tokens_B: Tensor, history: int, vocab_size: int) -> Counts:
+    """Count the tokens of each sequence in the first ``history`` positions of its text, which hold the root."""
+    tokens_BL = texts.tokens_SP[texts.slots_B, :history].clamp(min=0)
+    index_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+    begin_B1, root_B1 = prompt_tokens_B[:, None], texts.roots_B[:, None]
+    nothing_BV = torch.zeros(len(tokens_BL), vocab_size, device=tokens_BL.device)
+    prompt_BV = nothing_BV.scatter_add(1, tokens_BL, (index_L < begin_B1).float()) > 0
+    answer_BL = (index_L >= begin_B1) & (index_L <= root_B1)
+    return Counts(prompt_BV, nothing_BV.scatter_add_(1, tokens_BL, answer_BL.float()))
+
+
+class StepSampler:
+    """Sampler of one step; a `Proposer`.
+
+    With ``mss`` it stores the distributions that drafts draw from until `verified` uses them. The children of a node
+    without a stored distribution are treated as deterministic.
+    """
+
+    def __init__(
         self,
-        forest: Forest,
-        tokens_BN: Tensor,
-        logits_RV: Tensor,
-        batch_R: Tensor,
-        node_R: Tensor,
-        depth_R: Tensor,
-        ranked_BNK: Tensor | None,
-        depth_limit_B: Tensor | None,
-    ) -> Outcome:
-        """Return the accepted nodes and the emitted tokens.
+        features: Features,
+        tables: Mapping[str, Tensor],
+        texts: BatchTokens,
+        vocab_size: int,
+        *,
+        cuts: bool,
+        greedy: bool = False,
+        blocked: Blocked | None = None,
+        ancestors_BN: Tensor | None = None,
+        adjusting: Sequence[bool] = (),
+        verified_nodes: int = 1,
+    ) -> None:
+        """Create the sampler.
 
         Args:
-            forest: Trees of the step.
-            tokens_BN: Tokens of the verified nodes, -2 as padding.
-            logits_RV: Logits of the target after each of these nodes.
-            batch_R: Sequence of each row.
-            node_R: Node of each row.
-            depth_R: Depth of each node.
-            ranked_BNK: The draft's best tokens after each node, -1 where there are none; see acceptance.py.
-            depth_limit_B: Synthetic limit on accepted nodes; see acceptance.py.
+            features: Optional parts of the step.
+            tables: Tables of sampling parameters, as `column_shapes` names them, with a row of padding at the end.
+            texts: Tokens of the sequences, for the rows of the tables.
+            vocab_size: Size of the target's vocabulary.
+            cuts: A row samples with top-k, top-p or min-p.
+            greedy: No row is sampled; not for captured steps, whose rows change.
+            blocked: Masks of grammars.
+            ancestors_BN: Ancestors of every node, for `at`; None if nothing is counted for penalties.
+            adjusting: Which sequences adjust logits, if the others may be left out; not for captured steps.
+            verified_nodes: Most verified nodes of a tree, the root included, which ``mss`` stores distributions of.
         """
-        ...
+        self._features, self._tables, self._texts, self._size = features, tables, texts, vocab_size
+        self._cuts, self._blocked, self._ancestors_BN, self._nodes = cuts, blocked, ancestors_BN, verified_nodes
+        self._best_of_logits = greedy and not features.change_logits
+        self._most_nodes = MAX_NODES + 1 if ancestors_BN is None else ancestors_BN.shape[1]
+        mixed = any(adjusting) and not all(adjusting)
+        self._adjusting_B = to_device(adjusting, texts.roots_B.device) if mixed else None
+        self._counts = (
+            count_tokens(texts, tables["prompt_tokens"], features.history, vocab_size) if features.history else None
+        )
+        self._logq_BNV: Tensor | None = None
+        self._drawn_BN: Tensor | None = None
+
+    def at(self, nodes: Nodes) -> SampledRows:
+        """Return the rows of these nodes."""
+        tables, b = self._tables, nodes.batch_R
+        return SampledRows(
+            b,
+            nodes.node_R,
+            tables["temperature"][b],
+            tables["seed"][b],
+            self._texts.roots_B[b] + 1 + nodes.depth_R,
+            (tables["top_k"][b], tables["top_p"][b], tables["min_p"][b]) if self._cuts else None,
+            None if self._ancestors_BN is None else self._ancestors_BN[b, nodes.node_R],
+        )
+
+    def propose(self, logits_RV: Tensor, target_ids_V: Tensor | None, at: Nodes, sharpness: float, k: int) -> Tensor:
+        """Return target ids [R, k] for the children of these nodes, best first, as `Proposer.propose`."""
+        if self._best_of_logits:
+            best_RK = logits_RV.topk(k, dim=-1).indices
+            return best_RK if target_ids_V is None else target_ids_V[best_RK]
+        return self.proposed(self.at(at), logits_RV, target_ids_V, sharpness, k)
+
+    def proposed(
+        self, rows: SampledRows, logits_RV: Tensor, target_ids_V: Tensor | None, sharpness: float, k: int
+    ) -> Tensor:
+        """Return the proposals of `propose` for rows of logits."""
+        if self._features.rounds:
+            return self._drawn(rows, logits_RV, target_ids_V, k)
+        return self._best(rows, logits_RV, target_ids_V, sharpness, k)
+
+    def choose(self, rows: SampledRows, logits_RV: Tensor) -> Tensor:
+        """Return the tokens [R] that plain decoding emits behind these rows of the target's logits."""
+        if self._best_of_logits:
+            return logits_RV.argmax(-1)
+
+        def chosen(piece: SampledRows, moved_RV: Tensor) -> Tensor:
+            return choose(moved_RV, piece.temperature_R, piece.seed_R, piece.next_R, piece.truncation)
+
+        return self._by_piece(rows, logits_RV, None, chosen)
+
+    def verified(
+        self,
+        rows: SampledRows,
+        tokens_R: Tensor,
+        logits_RV: Tensor,
+        query_start: Tensor,
+        parents_BN: Tensor,
+        depth: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens of the nodes and the token behind each, such that a walk along these accepts what is accepted.
+
+        Args:
+            rows: Verified nodes.
+            tokens_R: Their tokens.
+            logits_RV: Logits of the target behind them.
+            query_start: First row of each sequence, [B + 1].
+            parents_BN: Parents of the verified nodes, -1 for roots and padding.
+            depth: Greatest depth of a tree.
+
+        Returns:
+            [R] each. The target chooses one token behind every node, unless the step is sampled in several rounds: then
+            the tokens of the nodes that were not accepted are -2, and -1 is chosen behind them.
+        """
+        if not self._features.rounds:
+            return tokens_R, self.choose(rows, logits_RV)
+        batch = len(query_start) - 1
+        starts_B1, counts_B1 = query_start[:-1, None], (query_start[1:] - query_start[:-1])[:, None]
+        node_N = torch.arange(parents_BN.shape[1], device=query_start.device)
+        real_BN = node_N < counts_B1
+        row_BN = torch.where(real_BN, starts_B1 + node_N, 0)
+        tokens_BN = torch.where(real_BN, tokens_R[row_BN], -2)
+        accepted = multi_round(
+            parents_BN,
+            tokens_BN,
+            self._target_logp(rows, logits_RV)[row_BN],
+            None if self._logq_BNV is None else self._logq_BNV[:-1],
+            self._tables["seed"][:batch],
+            self._texts.roots_B[:batch],
+            depth,
+            drawn_BN=None if self._drawn_BN is None else self._drawn_BN[:-1],
+            width=self._features.rounds,
+        )
+        path_BD = torch.nn.functional.pad(accepted.path_BD.clamp(min=0), (1, 0))
+        path_tokens_BD = tokens_BN.gather(1, path_BD[:, 1:])
+        emitted_BD = torch.nn.functional.pad(path_tokens_BD, (0, 1))
+        emitted_BD = emitted_BD.scatter(1, accepted.count_B[:, None], accepted.bonus_B[:, None])
+        on_path_BD = torch.arange(path_BD.shape[1], device=path_BD.device) <= accepted.count_B[:, None]
+        # Entries that are on no path are written behind the last token.
+        place_BD = torch.where(on_path_BD & (counts_B1 > 0), starts_B1 + path_BD, len(logits_RV))
+        accepted_R = _placed(path_tokens_BD, place_BD[:, 1:], len(logits_RV), -2)
+        return accepted_R, _placed(emitted_BD, place_BD, len(logits_RV), -1)
+
+    def _best(self, rows: SampledRows, logits_RV: Tensor, ids_V: Tensor | None, sharpness: float, k: int) -> Tensor:
+        """Return the top k ids of the draft's logits, plus the target's noise in sampled rows."""
+        if sharpness != 1 and self._features.change_logits:
+            # Sharpness must not apply to greedy rows, nor to the bias that is added below.
+            factor_R = torch.ones_like(rows.temperature_R).masked_fill_(rows.temperature_R > 0, sharpness)
+            logits_RV, sharpness = logits_RV * factor_R[:, None], 1.0
+
+        def best(piece: SampledRows, moved_RV: Tensor) -> Tensor:
+            return top_k(
+                moved_RV,
+                k,
+                temperature_R=piece.temperature_R,
+                seed_R=piece.seed_R,
+                position_R=piece.next_R,
+                vocab_size=self._size,
+                ids_V=ids_V,
+                sharpness=sharpness,
+                truncation=piece.truncation,
+            )
+
+        return self._by_piece(rows, logits_RV, ids_V, best)
+
+    def _drawn(self, rows: SampledRows, logits_RV: Tensor, ids_V: Tensor | None, k: int) -> Tensor:
+        """Draw k ids of sampled rows without replacement (Gumbel top-k), and store log q for `verified`."""
+        logq_RV = self._logp(rows, logits_RV, ids_V)
+        noise_RV = gumbel(rows.seed_R, rows.next_R, self._size, PROPOSAL_STREAM)
+        drawn_RK = (logq_RV + (noise_RV if ids_V is None else noise_RV[:, ids_V])).topk(k, dim=-1).indices
+        if ids_V is not None:
+            drawn_RK = ids_V[drawn_RK]
+            wide_RV = logq_RV.new_full((len(logq_RV), self._size), -torch.inf)
+            logq_RV = wide_RV.index_copy_(1, ids_V, logq_RV)
+        sampled_R = rows.temperature_R > 0
+        self._store(rows, logq_RV, sampled_R)
+        greedy = replace(rows, temperature_R=torch.zeros_like(rows.temperature_R), truncation=None)
+        return torch.where(sampled_R[:, None], drawn_RK, self._best(greedy, logits_RV, ids_V, 1.0, k))
+
+    def _store(self, rows: SampledRows, logq_RV: Tensor, drawn_R: Tensor) -> None:
+        """Store log q behind verified nodes. ``drawn_R`` marks the rows whose proposals were drawn from it."""
+        padding, nodes = len(self._tables["seed"]) - 1, self._nodes
+        if self._logq_BNV is None or self._drawn_BN is None:
+            self._logq_BNV = logq_RV.new_full((padding + 1, nodes, self._size), -torch.inf)
+            self._drawn_BN = torch.zeros(padding + 1, nodes, dtype=torch.bool, device=logq_RV.device)
+        # Shadow nodes, which are not verified, are stored in the row of padding.
+        sequence_R = torch.where(rows.node_R < nodes, rows.sequence_R, padding)
+        node_R = rows.node_R.clamp(max=nodes - 1)
+        self._logq_BNV[sequence_R, node_R] = logq_RV
+        self._drawn_BN[sequence_R, node_R] = drawn_R
+
+    def _logp(self, rows: SampledRows, logits_RV: Tensor, ids_V: Tensor | None) -> Tensor:
+        """Return log-probabilities [R, V] after all processing. The values of greedy rows have no meaning."""
+        adjusted_RV = self._by_piece(rows, logits_RV, ids_V, lambda _, moved_RV: moved_RV)
+        temperature_R = torch.where(rows.temperature_R > 0, rows.temperature_R, 1.0)
+        cuts = rows.truncation or (rows.next_R, rows.next_R)  # not read unless a request truncates
+        return op.processed(adjusted_RV, temperature_R, *cuts, truncated=rows.truncation is not None)
+
+    def _target_logp(self, rows: SampledRows, logits_RV: Tensor) -> Tensor:
+        """Return the target's log-probabilities [R, V]. In greedy rows the chosen token has all of the probability."""
+        logp_RV = self._logp(rows, logits_RV, None)
+        best_R = self._by_piece(rows, logits_RV, None, lambda _, moved_RV: moved_RV.argmax(-1))
+        certain_RV = torch.full_like(logp_RV, -torch.inf).scatter_(1, best_R[:, None], 0.0)
+        return torch.where(rows.temperature_R[:, None] > 0, logp_RV, certain_RV)
+
+    def _by_piece(
+        self,
+        rows: SampledRows,
+        logits_RV: Tensor,
+        ids_V: Tensor | None,
+        sample: Callable[[SampledRows, Tensor], Tensor],
+    ) -> Tensor:
+        """Return the results of ``sample`` for all rows. It gets a piece of them with its adjusted logits at a time."""
+        if not self._features.change_logits:
+            return sample(rows, logits_RV)
+        size, results = ADJUSTED_AT_ONCE, []
+        if logits_RV.device.type == "cpu":
+            size = min(size, max(_SCORES_AT_ONCE // self._size, 1))
+        for start in range(0, max(len(logits_RV), 1), size):
+            here = slice(start, start + size)
+            piece = rows[here]
+            results.append(sample(piece, self._adjusted(piece, logits_RV[here], ids_V)))
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _adjusted(self, rows: SampledRows, logits_RV: Tensor, ids_V: Tensor | None) -> Tensor:
+        """Return logits [R, V] in fp32 or wider after adjustment, over the vocabulary of the target or the draft."""
+        if self._adjusting_B is not None:
+            here_A = torch.nonzero(self._adjusting_B[rows.sequence_R])[:, 0]
+            moved_AV = self._moved_over(rows[here_A], logits_RV[here_A], ids_V)
+            return logits_RV.to(moved_AV.dtype).index_copy(0, here_A, moved_AV)
+        return self._moved_over(rows, logits_RV, ids_V)
+
+    def _moved_over(self, rows: SampledRows, logits_RV: Tensor, ids_V: Tensor | None) -> Tensor:
+        if ids_V is None:
+            return self._moved(rows, logits_RV)
+        # Bias, blocked tokens and counts use the token ids of the target.
+        wide_RV = logits_RV.new_full((len(logits_RV), self._size), -math.inf)
+        wide_RV[:, ids_V] = logits_RV
+        return self._moved(rows, wide_RV)[:, ids_V]
+
+    def _moved(self, rows: SampledRows, logits_RV: Tensor) -> Tensor:
+        tables, b, counts = self._tables, rows.sequence_R, self._counts
+        if self._features.adjusts:
+            blocked_RK = tables["blocked_ids"][b]
+            early_R1 = (rows.next_R - tables["prompt_tokens"][b] < tables["min_tokens"][b])[:, None]
+            moved_RV = op.adjusted(
+                logits_RV,
+                bias=(tables["bias_ids"][b], tables["bias"][b]),
+                blocked=(blocked_RK, early_R1.expand_as(blocked_RK)),
+                prompt_RV=None if counts is None else counts.prompt_BV[b],
+                counts_RV=None if counts is None else self._counted(counts, rows),
+                repetition_R=None if counts is None else tables["repetition_penalty"][b],
+                frequency_R=None if counts is None else tables["frequency_penalty"][b],
+                presence_R=None if counts is None else tables["presence_penalty"][b],
+            )
+        else:
+            moved_RV = op.adjusted(logits_RV)
+        blocked_RV = None if self._blocked is None else self._blocked(rows)
+        return moved_RV if blocked_RV is None else moved_RV.masked_fill_(blocked_RV, -math.inf)
+
+    def _counted(self, counts: Counts, rows: SampledRows) -> Tensor:
+        """Return the occurrences [R, V] of each token in the answer, those on the path of a node included."""
+        texts, b = self._texts, rows.sequence_R
+        answer_RV = counts.answer_BV[b]
+        if rows.ancestors_R is None:
+            return answer_RV
+        node_N = torch.arange(1, self._most_nodes, device=b.device)  # the root is counted already
+        on_path_RN = (rows.ancestors_R[:, None] >> node_N) & 1
+        index_RN = texts.roots_B[b, None] + node_N
+        tokens_RN = texts.tokens_SP[texts.slots_B[b, None], index_RN] * on_path_RN
+        return answer_RV.scatter_add_(1, tokens_RN, on_path_RN.to(answer_RV.dtype))
 
 
-SamplerFactory = Callable[[Sequence[SamplingParams], BatchTokens, Forest, int, TokenMasks | None], Sampler]
-"""Constructor of a sampler.
+def sampler_of(
+    batch: Sequence[SamplingParams],
+    texts: BatchTokens,
+    forest: Forest,
+    vocab_size: int,
+    *,
+    longest: int,
+    coupled: bool = True,
+    blocked: Blocked | None = None,
+) -> StepSampler:
+    """Return the sampler of a step that is not captured, from the parameters of its rows.
 
-Its arguments are the sampling parameters, texts and trees of a step's rows, the target's vocabulary size, and the masks
-of the rows whose answers follow a grammar (None if there are none).
-"""
+    Args:
+        batch: Parameters of the rows.
+        texts: Their tokens, with a row of padding at the end.
+        forest: Their trees.
+        vocab_size: Size of the target's vocabulary.
+        longest: Number of positions that hold every root.
+        coupled: The sampler is ``coupled``, else ``mss``.
+        blocked: As for `StepSampler`.
+    """
+    has_nodes = any(len(tree.parents) > 1 for tree in forest.trees)
+    device, siblings = texts.roots_B.device, 1 + max(max(tree.ranks) for tree in forest.trees)
+    features = features_of(batch, longest, siblings, coupled=coupled)
+    skips = not dispatch.on_gpu(texts.roots_B)  # kernels take all rows alike
+    return StepSampler(
+        features,
+        tables_of(tuple(batch), features.adjusts, device),
+        texts,
+        vocab_size,
+        cuts=truncates(batch),
+        greedy=skips and all(params.greedy for params in batch),
+        blocked=blocked,
+        ancestors_BN=ancestors_of(forest.trees, device) if features.history and has_nodes else None,
+        adjusting=[params.adjusts for params in batch] if skips else (),
+        verified_nodes=forest.parents_BN.shape[1],
+    )
 
-SAMPLERS: dict[SamplerName, SamplerFactory] = {"coupled": Coupling, "mss": MultiRound}
-"""Constructor of each sampler by its name in the configuration."""
+
+def _placed(values_BD: Tensor, place_BD: Tensor, size: int, padding: int) -> Tensor:
+    """Return ``values_BD`` at their places of a row of ``size`` values; the place ``size`` absorbs the others."""
+    row = torch.full((size + 1,), padding, dtype=torch.int64, device=values_BD.device)
+    row[place_BD.flatten()] = values_BD.flatten()
+    return row[:size]

@@ -20,10 +20,9 @@ from specdecode_worker.contract.capture import LEAST_SHARE
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.core.request import check_tokens, sampling_params_of
 from specdecode_worker.models.llama import Llama
-from specdecode_worker.sampling.columns import BatchTokens
-from specdecode_worker.sampling.coupling import Coupling
 from specdecode_worker.sampling.params import SamplingParams
-from specdecode_worker.sampling.trees import PLAIN, forest_of
+from specdecode_worker.sampling.sampler import BatchTokens, sampler_of
+from specdecode_worker.sampling.trees import PLAIN, Nodes, forest_of
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.rollout import read_states
 
@@ -35,6 +34,7 @@ TIE_LOGITS = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 Other batch sizes and other kernels round differently.
 """
 _ROWS = 64
+_CPU = torch.device("cpu")
 
 
 class DropReason(StrEnum):
@@ -143,25 +143,24 @@ def near_ties(target: Llama, record: Record, hidden_OE: Tensor) -> int | None:
 class RecordPositions:
     """Consecutive positions of a record's text, each as a decoding step of one token.
 
-    There are ``count`` positions; the root of the first is the token at index ``first``. The sampling noise is drawn
-    once and shared by the target and every draft at every depth, because it belongs to the position.
+    There are ``count`` positions; the root of the first is the token at index ``first``.
     """
 
     def __init__(self, record: Record, first: int, count: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
-        roots_B = first + torch.arange(count)
-        texts = BatchTokens(torch.tensor([record.tokens]), torch.zeros_like(roots_B), roots_B, len(record.tokens))
-        batch_params = [_sampling_params(record, eos_token_ids)] * count
-        self._coupling = Coupling(batch_params, texts, forest_of((PLAIN,) * count, torch.device("cpu")), vocab_size)
-        self._row_R, self._node_R = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+        roots_B1 = torch.cat((first + torch.arange(count), torch.zeros(1, dtype=torch.int64)))
+        texts = BatchTokens(torch.tensor([record.tokens]), torch.zeros_like(roots_B1), roots_B1)
+        batch, forest = [_sampling_params(record, eos_token_ids)] * count, forest_of((PLAIN,) * count, _CPU)
+        self._sampler = sampler_of(batch, texts, forest, vocab_size, longest=len(record.tokens))
+        none_R = torch.zeros(count, dtype=torch.int64)
+        self._rows = self._sampler.at(Nodes(torch.arange(count), none_R, none_R))
 
     def choose(self, logits_RV: Tensor) -> Tensor:
         """Return the token that plain decoding emits after each root, [R]."""
-        return self._coupling.choose(logits_RV, self._row_R, self._node_R, self._node_R)
+        return self._sampler.choose(self._rows, logits_RV)
 
     def propose(self, logits_RV: Tensor, target_ids_V: Tensor | None, sharpness: float, k: int) -> Tensor:
         """Return the ``k`` best tokens of a draft's logits after each root as target ids, [R, k], best first."""
-        at = (self._row_R, self._node_R, self._node_R)
-        return self._coupling.propose(logits_RV, target_ids_V, *at, sharpness, k)
+        return self._sampler.proposed(self._rows, logits_RV, target_ids_V, sharpness, k)
 
 
 def _sampling_params(record: Record, eos_token_ids: tuple[int, ...]) -> SamplingParams:

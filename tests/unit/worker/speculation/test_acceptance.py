@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdecode_kernels.step_tables.op import commit
+from specdecode_kernels.step_tables.tables import SlotState, StepRows, Verified
 from specdecode_worker.contract import MAX_RANKS, TreeShape
-from specdecode_worker.sampling.acceptance import Outcome, accept
-from specdecode_worker.sampling.trees import PLAIN, Forest, Tree, forest_of, tree_of
+from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
 
-CPU = torch.device("cpu")
-WORDS = 10
+WORDS, NO_LIMIT, ROOT = 10, 99, 5
 SHAPES = [TreeShape.parse(t) for t in ("none", "chain:1", "chain:4", "tree:3", "tree:2,2,1", "0,0,1,1,3")]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a step: emitted tokens, accepted nodes and ranks, padded with -1, and the number of accepted nodes."""
+
+    emitted_BD: torch.Tensor
+    path_BD: torch.Tensor
+    rank_BD: torch.Tensor
+    count_B: torch.Tensor
+
+
+def committed(verified: Verified, ranked_BNK: torch.Tensor | None, cut_depths: list[int] | None, depth: int) -> Outcome:
+    """Commit a step of sequences in slots of their own, and check the tokens and lengths that it leaves there."""
+    batch = len(verified.parents_BN)
+    blocks = torch.arange(4 * (batch + 1)).view(batch + 1, 4)
+    state = SlotState(torch.zeros(batch + 1, 60, dtype=torch.int64), torch.full((batch + 1,), ROOT), blocks, 16)
+    rows = StepRows(torch.arange(batch + 1), state.length_S.clone(), blocks)
+    limits = torch.tensor(cut_depths or [NO_LIMIT] * batch)
+    out = commit(state, rows, verified, ranked_BNK, limits, depth).out
+    outcome = Outcome(*out.split([depth + 1, depth, depth + 1, 1], dim=1))
+    for b in range(batch):
+        emitted = unpadded(outcome.emitted_BD[b])
+        assert state.tokens_SP[b, ROOT + 1 : ROOT + 1 + len(emitted)].tolist() == emitted
+        assert state.length_S[b] == ROOT + len(emitted)
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -26,29 +53,25 @@ class Case:
     ranked: list[list[list[int]]]
     chosen: list[list[int]]
 
-    @property
-    def forest(self) -> Forest:
-        return forest_of(tuple(self.trees), CPU)
-
     def tokens(self, b: int) -> list[int]:
         """Return the tokens of the nodes: the parent's ordering at the child's rank. The root's token is never read."""
         tree = self.trees[b]
         return [-2, *(self.ranked[b][tree.parents[n]][tree.ranks[n]] for n in range(1, len(tree.parents)))]
 
     def run(self, cut_depths: list[int] | None = None) -> Outcome:
-        """Return the outcome of `accept`."""
-        widest, all_nodes = max(t.verified for t in self.trees), max(len(t.parents) for t in self.trees)
-        ranked_BNK = torch.full((len(self.trees), all_nodes, MAX_RANKS), -1)
-        tokens_BN = torch.full((len(self.trees), widest), -2)
-        chosen_BN = torch.full((len(self.trees), widest), -1)
+        """Return the outcome of `commit`."""
+        widest = max(len(tree.parents) for tree in self.trees)
+        ranked_BNK = torch.full((len(self.trees), widest, MAX_RANKS), -1)
+        parents_BN = torch.full((len(self.trees), widest), -1)
         for b, tree in enumerate(self.trees):
-            tokens_BN[b, : tree.verified] = torch.tensor(self.tokens(b)[: tree.verified])
-            chosen_BN[b, : tree.verified] = torch.tensor(self.chosen[b])
+            parents_BN[b, : tree.verified] = torch.tensor(tree.parents[: tree.verified])
             for node in set(tree.parents[1:]):
                 ranked_BNK[b, node] = torch.tensor(self.ranked[b][node])
-        return accept(
-            self.forest, tokens_BN, chosen_BN, ranked_BNK, None if cut_depths is None else torch.tensor(cut_depths)
-        )
+        tokens = [token for b, tree in enumerate(self.trees) for token in self.tokens(b)[: tree.verified]]
+        chosen = [token for row in self.chosen for token in row]
+        starts = list(accumulate((tree.verified for tree in self.trees), initial=0))
+        verified = Verified(torch.tensor(starts), parents_BN, torch.tensor(tokens), torch.tensor(chosen))
+        return committed(verified, ranked_BNK, cut_depths, max(tree.depth for tree in self.trees))
 
     def by_hand(self, b: int) -> tuple[list[int], list[int], list[int]]:
         """Return the expected emitted tokens, path and ranks of one tree."""
@@ -127,7 +150,8 @@ def test_the_token_after_a_cut_is_a_miss_and_earlier_ranks_are_unchanged(case: C
 
 
 def test_without_a_draft_one_token_is_emitted_and_nothing_is_ranked() -> None:
-    outcome = accept(forest_of((PLAIN, PLAIN), CPU), torch.tensor([[-2], [-2]]), torch.tensor([[4], [7]]), None)
+    verified = Verified(torch.arange(3), torch.tensor([[-1], [-1]]), torch.tensor([-2, -2]), torch.tensor([4, 7]))
+    outcome = committed(verified, None, None, PLAIN.depth)
     assert outcome.emitted_BD.tolist() == [[4], [7]]
-    assert outcome.count_B.tolist() == [0, 0]
+    assert outcome.count_B.tolist() == [[0], [0]]
     assert outcome.rank_BD.tolist() == [[-1], [-1]]

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels import dispatch
-from specdecode_worker.sampling.columns import BatchTokens
-from specdecode_worker.sampling.coupling import Coupling
 from specdecode_worker.sampling.params import SamplingParams
-from specdecode_worker.sampling.trees import PLAIN, Forest
+from specdecode_worker.sampling.sampler import BatchTokens, StepSampler, sampler_of
+from specdecode_worker.sampling.trees import PLAIN, Nodes, forest_of
 
 V = 23
 GREEDY = SamplingParams(seed=1, temperature=0, top_k=0, top_p=1)
@@ -32,22 +31,26 @@ def grid(batch: int, depth: int) -> tuple[Tensor, Tensor]:
     return torch.arange(batch).repeat_interleave(depth + 1), torch.arange(depth + 1).repeat(batch)
 
 
-def coupling_of(batch_params: list[SamplingParams], roots: list[int], depth: int) -> Coupling:
+def coupling_of(batch_params: list[SamplingParams], roots: list[int], depth: int) -> StepSampler:
     """Build the sampler of a step with trees of ``depth``.
 
     None of the sampling parameters here depends on the texts or on the branches of the trees.
     """
-    roots_B = torch.tensor(roots)
-    tokens_SP = torch.zeros(len(batch_params), max(roots) + depth + 2, dtype=torch.int64)
-    texts = BatchTokens(tokens_SP, torch.arange(len(batch_params)), roots_B, max(roots) + 1)
-    forest = Forest((PLAIN,) * len(batch_params), (), torch.full((len(batch_params), 1), -1), depth, all_chains=True)
-    return Coupling(batch_params, texts, forest, V)
+    roots_B1 = torch.tensor([*roots, 0])
+    tokens_SP = torch.zeros(len(roots_B1), max(roots) + depth + 2, dtype=torch.int64)
+    texts = BatchTokens(tokens_SP, torch.arange(len(roots_B1)), roots_B1)
+    forest = forest_of((PLAIN,) * len(batch_params), torch.device("cpu"))
+    return sampler_of(batch_params, texts, forest, V, longest=max(roots) + 1)
+
+
+def choose(sampler: StepSampler, logits_RV: Tensor, batch_R: Tensor, node_R: Tensor, depth_R: Tensor) -> Tensor:
+    return sampler.choose(sampler.at(Nodes(batch_R, node_R, depth_R)), logits_RV)
 
 
 def chosen(batch_params: list[SamplingParams], roots: list[int], depth: int, logits_RV: Tensor) -> Tensor:
     """Return the choices at every (sequence, depth)."""
     batch_R, depth_R = grid(len(batch_params), depth)
-    return coupling_of(batch_params, roots, depth).choose(logits_RV, batch_R, depth_R, depth_R)
+    return choose(coupling_of(batch_params, roots, depth), logits_RV, batch_R, depth_R, depth_R)
 
 
 def test_greedy_is_the_argmax_in_any_batch() -> None:
@@ -72,9 +75,9 @@ def test_noise_depends_on_the_absolute_position(params: SamplingParams) -> None:
     """A node of depth 2 below root 5 and one of depth 0 below root 7 choose the token of the same position."""
     logits_RV = logits(60)
     none, two = torch.zeros(60).long(), torch.full((60,), 2)
-    deep = coupling_of([params], [5], 2).choose(logits_RV, none, two, two)
-    here = coupling_of([params], [7], 0).choose(logits_RV, none, none, none)
-    previous = coupling_of([params], [6], 0).choose(logits_RV, none, none, none)
+    deep = choose(coupling_of([params], [5], 2), logits_RV, none, two, two)
+    here = choose(coupling_of([params], [7], 0), logits_RV, none, none, none)
+    previous = choose(coupling_of([params], [6], 0), logits_RV, none, none, none)
     assert torch.equal(deep, here)
     assert not torch.equal(here, previous), "another position has other noise"
 
@@ -101,8 +104,8 @@ def test_a_perfect_draft_proposes_what_the_target_chooses(batch_params: list[Sam
     batch_R, depth_R = grid(len(batch_params), 30)
     coupling = coupling_of(batch_params, list(range(3, 3 + len(batch_params))), 30)
     logits_RV = logits(len(batch_R))
-    ranked_RK = coupling.propose(logits_RV, None, batch_R, depth_R, depth_R, 1.0, 4)
-    assert torch.equal(ranked_RK[:, 0], coupling.choose(logits_RV, batch_R, depth_R, depth_R))
+    ranked_RK = coupling.propose(logits_RV, None, Nodes(batch_R, depth_R, depth_R), 1.0, 4)
+    assert torch.equal(ranked_RK[:, 0], choose(coupling, logits_RV, batch_R, depth_R, depth_R))
     assert all(len(set(row)) == 4 for row in ranked_RK.tolist()), "siblings are different tokens"
 
 
@@ -116,18 +119,18 @@ def test_draft_with_a_smaller_vocabulary_proposes_target_ids(batch_params: list[
     wide = torch.full((len(batch_R), V), -1e9, dtype=torch.float64)
     wide[:, ids] = narrow
     untruncated = [params for params in batch_params if not params.truncated]
-    proposals = coupling.propose(narrow, ids, batch_R, depth_R, depth_R, 1.0, 4)
+    proposals = coupling.propose(narrow, ids, Nodes(batch_R, depth_R, depth_R), 1.0, 4)
     assert set(proposals.flatten().tolist()) <= set(ids.tolist())
     if len(untruncated) == len(batch_params):
-        assert torch.equal(proposals, coupling.propose(wide, None, batch_R, depth_R, depth_R, 1.0, 4))
+        assert torch.equal(proposals, coupling.propose(wide, None, Nodes(batch_R, depth_R, depth_R), 1.0, 4))
 
 
 def test_sharpness_moves_sampled_proposals_towards_the_drafts_own_order() -> None:
     batch_R, depth_R = grid(1, 60)
     coupling = coupling_of([FREE], [3], 60)
     logits_RV = logits(61)
-    sharp = coupling.propose(logits_RV, None, batch_R, depth_R, depth_R, 1e6, 1)[:, 0]
-    plain = coupling.propose(logits_RV, None, batch_R, depth_R, depth_R, 1.0, 1)[:, 0]
+    sharp = coupling.propose(logits_RV, None, Nodes(batch_R, depth_R, depth_R), 1e6, 1)[:, 0]
+    plain = coupling.propose(logits_RV, None, Nodes(batch_R, depth_R, depth_R), 1.0, 1)[:, 0]
     assert torch.equal(sharp, logits_RV.argmax(-1))
     assert not torch.equal(plain, sharp)
 
@@ -153,8 +156,8 @@ def test_kernel_arguments_match_the_reference(
 
     def propose_and_choose() -> tuple[Tensor, Tensor]:
         coupling = coupling_of(batch_params, roots, depth)
-        proposed = coupling.propose(drafted_RV, ids_V, batch_R, depth_R, depth_R, sharpness, 4)
-        return proposed, coupling.choose(logits_RV, batch_R, depth_R, depth_R)
+        proposed = coupling.propose(drafted_RV, ids_V, Nodes(batch_R, depth_R, depth_R), sharpness, 4)
+        return proposed, choose(coupling, logits_RV, batch_R, depth_R, depth_R)
 
     wanted = propose_and_choose()
     monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)  # On float64 input the operations run their references.

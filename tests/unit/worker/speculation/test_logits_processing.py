@@ -17,12 +17,10 @@ from torch import Tensor
 
 from specdecode_kernels.sample import reference
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.sampling import logits as module
-from specdecode_worker.sampling.columns import BatchTokens
-from specdecode_worker.sampling.coupling import Coupling
-from specdecode_worker.sampling.logits import LogitsProcessor
+from specdecode_worker.sampling import sampler as module
 from specdecode_worker.sampling.params import SamplingParams
-from specdecode_worker.sampling.trees import Group, Nodes, Tree, forest_of, paths_of, tree_of
+from specdecode_worker.sampling.sampler import BatchTokens, StepSampler, sampler_of
+from specdecode_worker.sampling.trees import Nodes, Tree, ancestors_of, forest_of, tree_of
 
 V, CPU = 11, torch.device("cpu")
 FREE = SamplingParams(seed=1, temperature=1.0, top_k=0, top_p=1.0)
@@ -60,11 +58,21 @@ class Case:
 
     @property
     def texts(self) -> BatchTokens:
-        return BatchTokens(self.tokens, self.slots, self.roots, int(self.roots.max()) + 1)
+        slots_B1, roots_B1 = (torch.cat((column, column[:1])) for column in (self.slots, self.roots))
+        return BatchTokens(self.tokens, slots_B1, roots_B1)
 
     @property
-    def processing(self) -> LogitsProcessor:
-        return LogitsProcessor(self.batch_params, self.texts, self.forest, V)
+    def sampler(self) -> StepSampler:
+        return sampler_of(self.batch_params, self.texts, self.forest, V, longest=int(self.roots.max()) + 1)
+
+    def adjusted(self, ids_V: Tensor | None = None) -> Tensor:
+        """Return the logits of all rows after adjustment, of some ids or of all."""
+        sampler, logits_RV = self.sampler, self.logits if ids_V is None else self.logits[:, ids_V]
+        return sampler._by_piece(sampler.at(self.at), logits_RV, ids_V, lambda _, moved_RV: moved_RV)
+
+    def chosen(self) -> Tensor:
+        sampler = self.sampler
+        return sampler.choose(sampler.at(self.at), self.logits)
 
     def answer(self, row: int) -> list[int]:
         """Return the expected answer of a row: the answer up to the root, then the path in the tree."""
@@ -113,51 +121,52 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 def test_every_node_counts_its_own_path(case: Case) -> None:
-    adjusted = case.processing.adjusted(case.logits, None, case.at)
-    assert torch.equal(adjusted, torch.stack([case.wanted(row) for row in range(len(case.logits))]))
+    assert torch.equal(case.adjusted(), torch.stack([case.wanted(row) for row in range(len(case.logits))]))
 
 
 @given(cases())
-def test_masked_and_indexed_rows_give_the_same_result(case: Case) -> None:
-    """The mask that selects rows on an accelerator gives the same result as row indices."""
-    right = Group.of
-    coupling = Coupling(case.batch_params, case.texts, case.forest, V)
-    at = case.at.batch_R, case.at.node_R, case.at.depth_R
+def test_leaving_rows_out_changes_no_result(case: Case) -> None:
+    """On a CPU the rows that adjust nothing are left out; on other devices they are adjusted by neutral values."""
+
+    def results() -> tuple[Tensor, Tensor]:
+        return case.chosen(), case.sampler.propose(case.logits, None, case.at, 1.3, 4)
+
+    some, right = results(), module.StepSampler.__init__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "of", lambda self, batch: replace(right(self, batch), rows=None))
-        masked = coupling.choose(case.logits, *at), coupling.propose(case.logits, None, *at, 1.3, 4)
-    assert torch.equal(masked[0], coupling.choose(case.logits, *at))
-    assert torch.equal(masked[1], coupling.propose(case.logits, None, *at, 1.3, 4))
+
+        def all_rows(self: StepSampler, *args: Any, **fields: Any) -> None:
+            right(self, *args, **{**fields, "adjusting": ()})
+
+        patch.setattr(module.StepSampler, "__init__", all_rows)
+        every = results()
+    assert torch.equal(some[0], every[0])
+    assert torch.equal(some[1], every[1])
 
 
 @given(cases())
 def test_a_perfect_draft_proposes_what_the_target_chooses(case: Case) -> None:
-    sampler = Coupling(case.batch_params, case.texts, case.forest, V)
-    at = case.at.batch_R, case.at.node_R, case.at.depth_R
-    proposed = sampler.propose(case.logits, None, *at, 1.0, 3)
-    assert torch.equal(proposed[:, 0], sampler.choose(case.logits, *at))
+    proposed = case.sampler.propose(case.logits, None, case.at, 1.0, 3)
+    assert torch.equal(proposed[:, 0], case.chosen())
 
 
 @given(cases())
 def test_draft_with_a_smaller_vocabulary_is_adjusted_by_target_ids(case: Case) -> None:
     ids = torch.arange(0, V, 2)
-    narrow = case.processing.adjusted(case.logits[:, ids], ids, case.at)
-    wide = case.processing.adjusted(case.logits, None, case.at)
-    assert torch.equal(narrow, wide[:, ids])
+    assert torch.equal(case.adjusted(ids), case.adjusted()[:, ids])
 
 
 @given(cases(), st.sampled_from((torch.float32, torch.bfloat16)))
 def test_a_choice_is_the_same_alone_and_in_a_batch(case: Case, dtype: torch.dtype) -> None:
-    logits = case.logits.to(dtype)
-    at = case.at.batch_R, case.at.node_R, case.at.depth_R
-    together = Coupling(case.batch_params, case.texts, case.forest, V).choose(logits, *at)
+    case.logits = case.logits.to(dtype)
+    together = case.chosen()
     for b, params in enumerate(case.batch_params):
         rows = case.at.batch_R == b
-        texts = BatchTokens(case.tokens, case.slots[b : b + 1], case.roots[b : b + 1], int(case.roots[b]) + 1)
+        slots_B1, roots_B1 = (column[[b, b]] for column in (case.slots, case.roots))
         forest = forest_of((case.forest.trees[b],), CPU)
-        alone = Coupling([params], texts, forest, V)
-        own = torch.zeros_like(case.at.batch_R[rows]), case.at.node_R[rows], case.at.depth_R[rows]
-        assert torch.equal(alone.choose(logits[rows], *own), together[rows])
+        texts = BatchTokens(case.tokens, slots_B1, roots_B1)
+        alone = sampler_of([params], texts, forest, V, longest=int(case.roots[b]) + 1)
+        own = Nodes(torch.zeros_like(case.at.batch_R[rows]), case.at.node_R[rows], case.at.depth_R[rows])
+        assert torch.equal(alone.choose(alone.at(own), case.logits[rows]), together[rows])
 
 
 def test_default_parameters_cost_no_processing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +176,10 @@ def test_default_parameters_cost_no_processing(monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError("nobody asked for it")
 
     monkeypatch.setattr(module.op, "adjusted", never)
-    monkeypatch.setattr(module.op, "processed", never)
-    monkeypatch.setattr(module.TokenCounts, "counts", never)
+    monkeypatch.setattr(module, "count_tokens", never)
     case = Case([SAMPLING_PARAMS[1]] * 3, [tree_of(shape) for shape in SHAPES[:3]], 5)
-    at = case.at.batch_R, case.at.node_R, case.at.depth_R
-    sampler = Coupling(case.batch_params, case.texts, case.forest, V)
-    assert torch.equal(sampler.choose(case.logits, *at), case.logits.argmax(-1))
-    assert case.processing.adjusted(case.logits, None, case.at) is case.logits
+    assert torch.equal(case.chosen(), case.logits.argmax(-1))
+    assert case.adjusted() is case.logits
 
 
 def test_only_rows_with_adjustments_are_processed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,15 +191,12 @@ def test_only_rows_with_adjustments_are_processed(monkeypatch: pytest.MonkeyPatc
     case = Case(
         [SAMPLING_PARAMS[1], SAMPLING_PARAMS[2], SAMPLING_PARAMS[1]], [tree_of(shape) for shape in SHAPES[:3]], 5
     )
-    case.processing.adjusted(case.logits, None, case.at)
+    case.adjusted()
     assert seen == [4]
 
 
-def test_paths_lead_from_below_the_root_to_the_node() -> None:
+def test_ancestors_are_the_nodes_on_the_path_to_a_node() -> None:
     tree = tree_of(TreeShape.parse("0,0,1,2,2"))
     assert tree.paths == ((), (1,), (2,), (1, 3), (2, 4), (2, 5))
-    paths = paths_of((tree, tree_of(TreeShape.chain(1))), CPU)
-    assert paths.tolist() == [
-        [[0, 0], [1, 0], [2, 0], [1, 3], [2, 4], [2, 5]],
-        [[0, 0], [1, 0], [0, 0], [0, 0], [0, 0], [0, 0]],
-    ]
+    ancestors = ancestors_of((tree, tree_of(TreeShape.chain(1))), CPU)
+    assert ancestors.tolist() == [[0b1, 0b11, 0b101, 0b1011, 0b10101, 0b100101], [0b1, 0b11, 0, 0, 0, 0]]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from specdecode_worker.sampling.columns import BatchTokens
 from specdecode_worker.sampling.masks import TokenMasks, _unpacked
-from specdecode_worker.sampling.trees import PLAIN, Nodes, Tree, forest_of, given_chain
+from specdecode_worker.sampling.sampler import BatchTokens, SampledRows
+from specdecode_worker.sampling.trees import PLAIN, Tree, forest_of, given_chain
 
 SIZE, CPU = 70, torch.device("cpu")
 TREE = Tree((-1, 0, 0, 1, 3), 4)
@@ -33,9 +33,14 @@ class SumGuide:
         return mask
 
 
-def nodes(*places: tuple[int, int]) -> Nodes:
+def nodes(*places: tuple[int, int]) -> SampledRows:
     batch, node = (torch.tensor(column) for column in zip(*places, strict=True))
-    return Nodes(batch, node, torch.zeros_like(batch))
+    return rows_of(batch, node)
+
+
+def rows_of(batch: torch.Tensor, node: torch.Tensor) -> SampledRows:
+    none = torch.zeros_like(batch)
+    return SampledRows(batch, node, none.float(), none, none, None)
 
 
 def allowed(masks: TokenMasks, *places: tuple[int, int]) -> list[list[int]]:
@@ -48,7 +53,7 @@ def masks_of(guide: SumGuide, tokens: Sequence[int]) -> TokenMasks:
     """Return the masks of a batch whose second sequence is guided; its tree has these tokens."""
     tokens_SP = torch.zeros(3, 20, dtype=torch.int64)
     tokens_SP[2, 6 : 6 + len(tokens)] = torch.tensor(tokens)
-    texts = BatchTokens(tokens_SP, torch.tensor([0, 2]), torch.tensor([3, 5]), 6)
+    texts = BatchTokens(tokens_SP, torch.tensor([0, 2]), torch.tensor([3, 5]))
     return TokenMasks([None, guide], texts, forest_of((PLAIN, TREE), CPU), SIZE)
 
 
@@ -75,7 +80,7 @@ def test_a_path_that_the_grammar_does_not_allow_blocks_nothing() -> None:
 
 def test_no_rows_have_no_masks() -> None:
     none = torch.zeros(0, dtype=torch.int64)
-    assert masks_of(SumGuide(), [1, 2, 3, 4]).blocked(Nodes(none, none, none)).shape == (0, SIZE)
+    assert masks_of(SumGuide(), [1, 2, 3, 4]).blocked(rows_of(none, none)).shape == (0, SIZE)
 
 
 def test_both_ways_to_unpack_bits_agree() -> None:

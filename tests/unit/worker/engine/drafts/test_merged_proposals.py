@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from specdecode_worker.contract import MAX_RANKS, MergedDraft, TaskMatch
-from specdecode_worker.drafts.merged import OwnRanks, Proposer, TaskDrafts, first_distinct
+from specdecode_worker.drafts.merged import CreditedDraft, OwnRanks, TaskDrafts, first_distinct
 
 MISS = MAX_RANKS
-HEAD, LOOKUP = Proposer("", "h", 0), Proposer("lookup", "l", 1)
+HEAD, LOOKUP = CreditedDraft("", "h", 0), CreditedDraft("lookup", "l", 1)
 
 
 def test_equal_tokens_are_one_candidate() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.engine.captured_step import AdjustedSampler
 from specdecode_worker.engine.cuda_graphs import EagerBackend
+from specdecode_worker.sampling.sampler import PassSampler
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 SHARPNESS = (3.0, 0.25)
@@ -32,11 +32,10 @@ def test_proposals_are_those_of_eager_steps() -> None:
 
 
 def test_a_missing_factor_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = AdjustedSampler.propose
+    right = PassSampler.propose
 
-    def wrong(self: AdjustedSampler, logits: Any, ids: Any, *args: Any) -> Any:
-        *nodes, _, k = args
-        return right(self, logits, ids, *nodes, 1.0, k)
+    def wrong(self: PassSampler, logits: Any, ids: Any, at: Any, _: float, k: int) -> Any:
+        return right(self, logits, ids, at, 1.0, k)
 
-    monkeypatch.setattr(AdjustedSampler, "propose", wrong)
+    monkeypatch.setattr(PassSampler, "propose", wrong)
     assert served(graphs=True)[1:] != served(graphs=False)[1:]

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdecode_worker.engine.captured_step import Adjustment, CapturedStep, LogprobOutputs
+from specdecode_worker.engine.captured_step import CapturedStep, LogprobOutputs
 from specdecode_worker.engine.cuda_graphs import Captured, Work
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.step_tables import NO_FEATURES
 from specdecode_worker.guided.grammars import GrammarCompiler, regex_grammar
-from specdecode_worker.sampling.coupling import Coupling
-from specdecode_worker.sampling.sampler import MultiRound, SamplerFactory
+from specdecode_worker.sampling.params import NO_FEATURES
+from specdecode_worker.sampling.sampler import StepSampler
 from support.char_tokenizer import END, tokenizer_json
 from support.small_llama import NoisedCopy, engine_of, networks, plan_of, submit, texts
 
@@ -127,7 +126,7 @@ class WatchingBackend:
 
 
 def run(
-    shape: str, *, pipelined: bool = False, grammar: str = "", sampler: SamplerFactory = Coupling, **fields: Any
+    shape: str, *, pipelined: bool = False, grammar: str = "", coupled: bool = True, **fields: Any
 ) -> tuple[Engine, WatchingBackend]:
     """Serve four requests. Two of them have a grammar and the other sampling fields."""
     backend = WatchingBackend()
@@ -141,7 +140,7 @@ def run(
         pipelined=pipelined,
         grammars=compiler,
         eos_token_ids=eos,
-        sampler=sampler,
+        coupled=coupled,
     )
     engine.set_plan(plan_of(shape))
     asked: dict[str, Any] = {**fields, "grammar": grammar}
@@ -181,7 +180,7 @@ def test_two_steps_with_a_feature_make_the_same_calls(feature: str, shape: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:2,2,1"])
 def test_two_steps_of_multi_round_sampling_make_the_same_calls(shape: str) -> None:
-    engine, backend = run(shape, sampler=MultiRound, presence_penalty=0.3)
+    engine, backend = run(shape, coupled=False, presence_penalty=0.3)
     assert engine._graphs is not None
     assert set(engine._graphs.eager) == {"prefill"}
     assert any(key.features.rounds for key in engine._graphs._graphs)
@@ -222,7 +221,7 @@ BUGS: dict[str, tuple[type, str, Callable[..., Any], str]] = {
         "waits|by a mask",
     ),
     "the host's numbers": (CapturedStep, "_verified", lambda self, rows: torch.tensor([1, 2]), "waits"),
-    "in the penalties": (Adjustment, "_counted", lambda self, counts, nodes: counts.answer_BV.max().item(), "waits"),
+    "in the penalties": (StepSampler, "_counted", lambda self, counts, rows: counts.answer_BV.max().item(), "waits"),
     "in the logprobs": (LogprobOutputs, "write", lambda self, logits, *_: logits[logits > 0], "waits|by a mask"),
     "in the draft": (NoisedCopy, "logits", lambda self, hidden_TE: bool(hidden_TE.sum() > 0), "waits"),
     "a size of the host's": (CapturedStep, "_verified", _by_the_host, "the same calls"),
@@ -232,6 +231,6 @@ BUGS: dict[str, tuple[type, str, Callable[..., Any], str]] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_detected(bug: str) -> None:
     kind, method, code, words = BUGS[bug]
-    fields: dict[str, Any] = {"presence_penalty": 0.5, "logprobs": 1} if kind in (Adjustment, LogprobOutputs) else {}
+    fields: dict[str, Any] = {"presence_penalty": 0.5, "logprobs": 1} if kind in (StepSampler, LogprobOutputs) else {}
     with planted(kind, method, code), pytest.raises(AssertionError, match=words):
         run("chain:2", **fields)[1].check()

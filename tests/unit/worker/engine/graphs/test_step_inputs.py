@@ -12,7 +12,8 @@ import torch
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.request import Request
 from specdecode_worker.engine import step_tables as step_inputs
-from specdecode_worker.engine.step_tables import CatchUp, Features, GraphKey, HostMasks, StagedTensor, StepInputs
+from specdecode_worker.engine.step_tables import CatchUp, GraphKey, HostMasks, StagedTensor, StepInputs
+from specdecode_worker.sampling.params import Features
 from specdecode_worker.sampling.trees import PLAIN, tree_of
 from support.small_llama import submit
 

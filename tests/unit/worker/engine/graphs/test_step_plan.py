@@ -12,8 +12,7 @@ import torch
 from specdecode_worker.engine import cuda_graphs as step_graphs
 from specdecode_worker.engine import cuda_graphs as step_plan
 from specdecode_worker.engine.cuda_graphs import EagerBackend, EagerReason, OutsideReason, StepPlanner
-from specdecode_worker.engine.step_tables import NO_FEATURES, Features
-from specdecode_worker.sampling.sampler import MultiRound
+from specdecode_worker.sampling.params import NO_FEATURES, Features
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 DOCS = Path(__file__).parents[5] / "docs" / "gpu.md"
@@ -74,8 +73,8 @@ def test_multi_round_sampling_behind_drafts_before_the_graph(shape: str, monkeyp
     monkeypatch.setattr(StepPlanner, "_outside", lambda *_: OutsideReason.METHOD)
     sampled, greedy = submit(0, sampled=True, tokens=14), submit(1, sampled=False, tokens=14)
     reasons = {EagerReason.SAMPLER} if shape != "none" else set()
-    assert set(eager_steps(shape, [sampled], sampler=MultiRound)) == reasons
-    assert eager_steps(shape, [greedy], sampler=MultiRound) == {}
+    assert set(eager_steps(shape, [sampled], coupled=False)) == reasons
+    assert eager_steps(shape, [greedy], coupled=False) == {}
 
 
 def test_features_are_not_captured_before_they_are_needed() -> None:

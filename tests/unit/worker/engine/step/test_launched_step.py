@@ -28,7 +28,6 @@ from specdecode_worker.core.messages import (
 from specdecode_worker.engine.launched_step import LaunchedStep, QueuedRows
 from specdecode_worker.engine.logprobs import RowLogprobs, TokenLogprobs
 from specdecode_worker.engine.stats import step_size_of
-from specdecode_worker.sampling.acceptance import Outcome
 from specdecode_worker.sampling.trees import tree_of
 from support.worker.small_engine import request, submit
 
@@ -37,12 +36,8 @@ ROWS = (Row(request("a"), 3, TREE), Row(request("b"), 4, start=0), Row(request("
 RANKED = torch.arange(2 * 3 * 2).view(2, 3, 2)
 
 
-COLUMNS_BC = Outcome(
-    emitted_BD=torch.tensor([[4, 5, -1], [0, -1, -1]]),
-    count_B=torch.tensor([1, 0]),
-    path_BD=torch.tensor([[1, -1], [-1, -1]]),
-    rank_BD=torch.tensor([[0, 8, -1], [-1, -1, -1]]),
-).columns()
+# emitted tokens, path, ranks and the number of accepted nodes
+COLUMNS_BC = torch.tensor([[4, 5, -1, 1, -1, 0, 8, -1, 1], [0, -1, -1, -1, -1, -1, -1, -1, 0]])
 
 
 def launched(*parts: QueuedRows, **change: Any) -> LaunchedStep:

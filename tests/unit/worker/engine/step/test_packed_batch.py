@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdecode_kernels.step_tables.op import begin, commit
+from specdecode_kernels.step_tables.tables import SlotState, Verified
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, PADDING_BLOCK
 from specdecode_worker.core.paged_attention import PackedBatch, PagedCache, slots_of, spread
-from specdecode_worker.engine.target import Roots, commit_paths
-from specdecode_worker.sampling.acceptance import Outcome
 
 CPU = torch.device("cpu")
 
@@ -111,9 +111,12 @@ def test_accepted_keys_move_behind_the_prefix_and_others_stay() -> None:
     state = DeviceState(2, 64, torch.float64, CPU)
     state.set_blocks([1, 1], [0, 1], [4, 2])
     state.length_S[1] = 14
-    outcome = Outcome(torch.tensor([[7, 8, 9]]), torch.tensor([2]), torch.tensor([[2, 4]]), torch.full((1, 3), -1))
-    roots = Roots(torch.tensor([1]), state.block_table_SM[[1]], torch.tensor([14]), torch.tensor([0]))
-    commit_paths(state, paged, roots, outcome, None, in_place=False)
+    slots = SlotState(state.tokens_SP, state.length_S, state.block_table_SM, BLOCK_SIZE)
+    rows = begin(slots, torch.tensor([1, state.padding_slot]), torch.tensor([1, 0]))
+    tokens, chosen = torch.tensor([-2, 6, 7, 6, 8]), torch.tensor([7, 0, 8, 0, 9])
+    trees = Verified(torch.tensor([0, 5]), torch.tensor([[-1, 0, 0, 2, 2]]), tokens, chosen)
+    done = commit(slots, rows, trees, None, torch.tensor([9]), 2)
+    paged.keep(done.source_BD.flatten(), done.target_BD.flatten(), group=2)
     after = paged.data.flatten(2, 3)
     slot = [4 * BLOCK_SIZE + index if index < 16 else 2 * BLOCK_SIZE + index - 16 for index in range(32)]
     assert torch.equal(after[:, :, slot[15]], before[:, :, slot[16]])
