@@ -20,7 +20,7 @@ from specdecode_worker.commands.flags import add_model_flags, add_shape_flags, m
 from specdecode_worker.contract import DraftQuantization, TreeShape
 from specdecode_worker.models.fetch import resolve
 from specdecode_worker.models.optimize import quantise_draft
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.evaluation import evaluate
 from specdecode_worker.training.prompts import greedy, read_prompts
@@ -37,7 +37,7 @@ def main() -> int:
         torch.set_num_threads(args.threads)
     _, draft = method_and_draft(args)
     dtype, folder = getattr(torch, args.dtype), resolve(args.model)
-    target = load_llama(folder, dtype=dtype, device=_CPU)
+    target = load_causal_lm(folder, dtype=dtype, device=_CPU)
     lines, chat = read_prompts(Path(args.prompts)), Chat(folder)
     settings = RolloutSettings(rows=min(32, len(lines)), answer_tokens=args.max_tokens, for_training=False)
     said = []

@@ -15,10 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import comparison as engine_evaluation
 from specdecode_worker.commands import sampler_comparison
-from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import causal_lm_config
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
-from specdecode_worker.models.llama import Llama
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,7 +51,7 @@ def model(tmp_path: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<e>"}))
     (folder / "config.json").write_text(json.dumps(CONFIG))
     torch.manual_seed(0)
-    weights = Llama(llama_config(CONFIG)).state_dict()
+    weights = CausalLM(causal_lm_config(CONFIG)).state_dict()
     weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would predict itself
     save_file({k: v.contiguous() for k, v in weights.items() if k != "lm_head.weight"}, folder / "model.safetensors")
     return folder

@@ -28,7 +28,7 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import resolve
 from specdecode_worker.models.optimize import quantise_draft, quantise_target
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from specdecode_worker.training.conversations import Chat, Conversation
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.evaluation import evaluate
@@ -104,7 +104,7 @@ def _evaluate(args: argparse.Namespace, draft: str) -> dict[str, Any]:
     cache = Path(args.cache_dir) if args.cache_dir else None
     dtype, device = getattr(torch, args.dtype), torch.device("cpu")
     folder = resolve(args.model, cache)
-    target = load_llama(folder, dtype=dtype, device=device)
+    target = load_causal_lm(folder, dtype=dtype, device=device)
     head = load_eagle3(resolve(draft, cache), target, dtype=dtype, device=device)
     quantise_target(target, args.quantization, device)
     quantise_draft(head, args.draft_quantization)

@@ -25,7 +25,7 @@ from specdecode_worker.drafts.base import (
     causal_pass,
     roots_of,
 )
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.sampler import Proposer, Sampler
 from specdecode_worker.sampling.trees import Forest, Nodes, Tree
@@ -40,12 +40,12 @@ A draft that lags further restarts with the last tokens of the text, so that no 
 class ModelDrafter(PagedDrafter):
     """Drafter of the method draft-model.
 
-    A model with another vocabulary than the target's has a map between the two (`Llama.vocabulary`). It reads one token
-    for each token of the target, so its slots are those of the target in any case.
+    A model with another vocabulary than the target's has a map between the two (`CausalLM.vocabulary`). It reads one
+    token for each token of the target, so its slots are those of the target in any case.
     """
 
     def __init__(
-        self, model: Llama, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
+        self, model: CausalLM, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
         """Create a drafter. ``vocab_size`` is that of the target; padding ids beyond it are never proposed."""
         self.reads, self.columns = TargetStates(), StateColumns()

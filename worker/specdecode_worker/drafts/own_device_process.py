@@ -27,9 +27,9 @@ from specdecode_worker.drafts.draft_model import ModelDrafter
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.registry import DraftLoader
 from specdecode_worker.drafts.swap import describe_failure
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.headers import read_tensor_headers
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import prepare_llama
+from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.sampling.columns import BatchTokens
 from specdecode_worker.sampling.coupling import Coupling
 from specdecode_worker.sampling.params import SamplingParams
@@ -399,9 +399,9 @@ class FolderDraft:
 
 def _shared_part(
     folder: Path, shared: tuple[str, ...], max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> Llama:
+) -> CausalLM:
     """Return the target with the weights that a draft may share; the others stay on the meta device."""
-    prepared = prepare_llama(folder, max_model_len=max_model_len)
+    prepared = prepare_causal_lm(folder, max_model_len=max_model_len)
     target, tensors = prepared.network, {}
     names = [name for name in shared if name in prepared.checkpoint]
     for name, tensor in prepared.checkpoint.read_all(names):

@@ -39,11 +39,11 @@ from specdecode_worker.drafts.merged import Credit, Proposed, StepProposals, Tas
 from specdecode_worker.drafts.parallel import DFlashDrafter, PEagleDrafter
 from specdecode_worker.drafts.suffix_index import SuffixStore
 from specdecode_worker.drafts.swap import SwapStatus
-from specdecode_worker.models.config import DFlashConfig, Eagle3Config, EagleConfig, LlamaConfig
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import CausalLMConfig, DFlashConfig, Eagle3Config, EagleConfig
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft, load_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.models.target_states import TargetStates
@@ -65,7 +65,7 @@ class DraftLoader:
     Their caches have as many blocks as the target's. Loading does not affect drafts that are in use.
     """
 
-    target: Llama
+    target: CausalLM
     target_folder: Path
     max_model_len: int
     state: DeviceState
@@ -92,7 +92,7 @@ class DraftLoader:
             device=self._device,
             max_model_len=self.max_model_len,
         )
-        if isinstance(draft, Llama) and (vocabulary := draft.vocabulary) is not None:
+        if isinstance(draft, CausalLM) and (vocabulary := draft.vocabulary) is not None:
             log.info(
                 "draft %s has another tokenizer: it proposes %d tokens, which cover %.0f %% of a sample text",
                 config.uri,
@@ -125,7 +125,7 @@ class DraftLoader:
                 return EagleDrafter(draft, ids, cache, self.state, self._positions, sharpness)
             case MedusaHeads():
                 return MedusaDrafter(draft, draft.target_ids, self.state, sharpness)
-            case Llama():
+            case CausalLM():
                 cache = self._cache(draft.config)
                 return ModelDrafter(draft, self.target.config.vocab_size, cache, self.state, sharpness)
 
@@ -159,7 +159,7 @@ class DraftLoader:
         return self.target.config.max_position_embeddings
 
 
-CachedConfig = LlamaConfig | Eagle3Config | EagleConfig | DFlashConfig
+CachedConfig = CausalLMConfig | Eagle3Config | EagleConfig | DFlashConfig
 """Configuration of a network that has a KV cache."""
 
 

@@ -46,7 +46,7 @@ class BlockConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaConfig(BlockConfig):
+class CausalLMConfig(BlockConfig):
     """Shape of a target, or of a draft model: Llama and the families that share its blocks."""
 
     vocab_size: int
@@ -81,7 +81,7 @@ _FAMILIES = {
 }
 
 
-def llama_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> LlamaConfig:
+def causal_lm_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> CausalLMConfig:
     """Read the config of a target that serves texts of up to ``max_model_len`` tokens.
 
     None for ``max_model_len`` selects the model's own limit.
@@ -96,7 +96,7 @@ def llama_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> Ll
     blocks = block_fields(fields, head_dim=family.head_dim, kv_heads_required=architecture != "LlamaForCausalLM")
     _refuse_window(fields, family, min(max_model_len or _LONGEST, blocks["max_position_embeddings"]))
     bias = family.model_type in ("llama", "qwen3") and fields.flag("attention_bias")
-    return LlamaConfig(
+    return CausalLMConfig(
         vocab_size=fields.integer("vocab_size"),
         num_hidden_layers=fields.integer("num_hidden_layers", most=_MOST_LAYERS),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
@@ -245,7 +245,7 @@ class MedusaConfig:
     draft_vocab_size: int
 
 
-def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
+def eagle3_config(raw: Mapping[str, Any], target: CausalLMConfig) -> Eagle3Config:
     """Read the config of an EAGLE-3 head.
 
     Raises:
@@ -257,7 +257,7 @@ def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
     return Eagle3Config(**eagle3_fields(fields, target, norm_before_residual=fields.has("speculators_model_type")))
 
 
-def eagle3_fields(fields: Fields, target: LlamaConfig, *, norm_before_residual: bool) -> dict[str, Any]:
+def eagle3_fields(fields: Fields, target: CausalLMConfig, *, norm_before_residual: bool) -> dict[str, Any]:
     """Return the values of `Eagle3Config` for a head of that architecture.
 
     Args:
@@ -296,7 +296,7 @@ def eagle3_fields(fields: Fields, target: LlamaConfig, *, norm_before_residual: 
     }
 
 
-def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
+def eagle_config(raw: Mapping[str, Any], target: CausalLMConfig) -> EagleConfig:
     """Read the config of an EAGLE-1 or EAGLE-2 head.
 
     Raises:
@@ -316,7 +316,7 @@ def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
     )
 
 
-def medusa_config(raw: Mapping[str, Any], target: LlamaConfig) -> MedusaConfig:
+def medusa_config(raw: Mapping[str, Any], target: CausalLMConfig) -> MedusaConfig:
     """Read the config of Medusa heads, with FasterDecoding's or vLLM's field names. Raise ConfigMismatch if invalid."""
     fields = Fields(raw)
     fields.refuse("original_lm_head")
@@ -348,7 +348,7 @@ def flattened_fields(raw: Mapping[str, Any], kind: str) -> Fields:
     return Fields({**fields.part("transformer_layer_config").raw, **outside})
 
 
-def head_blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
+def head_blocks(fields: Fields, target: CausalLMConfig) -> dict[str, Any]:
     """Return the fields of BlockConfig for a head. Positions follow the target's. Raise ConfigMismatch if invalid."""
     refuse_unknown(fields)
     # Heads declare a short limit that only describes their training text. Positions follow the target's.
@@ -362,7 +362,7 @@ def head_blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def head_vocabulary(fields: Fields, target: LlamaConfig) -> int:
+def head_vocabulary(fields: Fields, target: CausalLMConfig) -> int:
     """Return the size of the draft's whole vocabulary, which is the target's. Raise ConfigMismatch if it differs."""
     vocab = fields.integer("vocab_size", target.vocab_size)
     if vocab != target.vocab_size:
@@ -379,7 +379,7 @@ def expect_equal(name: str, drafts: int, targets: int) -> None:
         raise ConfigMismatch(f"the draft was made for a target of {name} {drafts}, this target has {targets}")
 
 
-def _aux_layers(fields: Fields, nested: Fields, target: LlamaConfig) -> tuple[int, ...]:
+def _aux_layers(fields: Fields, nested: Fields, target: CausalLMConfig) -> tuple[int, ...]:
     declared_ids = fields.integers(_IDS) or nested.integers(_IDS)
     count = fields.integer("num_aux_hidden_states", len(declared_ids) or 3, most=target.num_hidden_layers + 1)
     if not declared_ids and count == 3:
@@ -411,7 +411,7 @@ class PEagleConfig(Eagle3Config):
     mask_token_id: int
 
 
-def peagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> PEagleConfig:
+def peagle_config(raw: Mapping[str, Any], target: CausalLMConfig) -> PEagleConfig:
     """Read the config of a P-EAGLE head.
 
     Raises:
@@ -472,7 +472,7 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
     return raw.get("speculators_model_type") is not None
 
 
-def dflash_config(raw: Mapping[str, Any], target: LlamaConfig) -> DFlashConfig:
+def dflash_config(raw: Mapping[str, Any], target: CausalLMConfig) -> DFlashConfig:
     """Read the config of a DFlash head, in either layout.
 
     Raises:
@@ -508,14 +508,14 @@ def _refuse_variants(fields: Fields, nested: Fields) -> None:
         raise ConfigMismatch(f"config.json: layer_types {sorted(other)} are not supported")
 
 
-def _zlab_fields(fields: Fields, nested: Fields, target: LlamaConfig) -> dict[str, Any]:
+def _zlab_fields(fields: Fields, nested: Fields, target: CausalLMConfig) -> dict[str, Any]:
     """Return the values of `DFlashConfig` that z-lab's layout has in fields of its own."""
     if fields.has("num_target_layers"):
         expect_equal("num_hidden_layers", fields.integer("num_target_layers"), target.num_hidden_layers)
     return {"aux_layers": _dflash_aux_layers(nested, _NESTED_IDS, 1, target)}
 
 
-def _speculators_fields(fields: Fields, target: LlamaConfig, vocab: int) -> dict[str, Any]:
+def _speculators_fields(fields: Fields, target: CausalLMConfig, vocab: int) -> dict[str, Any]:
     """Return the values of `DFlashConfig` that the layout of speculators has in fields of its own."""
     expect_equal("hidden_size", fields.integer("target_hidden_size", target.hidden_size), target.hidden_size)
     return {
@@ -524,7 +524,7 @@ def _speculators_fields(fields: Fields, target: LlamaConfig, vocab: int) -> dict
     }
 
 
-def _dflash_aux_layers(where: Fields, name: str, offset: int, target: LlamaConfig) -> tuple[int, ...]:
+def _dflash_aux_layers(where: Fields, name: str, offset: int, target: CausalLMConfig) -> tuple[int, ...]:
     """Return the layers whose inputs the head reads: the ids of the field ``name``, plus ``offset``."""
     given = where.integers(name)
     ids = tuple(i + offset for i in given)
@@ -539,19 +539,19 @@ def _dflash_aux_layers(where: Fields, name: str, offset: int, target: LlamaConfi
 
 __all__ = [
     "BlockConfig",
+    "CausalLMConfig",
     "DFlashConfig",
     "Eagle3Config",
     "EagleConfig",
     "LinearScaling",
-    "LlamaConfig",
     "MedusaConfig",
     "PEagleConfig",
     "RopeScaling",
     "YarnScaling",
+    "causal_lm_config",
     "dflash_config",
     "eagle3_config",
     "eagle_config",
-    "llama_config",
     "medusa_config",
     "peagle_config",
     "read_config",

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.contract import Method
+from specdecode_worker.models.causal_lm import CausalLM, VocabularyMap
 from specdecode_worker.models.checkpoint import Network, UnloadedNetwork
-from specdecode_worker.models.config import llama_config, read_config
+from specdecode_worker.models.config import causal_lm_config, read_config
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
-from specdecode_worker.models.llama import Llama, VocabularyMap
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.vocabulary import (
     TOKENIZER_FILE,
@@ -25,16 +25,16 @@ from specdecode_worker.models.vocabulary import (
     match_vocabularies,
 )
 from specdecode_worker.models.weights import (
+    load_causal_lm,
     load_dflash,
     load_eagle,
     load_eagle3,
-    load_llama,
     load_medusa,
     load_peagle,
+    prepare_causal_lm,
     prepare_dflash,
     prepare_eagle,
     prepare_eagle3,
-    prepare_llama,
     prepare_medusa,
     prepare_peagle,
 )
@@ -63,11 +63,11 @@ def match_draft_model(
         ConfigMismatch: The draft's config.json is unsupported.
         VocabularyMismatch: The draft cannot draft for this target.
     """
-    draft_size = llama_config(read_config(draft_folder), max_model_len).vocab_size
+    draft_size = causal_lm_config(read_config(draft_folder), max_model_len).vocab_size
     return match_vocabularies(target_folder, draft_folder, target_size, draft_size)
 
 
-def set_vocabulary(draft: Llama, match: VocabularyMatch | None, target_size: int) -> None:
+def set_vocabulary(draft: CausalLM, match: VocabularyMatch | None, target_size: int) -> None:
     """Let a draft model read and propose ids of a target with ``target_size`` rows, in place."""
     if match is None:
         fit_vocabulary(draft, target_size)
@@ -76,7 +76,7 @@ def set_vocabulary(draft: Llama, match: VocabularyMatch | None, target_size: int
 
 
 @torch.no_grad()
-def fit_vocabulary(draft: Llama, size: int) -> None:
+def fit_vocabulary(draft: CausalLM, size: int) -> None:
     """Resize the draft's embedding and lm_head to ``size`` rows, in place.
 
     Padding rows at the end are cut, or added as zeros. Target and draft can then exchange any token id; the added ids
@@ -105,7 +105,7 @@ def _resized(weight: Tensor, size: int) -> nn.Parameter:
 
 WeightMethod = Literal["eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model"]
 """Methods with draft weights."""
-Draft = Eagle3Head | PEagleHead | DFlashHead | EagleHead | MedusaHeads | Llama
+Draft = Eagle3Head | PEagleHead | DFlashHead | EagleHead | MedusaHeads | CausalLM
 _CALLED: dict[Method, str] = {
     "eagle3": "an EAGLE-3 head",
     "peagle": "a P-EAGLE head",
@@ -119,7 +119,7 @@ _CALLED: dict[Method, str] = {
 def load_draft(
     method: WeightMethod,
     folder: Path,
-    target: Llama,
+    target: CausalLM,
     *,
     target_folder: Path,
     dtype: torch.dtype,
@@ -151,7 +151,7 @@ def load_draft(
             return load_medusa(folder, target, dtype=dtype, device=device)
         case "draft-model":
             shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
-            draft = load_llama(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
+            draft = load_causal_lm(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
             set_vocabulary(draft, shared, target.config.vocab_size)
             return draft
 
@@ -161,12 +161,12 @@ def check_draft(method: WeightMethod, folder: Path, target_folder: Path, *, max_
 
     Raises the errors of `load_draft`, except those about the values of weights.
     """
-    target = prepare_llama(target_folder, max_model_len=max_model_len).network
+    target = prepare_causal_lm(target_folder, max_model_len=max_model_len).network
     build_meta_draft(method, folder, target, target_folder=target_folder, max_model_len=max_model_len)
 
 
 def build_meta_draft(
-    method: WeightMethod, folder: Path, target: Llama, *, target_folder: Path, max_model_len: int | None = None
+    method: WeightMethod, folder: Path, target: CausalLM, *, target_folder: Path, max_model_len: int | None = None
 ) -> Draft:
     """Return the network that `load_draft` would load, on the meta device, after the checks of `check_draft`."""
     expect_method(method, folder)
@@ -184,7 +184,7 @@ def build_meta_draft(
             return _checked_network(prepare_medusa(folder, target))
         case "draft-model":
             shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
-            draft = _checked_network(prepare_llama(folder, max_model_len=max_model_len))
+            draft = _checked_network(prepare_causal_lm(folder, max_model_len=max_model_len))
             set_vocabulary(draft, shared, target.config.vocab_size)
             return draft
 

@@ -17,23 +17,23 @@ from safetensors import SafetensorError, safe_open
 
 from specdecode_worker.contract import Method
 from specdecode_worker.models.config import (
+    CausalLMConfig,
     DFlashConfig,
     Eagle3Config,
     EagleConfig,
-    LlamaConfig,
     MedusaConfig,
     PEagleConfig,
+    causal_lm_config,
     dflash_config,
     eagle3_config,
     eagle_config,
-    llama_config,
     medusa_config,
     peagle_config,
     read_config,
 )
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 
-Described = LlamaConfig | Eagle3Config | PEagleConfig | DFlashConfig | EagleConfig | MedusaConfig
+Described = CausalLMConfig | Eagle3Config | PEagleConfig | DFlashConfig | EagleConfig | MedusaConfig
 _MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+|blocks\.\d+|lm_heads\.\d+)\.")
 
 INDEX = "model.safetensors.index.json"
@@ -168,7 +168,7 @@ def infer_method(headers: Headers) -> Method | None:
     return "draft-model" if "embed_tokens.weight" in names else None
 
 
-def describe(folder: Path, target: LlamaConfig | None = None) -> Described:
+def describe(folder: Path, target: CausalLMConfig | None = None) -> Described:
     """Return the shape of the network in ``folder``, from config.json and the tensor names.
 
     ``target`` is the config of the target, which is required for a draft head.
@@ -180,7 +180,7 @@ def describe(folder: Path, target: LlamaConfig | None = None) -> Described:
     raw = read_config(folder)
     method = infer_method(read_tensor_headers(folder))
     if method in (None, "draft-model"):
-        return llama_config(raw)
+        return causal_lm_config(raw)
     if target is None:
         raise ConfigMismatch(f"{folder} holds a draft of method {method}, no model of its own; name its target too")
     if method == "medusa":

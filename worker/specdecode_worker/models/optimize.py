@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.quantised_linear.reference import Kind, stored_bytes
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.compiled_cpu import run_blocks_natively, run_norms_natively
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.layers import MLP, Attention
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.llama import Llama
 
 _FP8 = (8, 9)
 """Lowest compute capability of a GPU that converts e4m3."""
 
 
-def quantise_target(model: Llama, kind: Kind | None, device: torch.device, *, stored: bool | None = None) -> None:
+def quantise_target(model: CausalLM, kind: Kind | None, device: torch.device, *, stored: bool | None = None) -> None:
     """Quantize the target and move it to ``device``.
 
     The model moves matrix by matrix, so the device never holds all of it in its original dtype. ``stored`` keeps the

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.checkpoint import meta_init
-from specdecode_worker.models.config import LlamaConfig
+from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.linear import Linear, Shard, Split
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import prepare_llama
+from specdecode_worker.models.weights import prepare_causal_lm
 
 
-def split_config(config: LlamaConfig, size: int) -> LlamaConfig:
+def split_config(config: CausalLMConfig, size: int) -> CausalLMConfig:
     """Return the shape of one device's part; vocabulary and hidden size stay whole.
 
     Raises:
@@ -39,10 +39,10 @@ def split_config(config: LlamaConfig, size: int) -> LlamaConfig:
     )
 
 
-def split_network(config: LlamaConfig, shard: Shard) -> Llama:
+def split_network(config: CausalLMConfig, shard: Shard) -> CausalLM:
     """Build one device's part on the meta device. Parameter names are those of the whole network."""
     with meta_init():
-        model = Llama(split_config(config, shard.size))
+        model = CausalLM(split_config(config, shard.size))
         if not config.tie_word_embeddings:
             rows = shard.part(config.vocab_size)
             model.lm_head = Linear(config.hidden_size, rows.stop - rows.start, split=Split.VOCABULARY)
@@ -51,7 +51,7 @@ def split_network(config: LlamaConfig, shard: Shard) -> Llama:
 
 def load_shard(
     folder: Path, shard: Shard, *, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None
-) -> Llama:
+) -> CausalLM:
     """Load one device's part of the target in ``folder``.
 
     Every device must call this; the returned module contains collectives.
@@ -60,7 +60,7 @@ def load_shard(
         ConfigMismatch: the target cannot be split over this number of devices.
         WeightMismatch: the checkpoint does not fit config.json.
     """
-    whole = prepare_llama(folder, max_model_len=max_model_len)
+    whole = prepare_causal_lm(folder, max_model_len=max_model_len)
     whole.check()
     config = whole.network.config
     model = split_network(config, shard)
@@ -104,7 +104,7 @@ def slices(split: Split, shape: tuple[int, ...], shard: Shard) -> tuple[slice, .
     return (first, *rest)
 
 
-def share(model: Llama, shard: Shard) -> None:
+def share(model: CausalLM, shard: Shard) -> None:
     """Make the matrices of ``model`` parts of those of all devices, in place, once their weights are loaded."""
     for linear in model.modules():
         if isinstance(linear, Linear):

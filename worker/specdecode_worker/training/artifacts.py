@@ -18,19 +18,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import (
     BlockConfig,
+    CausalLMConfig,
     DFlashConfig,
     Eagle3Config,
     EagleConfig,
-    LlamaConfig,
     MedusaConfig,
     PEagleConfig,
 )
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.rope import Scaling
 from specdecode_worker.training.conversations import Conversation, DataSet, answer_length, shard_paths
 from specdecode_worker.training.files import write_json, write_text
@@ -125,7 +125,7 @@ def medusa_config(config: MedusaConfig) -> dict[str, Any]:
     }
 
 
-def draft_model_config(target: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+def draft_model_config(target: Mapping[str, Any], config: CausalLMConfig) -> dict[str, Any]:
     """Return config.json of a draft model: the target's own, with fewer layers."""
     return {**target, "num_hidden_layers": config.num_hidden_layers, "dtype": "bfloat16"}
 
@@ -319,7 +319,7 @@ def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = 
         return
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _rounded(draft)
-    if isinstance(draft, Llama):
+    if isinstance(draft, CausalLM):
         config = json.loads((target_folder / "config.json").read_text())
         document = draft_model_config(config, draft.config)
         if draft.config.tie_word_embeddings:

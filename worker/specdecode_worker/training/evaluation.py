@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from specdecode_worker.capture import Record
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
 from specdecode_worker.models.fetch import CALIBRATION_FILE
 from specdecode_worker.models.layers import Attend
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.training.acceptance import RANKS, StepCounts, distinct_ngrams, target_token_ranks
 from specdecode_worker.training.conversations import Conversation
@@ -314,7 +314,7 @@ _TIMED = 15
 
 
 def evaluate(
-    target: Llama, head: Eagle3Head, conversations: Sequence[Conversation], shape: TreeShape
+    target: CausalLM, head: Eagle3Head, conversations: Sequence[Conversation], shape: TreeShape
 ) -> dict[str, Any]:
     """Return the document of ``eval``: results for ``shape`` overall and by domain, and the best chain."""
     depth = max(shape.depths)
@@ -370,7 +370,7 @@ def count_steps_of_ranks(ranks: Sequence[Tensor], shape: TreeShape) -> StepCount
     return counts
 
 
-def _all_ranks(target: Llama, head: Eagle3Head, conversations: Sequence[Conversation], depth: int) -> list[Tensor]:
+def _all_ranks(target: CausalLM, head: Eagle3Head, conversations: Sequence[Conversation], depth: int) -> list[Tensor]:
     ranks = []
     for start in range(0, len(conversations), 8):
         ranks += target_token_ranks(head, conversations[start : start + 8], target.lm_head.weight, depth)
@@ -382,7 +382,7 @@ def _answer_length(conversation: Conversation) -> int:
 
 
 @torch.inference_mode()
-def _coverage(target: Llama, head: Eagle3Head, conversations: Sequence[Conversation]) -> float:
+def _coverage(target: CausalLM, head: Eagle3Head, conversations: Sequence[Conversation]) -> float:
     """Return the mean probability that the target gives to the tokens of the draft vocabulary."""
     shares = [
         torch.softmax(target.logits(c.hidden_NE[c.answer_start :]).float(), dim=-1)[:, head.target_ids].sum(dim=-1)
@@ -394,7 +394,7 @@ def _coverage(target: Llama, head: Eagle3Head, conversations: Sequence[Conversat
 class StepTimes:
     """Seconds per step of one sequence on this machine: the networks alone, without an engine."""
 
-    def __init__(self, target: Llama, head: Eagle3Head) -> None:
+    def __init__(self, target: CausalLM, head: Eagle3Head) -> None:
         self._target, self._head = target, head
         self._verify: dict[int, float] = {}
         self.plain = self._verified(1)
@@ -554,7 +554,7 @@ _WARM = 2
 
 @torch.inference_mode()
 def step_costs(
-    target: Llama, deployed: Draft, candidate: Draft, shape: TreeShape, *, rounds: int = ROUNDS
+    target: CausalLM, deployed: Draft, candidate: Draft, shape: TreeShape, *, rounds: int = ROUNDS
 ) -> StepCosts:
     """Return the seconds per step by round, on a CPU processor seconds. The two drafts alternate in going first."""
     depth = max(shape.depths)
@@ -587,7 +587,7 @@ def _seconds(once: Callable[[], object], *, on_gpu: bool) -> float:
     return time.perf_counter() - began
 
 
-def _verification(target: Llama, tokens: int) -> Callable[[], object]:
+def _verification(target: CausalLM, tokens: int) -> Callable[[], object]:
     """Return a function that runs one verification pass over ``tokens`` tokens."""
     # The tokens follow a context, shortened if the model has too few positions.
     first = min(CONTEXT, target.config.max_position_embeddings - tokens)

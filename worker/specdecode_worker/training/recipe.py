@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft, WeightMethod
 from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.artifacts import Names, lineage, write_card, write_curve, write_draft
 from specdecode_worker.training.conversations import (
     Chat,
@@ -97,7 +97,7 @@ class DraftSettings:
 
 
 def train_draft(
-    target: Llama,
+    target: CausalLM,
     chat: Chat,
     recording: RecordingSettings,
     settings: TrainSettings,
@@ -105,7 +105,7 @@ def train_draft(
     out: Path,
     log: Log,
     peers: ProcessGroup | None = None,
-    whole: Llama | None = None,
+    whole: CausalLM | None = None,
 ) -> Path:
     """Train a draft for ``target`` and return its folder.
 
@@ -142,7 +142,7 @@ def train_draft(
     return out / "head"
 
 
-def _draft(target: Llama, draft_settings: DraftSettings, out: Path, settings: TrainSettings) -> Draft:
+def _draft(target: CausalLM, draft_settings: DraftSettings, out: Path, settings: TrainSettings) -> Draft:
     """Return the untrained draft that ``draft_settings`` describes, with the vocabulary stored in ``out``."""
     known = torch.tensor(json.loads((out / "vocabulary.json").read_text()))
     if draft_settings.origin is not None:
@@ -162,7 +162,7 @@ def _draft(target: Llama, draft_settings: DraftSettings, out: Path, settings: Tr
             return new_draft_model(target, max(2, draft_settings.layers))
 
 
-def _add_copy_heads(draft: Draft, target: Llama, recorded: Path, draft_settings: DraftSettings) -> Draft:
+def _add_copy_heads(draft: Draft, target: CausalLM, recorded: Path, draft_settings: DraftSettings) -> Draft:
     """Return ``draft`` with copy heads.
 
     They are fitted on the first shard alone, so that a resumed run gets the same heads.
@@ -196,7 +196,7 @@ def _finish(trainer: Trainer, draft_settings: DraftSettings, out: Path, log: Log
 
 
 def record_conversations(
-    target: Llama, chat: Chat, recording: RecordingSettings, seed: int, recorded: Path, log: Log
+    target: CausalLM, chat: Chat, recording: RecordingSettings, seed: int, recorded: Path, log: Log
 ) -> None:
     """Record conversations into ``recorded`` until it holds ``recording.tokens`` answer tokens."""
     recorded.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.training.conversations import (
     SHARD_TOKENS,
@@ -68,7 +68,7 @@ def record(
             return
 
 
-def text_conversations(target: Llama, chat: Chat, path: Path, skip_tokens: int) -> Iterator[Conversation]:
+def text_conversations(target: CausalLM, chat: Chat, path: Path, skip_tokens: int) -> Iterator[Conversation]:
     """Yield pieces of a text file with the target's states. All tokens of a piece but the first count as answer.
 
     The text is not the target's own, so training on it is off-policy, but recording it is cheap.
@@ -88,7 +88,7 @@ def text_conversations(target: Llama, chat: Chat, path: Path, skip_tokens: int) 
 
 
 @torch.inference_mode()
-def read_states(target: Llama, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+def read_states(target: CausalLM, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's layer states [N, 3E] and last hidden state [N, E] over one text, on the CPU."""
     device = target.lm_head.weight.device
     positions_N = torch.arange(len(tokens_N), device=device)
@@ -168,7 +168,7 @@ class Rollout:
 
     def __init__(
         self,
-        target: Llama,
+        target: CausalLM,
         settings: RolloutSettings,
         questions: Iterator[Question],
         *,

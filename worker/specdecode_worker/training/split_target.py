@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.engine.tensor_parallel import Assignment, load_rank_shard
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.tensor_parallel import split_config
-from specdecode_worker.models.weights import load_llama, prepare_llama
+from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.evaluation import ZeroContextAttention
 from specdecode_worker.training.heads import DenseCache
 from specdecode_worker.training.rollout import causal_attention
@@ -59,7 +59,7 @@ class TargetPassMessage(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def placed_target(placement: TargetPlacement) -> Iterator[Llama]:
+def placed_target(placement: TargetPlacement) -> Iterator[CausalLM]:
     """Yield the target, and end the other ranks afterwards. The process ends if one of them is lost.
 
     Raises:
@@ -67,9 +67,9 @@ def placed_target(placement: TargetPlacement) -> Iterator[Llama]:
     """
     if placement.size == 1:
         dtype: torch.dtype = getattr(torch, placement.dtype)
-        yield load_llama(placement.folder, dtype=dtype, device=placement.device)
+        yield load_causal_lm(placement.folder, dtype=dtype, device=placement.device)
         return
-    split_config(prepare_llama(placement.folder).network.config, placement.size)
+    split_config(prepare_causal_lm(placement.folder).network.config, placement.size)
     with tempfile.TemporaryDirectory(prefix="specdecode-ranks-") as meeting, _OtherRanks() as others:
         assignment = Assignment(
             rank=0,
@@ -93,11 +93,11 @@ def placed_target(placement: TargetPlacement) -> Iterator[Llama]:
             dist.destroy_process_group()
 
 
-def _whole_output(folder: Path, target: Llama, device: torch.device) -> Linear:
+def _whole_output(folder: Path, target: CausalLM, device: torch.device) -> Linear:
     """Return the whole output matrix, in place of the part that a shard has."""
     weight = target.model.embed_tokens.weight
     if not target.config.tie_word_embeddings:
-        whole = prepare_llama(folder)
+        whole = prepare_causal_lm(folder)
         (named,) = whole.checkpoint.read_all(["lm_head.weight"])
         weight = named[1].to(device=device, dtype=weight.dtype)
     return Linear.of(weight)
@@ -184,7 +184,7 @@ def _follow(assignment: Assignment, pipe: Connection) -> None:
 
 
 def _attention(
-    message: TargetPassMessage, model: Llama, positions_T: Tensor, caches: dict[tuple[int, int], DenseCache]
+    message: TargetPassMessage, model: CausalLM, positions_T: Tensor, caches: dict[tuple[int, int], DenseCache]
 ) -> Attend:
     if message.attention == "causal":
         return causal_attention

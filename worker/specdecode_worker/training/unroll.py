@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.layers import Attend
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.training.conversations import Conversation
 
@@ -402,7 +402,7 @@ class _RootAttention(UnrolledAttention):
 
 def batch_for(draft: Draft, conversations: Sequence[Conversation], dtype: torch.dtype) -> Batch:
     """Return the conversations as a batch with the states of the target that ``draft`` reads."""
-    final = not isinstance(draft, Llama) and draft.reads.final
+    final = not isinstance(draft, CausalLM) and draft.reads.final
     return make_batch(conversations, dtype, final=final, device=device_of_draft(draft))
 
 
@@ -426,7 +426,7 @@ def unrolled(draft: Draft, batch: Batch, depth: int, sample_seed: int | None = N
         case MedusaHeads():
             states_BAE = gather_rows(batch.aux_BLA, batch.answers_BA)
             yield from ((shifted(states_BAE, k), _rooted(batch, k)) for k in range(depth))
-        case Llama():
+        case CausalLM():
             states_BAE = _teacher_forced(draft, batch)
             yield from ((states_BAE, _rooted(batch, k)) for k in range(depth))
 
@@ -452,7 +452,7 @@ def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
 
 def vocabulary_of(draft: Draft, size: int) -> Tensor:
     """Return the target ids of the columns of ``logits_of``. ``size`` is the size of the target's vocabulary."""
-    ids = None if isinstance(draft, Llama) else draft.target_ids
+    ids = None if isinstance(draft, CausalLM) else draft.target_ids
     return torch.arange(size, device=device_of_draft(draft)) if ids is None else ids
 
 
@@ -477,7 +477,7 @@ def _rooted(batch: Batch, k: int) -> Tensor:
     return batch.valid_BA & (torch.arange(batch.valid_BA.shape[1], device=batch.valid_BA.device) >= k)
 
 
-def _teacher_forced(model: Llama, batch: Batch) -> Tensor:
+def _teacher_forced(model: CausalLM, batch: Batch) -> Tensor:
     """Return the states of a draft model at the answer slots. They do not depend on the root."""
     tokens_BN = torch.cat((batch.first_B[:, None], batch.tokens_BL), dim=1)
     positions_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device).expand(tokens_BN.shape)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import causal_lm_config
 from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))
@@ -56,7 +56,7 @@ def saved(folder: Path, shape: dict[str, Any], variant: str, randomise: Any) -> 
 
 
 @torch.inference_mode()
-def our_logits(model: Llama, dense: Any) -> Tensor:
+def our_logits(model: CausalLM, dense: Any) -> Tensor:
     return model.logits(model(TOKENS, torch.arange(len(TOKENS)), dense).hidden_TE)
 
 
@@ -68,7 +68,7 @@ def test_logits_plain_and_fused(
 ) -> None:
     wanted = saved(tmp_path, shape, variant, randomise)(TOKENS[None]).logits[0]
     assert wanted.std() > 0.3, "logits must be large enough for 1e-5 to mean something"
-    ours = load_llama(tmp_path, dtype=torch.float32, device=CPU)
+    ours = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
     torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
     fuse(ours)
     assert sum(name.endswith("qkv_proj") for name, _ in ours.named_modules()) == 5
@@ -82,7 +82,7 @@ def test_bf16_with_biases_and_norms_is_packed(
 ) -> None:
     """On a CPU with bf16 support, a packed network is as close to fp32 as the plain one."""
     wanted = saved(tmp_path, shape, "qwen3-attention-bias", randomise)(TOKENS[None]).logits[0]
-    ours = load_llama(tmp_path, dtype=torch.bfloat16, device=CPU)
+    ours = load_causal_lm(tmp_path, dtype=torch.bfloat16, device=CPU)
     plain_error = (our_logits(ours, dense).float() - wanted).abs().mean()
     fuse(ours)
     assert (our_logits(ours, dense).float() - wanted).abs().mean() < 1.5 * plain_error
@@ -107,7 +107,7 @@ def test_wrongly_read_field_is_detected(
     wanted = saved(tmp_path, shape, variant, randomise)(TOKENS[None]).logits[0]
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    ours = load_llama(tmp_path, dtype=torch.float32, device=CPU)
+    ours = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
     assert (our_logits(ours, dense) - wanted).abs().max() > 1e-3
 
 
@@ -122,28 +122,28 @@ def qwen2(shape: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def test_sliding_window_below_the_context_length_is_refused(shape: dict[str, Any]) -> None:
     config = mistral(shape, sliding_window=100)
     with pytest.raises(ConfigMismatch, match="sliding_window 100 is below the longest text of 256 tokens"):
-        llama_config(config)
+        causal_lm_config(config)
     with pytest.raises(ConfigMismatch, match="set max_model_len to 100 or less"):
-        llama_config(config, max_model_len=101)
-    assert llama_config(config, max_model_len=100).max_position_embeddings == 256
+        causal_lm_config(config, max_model_len=101)
+    assert causal_lm_config(config, max_model_len=100).max_position_embeddings == 256
 
 
 def test_disabled_sliding_windows_are_ignored(shape: dict[str, Any]) -> None:
-    llama_config(mistral(shape, sliding_window=None))
-    llama_config(mistral(shape))  # transformers' default of 4096 is longer than this model's texts
+    causal_lm_config(mistral(shape, sliding_window=None))
+    causal_lm_config(mistral(shape))  # transformers' default of 4096 is longer than this model's texts
     with pytest.raises(ConfigMismatch, match="sliding_window 4096"):
-        llama_config(mistral(shape, max_position_embeddings=8192))
-    llama_config(qwen2(shape, sliding_window=8, use_sliding_window=False))
-    llama_config(qwen2(shape, sliding_window=8, use_sliding_window=True, layer_types=["full_attention"] * 5))
+        causal_lm_config(mistral(shape, max_position_embeddings=8192))
+    causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=False))
+    causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True, layer_types=["full_attention"] * 5))
     with pytest.raises(ConfigMismatch, match="sliding_window 8"):
-        llama_config(qwen2(shape, sliding_window=8, use_sliding_window=True))
+        causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True))
     with pytest.raises(ConfigMismatch, match="layer_types"):
-        llama_config(qwen2(shape, layer_types=["linear_attention"]))
+        causal_lm_config(qwen2(shape, layer_types=["linear_attention"]))
 
 
 def test_yarn_factor_multiplies_the_context_length(shape: dict[str, Any]) -> None:
     config = qwen2(shape, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200})
-    assert llama_config(config).max_position_embeddings == 800
+    assert causal_lm_config(config).max_position_embeddings == 800
 
 
 @pytest.mark.parametrize(
@@ -180,18 +180,18 @@ def test_unsupported_config_field_is_refused_by_name(
     changes: dict[str, Any], message: str, shape: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigMismatch, match=message):
-        llama_config(shape | changes)
+        causal_lm_config(shape | changes)
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"])
 def test_missing_required_field_is_named(name: str, shape: dict[str, Any]) -> None:
     del shape[name]
     with pytest.raises(ConfigMismatch, match=f"{name} must be"):
-        llama_config(qwen2(shape))
+        causal_lm_config(qwen2(shape))
 
 
 def test_family_is_read_from_model_type_if_architectures_are_missing(shape: dict[str, Any]) -> None:
     del shape["architectures"]
-    assert llama_config(shape | {"model_type": "qwen3"}).qk_norm
-    assert llama_config(shape | {"model_type": "qwen2"}).qkv_bias
-    assert not llama_config(shape).qkv_bias
+    assert causal_lm_config(shape | {"model_type": "qwen3"}).qk_norm
+    assert causal_lm_config(shape | {"model_type": "qwen2"}).qkv_bias
+    assert not causal_lm_config(shape).qkv_bias

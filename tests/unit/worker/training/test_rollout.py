@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import read_shard, shard_paths
 from specdecode_worker.training.prompts import Question
 from specdecode_worker.training.rollout import (
@@ -31,7 +31,7 @@ def asked(count: int) -> list[Question]:
     return [Question(tuple(torch.randint(1, 64, (n,), generator=generator).tolist()), 0.0, "qa") for n in lengths]
 
 
-def plain_greedy(target: Llama, ids: tuple[int, ...], count: int) -> list[int]:
+def plain_greedy(target: CausalLM, ids: tuple[int, ...], count: int) -> list[int]:
     tokens = list(ids)
     while len(tokens) - len(ids) < count:
         _, hidden = read_states(target, torch.tensor(tokens))
@@ -43,7 +43,7 @@ def plain_greedy(target: Llama, ids: tuple[int, ...], count: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_greedy_rollout_equals_plain_decoding(target: Llama) -> None:
+def test_greedy_rollout_equals_plain_decoding(target: CausalLM) -> None:
     questions = asked(40)
     conversations = list(Rollout(target, SETTINGS, iter(questions)).conversations())
     expected = [plain_greedy(target, q.ids or (), SETTINGS.answer_tokens - 1) for q in questions]
@@ -51,14 +51,14 @@ def test_greedy_rollout_equals_plain_decoding(target: Llama) -> None:
     assert sorted(c.tokens_N.tolist() for c in conversations) == sorted(expected)
 
 
-def test_recorded_states_equal_one_pass_over_the_text(target: Llama) -> None:
+def test_recorded_states_equal_one_pass_over_the_text(target: CausalLM) -> None:
     for conversation in Rollout(target, SETTINGS, iter(asked(30))).conversations():
         aux, hidden = read_states(target, conversation.tokens_N.long())
         torch.testing.assert_close(conversation.aux_NA, aux, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(conversation.hidden_NE, hidden, atol=1e-5, rtol=1e-4)
 
 
-def test_self_asked_questions_are_wrapped_in_the_chat_template(target: Llama) -> None:
+def test_self_asked_questions_are_wrapped_in_the_chat_template(target: CausalLM) -> None:
     def forever() -> Iterator[Question]:
         while True:
             yield Question(None, 0.8, "self-asked")
@@ -98,7 +98,7 @@ def test_repetition_in_the_prompt_is_not_a_loop() -> None:
     assert not any(row.repeats_with(token) or row.tokens.append(token) for token in period * 2)
 
 
-def test_recording_resumes_at_the_next_shard(target: Llama, tmp_path: Path) -> None:
+def test_recording_resumes_at_the_next_shard(target: CausalLM, tmp_path: Path) -> None:
     said: list[str] = []
     record(Rollout(target, SETTINGS, iter(asked(20))).conversations(), tmp_path, tokens=10**6, log=said.append)
     first = answer_tokens(tmp_path)

@@ -15,7 +15,7 @@ import torch
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.messages import Sampling
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import Chat, Conversation, shard_paths
 from specdecode_worker.training.distillation.records import (
     Interrupted,
@@ -68,7 +68,7 @@ class Golden:
 
 
 def golden_set(
-    target: Llama, chat: Chat, prompts: Path, folder: Path, *, answer_tokens: int, stopped: Stopped
+    target: CausalLM, chat: Chat, prompts: Path, folder: Path, *, answer_tokens: int, stopped: Stopped
 ) -> Golden:
     """Return the golden set with the target's greedy answers, which are generated once and stored in ``folder``.
 
@@ -90,7 +90,7 @@ def no_golden_set() -> Golden:
     return Golden(None, (), runs_of_samples(()))
 
 
-def _samples(target: Llama, conversations: Iterable[Conversation], stopped: Stopped) -> Iterator[Sample]:
+def _samples(target: CausalLM, conversations: Iterable[Conversation], stopped: Stopped) -> Iterator[Sample]:
     """Yield the conversations as samples. Raise Interrupted when ``stopped`` returns True."""
     for conversation in conversations:
         if stopped():
@@ -99,7 +99,7 @@ def _samples(target: Llama, conversations: Iterable[Conversation], stopped: Stop
 
 
 @torch.inference_mode()
-def _record(target: Llama, conversation: Conversation) -> Record:
+def _record(target: CausalLM, conversation: Conversation) -> Record:
     """Return the conversation in the form of a captured request.
 
     The record ends with the token that the target chooses after the conversation's last one.
@@ -168,7 +168,7 @@ class Comparison:
 
 
 def compare_drafts(
-    target: Llama, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
+    target: CausalLM, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
 ) -> dict[str, Any]:
     """Compare the two drafts and return the document of the verdict.
 
@@ -186,7 +186,7 @@ def compare_drafts(
 
 
 def _count_domain_steps(
-    target: Llama, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
+    target: CausalLM, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
 ) -> list[Domain]:
     """Return the token and step counts of both drafts by domain."""
     domains = []

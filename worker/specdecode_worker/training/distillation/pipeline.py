@@ -26,9 +26,9 @@ from specdecode_worker.contract.distillation import (
     shortened_reason,
 )
 from specdecode_worker.drafts.draft_files import read_calibration
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.distillation.judge import (
     Comparison,
@@ -209,7 +209,7 @@ class Distillation:
     """
 
     def __init__(
-        self, target: Llama, chat: Chat, job: DistillationSettings, log: Callable[[str], None], stopped: Stopped
+        self, target: CausalLM, chat: Chat, job: DistillationSettings, log: Callable[[str], None], stopped: Stopped
     ) -> None:
         self._target, self._chat, self._job, self._log, self._stopped = target, chat, job, log, stopped
 

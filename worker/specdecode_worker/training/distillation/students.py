@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.acceptance import StepCounts, target_token_ranks
 from specdecode_worker.training.artifacts import write_draft
 from specdecode_worker.training.conversations import Conversation, DataSet, batches
@@ -72,7 +72,7 @@ class StudentTraining:
     """Training of one draft over rounds. All files go to ``out``; the best draft so far is in out/best."""
 
     def __init__(
-        self, head: Draft, target: Llama, data: StudentData, settings: StudentSettings, out: Path, *,
+        self, head: Draft, target: CausalLM, data: StudentData, settings: StudentSettings, out: Path, *,
         target_folder: Path,
     ) -> None:  # fmt: skip
         self.settings, self._data, self._out, self._target_folder = settings, data, out, target_folder

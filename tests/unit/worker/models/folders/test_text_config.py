@@ -11,7 +11,7 @@ import torch
 
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.fields import end_tokens, sampling_defaults
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 from support import small_model
 from support.published.tokens import TOKENS, tokenizer_of
 
@@ -60,7 +60,7 @@ def test_a_loaded_target_has_them(tmp_path: Path) -> None:
     """Serving, training and evaluation read them from the target."""
     small_model.write_target(tmp_path, config={"eos_token_id": 1})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2]}')
-    target = load_llama(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    target = load_causal_lm(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     assert target.config.eos_token_ids == (1, 2, END)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.config import LlamaConfig
+from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.layers import Attend, Block, RMSNorm
 from specdecode_worker.models.linear import Linear, Split
 from specdecode_worker.models.rope import Rope
@@ -65,24 +65,24 @@ class TargetOutput:
     aux_TA: Tensor | None
 
 
-class LlamaModel(nn.Module):
+class DecoderStack(nn.Module):
     """Embedding, blocks and final norm: the part named ``model.`` in a checkpoint."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: CausalLMConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Llama(nn.Module):
+class CausalLM(nn.Module):
     """Target or draft model. Weights are random until a checkpoint is loaded."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: CausalLMConfig) -> None:
         super().__init__()
         self.config = config
         self.vocabulary: VocabularyMap | None = None  # set for a draft model with another vocabulary than its target's
-        self.model = LlamaModel(config)
+        self.model = DecoderStack(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, split=Split.VOCABULARY)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
