@@ -80,8 +80,9 @@ def engine_of(rows: int) -> Any:
     from specdecode_worker.engine.scheduler import Limits, Scheduler
     from specdecode_worker.engine.stats import WorkerIdentity
     from specdecode_worker.engine.target import Target
+    from specdecode_worker.models.arch import causal_lm_config
     from specdecode_worker.models.causal_lm import CausalLM
-    from specdecode_worker.models.config import causal_lm_config, eagle3_config
+    from specdecode_worker.models.config import eagle3_config
     from specdecode_worker.models.eagle import Eagle3Head
 
     cpu, blocks = torch.device("cpu"), rows * (MAX_LENGTH // BLOCK_SIZE + 2) + 1

@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from shapes import Shapes
 from torch import Tensor, nn
 
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.checkpoint import meta_init
-from specdecode_worker.models.config import causal_lm_config, eagle3_config
+from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
 
 ANSWER = 7

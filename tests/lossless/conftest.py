@@ -36,10 +36,10 @@ from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM, VocabularyMap
 from specdecode_worker.models.config import (
     CausalLMConfig,
-    causal_lm_config,
     dflash_config,
     eagle3_config,
     eagle_config,

@@ -86,8 +86,8 @@ def write_target(
     import torch
     from safetensors.torch import save_file
 
+    from specdecode_worker.models.arch import causal_lm_config
     from specdecode_worker.models.causal_lm import CausalLM
-    from specdecode_worker.models.config import causal_lm_config
 
     write_tokenizer(folder, config=config, template=template, added=added)
     torch.manual_seed(0)
@@ -104,8 +104,8 @@ def write_varied_target(folder: Path, *, spread: float = 0.3, context: int = 256
     import torch
     from safetensors.torch import save_file
 
+    from specdecode_worker.models.arch import causal_lm_config
     from specdecode_worker.models.causal_lm import CausalLM
-    from specdecode_worker.models.config import causal_lm_config
 
     config = {"tie_word_embeddings": False, "num_hidden_layers": 2, "max_position_embeddings": context}
     write_tokenizer(folder, config=config)
@@ -122,7 +122,8 @@ def write_draft(folder: Path, seed: int = 1, config: Mapping[str, Any] = _NOTHIN
     import torch
     from safetensors.torch import save_file
 
-    from specdecode_worker.models.config import causal_lm_config, eagle3_config
+    from specdecode_worker.models.arch import causal_lm_config
+    from specdecode_worker.models.config import eagle3_config
     from specdecode_worker.models.eagle import Eagle3Head
 
     target = causal_lm_config({**CONFIG, **config})

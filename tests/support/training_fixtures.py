@@ -23,6 +23,7 @@ def small_target() -> CausalLM:
     """Return a random Llama of eight layers."""
     torch.manual_seed(0)
     config = CausalLMConfig(
+        architecture="LlamaForCausalLM",
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,

@@ -15,8 +15,9 @@ from specdecode_worker.contract import DraftConfig, ModelConfig, NamedDraft, Wor
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.memory import DRAFT_PROCESS_BYTES, Device, take_inventory
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import causal_lm_config, eagle_config
+from specdecode_worker.models.config import eagle_config
 from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.errors import ModelError
 from support.worker.small_engine import drain, plan_of, submit, texts

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import comparison as engine_evaluation
 from specdecode_worker.commands import sampler_comparison
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import causal_lm_config
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
 

@@ -24,8 +24,8 @@ from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import causal_lm_config
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.target_states import TargetStates
 

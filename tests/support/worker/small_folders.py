@@ -13,8 +13,9 @@ from tokenizers.models import WordLevel
 from torch import nn
 
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import causal_lm_config, eagle3_config
+from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
 
 SHAPE: dict[str, Any] = {

@@ -391,10 +391,10 @@ def transformers_tokens_per_second(
         ValueError: transformers is not installed.
     """
     try:
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
     except ImportError:
         raise ValueError("--transformers needs the package transformers; pip install transformers") from None
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     _seconds(model, prompts[0], 4)
     seconds = tokens = 0.0
     for prompt in prompts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specdecode_worker.models.errors import ConfigMismatch
@@ -14,10 +14,10 @@ from specdecode_worker.models.rope import LinearScaling, RopeScaling, Scaling, Y
 
 log = logging.getLogger(__name__)
 
-# Shapes of targets, read from Hugging Face's config.json: Llama 2 and 3, Qwen 2 and 3, Mistral.
+# Shapes of targets and draft models, read from Hugging Face's config.json.
 #
-# Defaults of absent fields come from transformers' configuration files. Unsupported features of a family are refused by
-# name. Shapes of drafts are in `draft_config`.
+# The readers of the architectures, in their own modules, are made of `target_fields` and the functions below. Defaults
+# of absent fields come from transformers' configuration files. Unsupported features are refused by name.
 
 _MOST_LAYERS = 1024
 _LONGEST = 2**31
@@ -45,15 +45,27 @@ class BlockConfig:
     """True if queries and keys are normed per head before they are rotated (Qwen 3)."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Properties in which the layers of one network may differ."""
+
+    rotates: bool = True
+    """False for a layer whose attention knows no positions (NoPE, arXiv 2305.19466)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalLMConfig(BlockConfig):
-    """Shape of a target, or of a draft model: Llama and the families that share its blocks."""
+    """Shape of a target, or of a draft model."""
 
+    architecture: str = ""
+    """Name in the registry `arch`, which enters it, builds the network and splits it over devices."""
     vocab_size: int
     num_hidden_layers: int
     tie_word_embeddings: bool
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """Kind of each layer; empty if all layers are of the default kind."""
 
     @property
     def aux_layers(self) -> tuple[int, int, int]:
@@ -61,52 +73,72 @@ class CausalLMConfig(BlockConfig):
         n = self.num_hidden_layers
         return (min(2, n - 1), n // 2, max(n - 3, 0))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """Differences between a family's blocks and Llama's, and the family's defaults for absent fields."""
-
-    model_type: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int | None = None
-    sliding_window: int | None = None
+    def kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else LayerKind()
 
 
-_FAMILIES = {
-    "LlamaForCausalLM": _Family(model_type="llama"),
-    "Qwen2ForCausalLM": _Family(model_type="qwen2", qkv_bias=True),
-    "Qwen3ForCausalLM": _Family(model_type="qwen3", qk_norm=True, head_dim=128),
-    "MistralForCausalLM": _Family(model_type="mistral", sliding_window=4096),
-}
+def target_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_required: bool = True) -> dict[str, Any]:
+    """Return the fields of `CausalLMConfig` that all architectures read alike: all but biases, norms and kinds.
 
-
-def causal_lm_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> CausalLMConfig:
-    """Read the config of a target that serves texts of up to ``max_model_len`` tokens.
-
-    None for ``max_model_len`` selects the model's own limit.
+    Args:
+        fields: Fields of config.json that describe the text model.
+        head_dim: Default of ``head_dim``; None for hidden size over heads.
+        kv_heads_required: Whether ``num_key_value_heads`` has no default.
 
     Raises:
-        ConfigMismatch: the model is of another family, or uses an unsupported feature.
+        ConfigMismatch: a field is invalid, or names a feature that no architecture here supports.
     """
-    fields = Fields(raw)
-    architecture = _architecture(fields)
-    family = _FAMILIES[architecture]
     refuse_unknown(fields)
-    blocks = block_fields(fields, head_dim=family.head_dim, kv_heads_required=architecture != "LlamaForCausalLM")
-    _refuse_window(fields, family, min(max_model_len or _LONGEST, blocks["max_position_embeddings"]))
-    bias = family.model_type in ("llama", "qwen3") and fields.flag("attention_bias")
-    return CausalLMConfig(
-        vocab_size=fields.integer("vocab_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers", most=_MOST_LAYERS),
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        bos_token_id=fields.integers("bos_token_id")[0] if fields.integers("bos_token_id") else None,
-        eos_token_ids=fields.integers("eos_token_id"),
-        qkv_bias=bias or family.qkv_bias,
-        o_bias=bias,
-        mlp_bias=family.model_type == "llama" and fields.flag("mlp_bias"),
-        qk_norm=family.qk_norm,
-        **blocks,
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "num_hidden_layers": fields.integer("num_hidden_layers", most=_MOST_LAYERS),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings"),
+        "bos_token_id": next(iter(fields.integers("bos_token_id")), None),
+        "eos_token_ids": fields.integers("eos_token_id"),
+        **block_fields(fields, head_dim=head_dim, kv_heads_required=kv_heads_required),
+    }
+
+
+def window_field(fields: Fields, default: int | None = None) -> int | None:
+    """Return the field ``sliding_window``: ``default`` if it is absent, None if it is null or 0."""
+    return fields.integer("sliding_window", 0, least=0) or None if "sliding_window" in fields.raw else default
+
+
+def refuse_window(fields: Fields, window: int | None, positions: int, max_model_len: int | None) -> None:
+    """Raise ConfigMismatch if a sliding window is shorter than the longest text, which ``max_model_len`` may bound.
+
+    A longer window has no effect; sliding-window attention is not supported.
+    """
+    kinds = set(fields.texts("layer_types"))
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        raise ConfigMismatch(f"layer_types {sorted(other)} are not supported")
+    if kinds and "sliding_attention" not in kinds:
+        window = None
+    length = min(max_model_len or _LONGEST, positions)
+    if window and window < length:
+        raise ConfigMismatch(
+            f"sliding_window {window} is below the longest text of {length} tokens, and windows are not supported; "
+            f"set max_model_len to {window} or less"
+        )
+
+
+def split_blocks(config: CausalLMConfig, size: int) -> CausalLMConfig:
+    """Return the shape of one of ``size`` devices' part: heads and channels of the MLP are split.
+
+    Raises:
+        ConfigMismatch: a dimension is not divisible by ``size``.
+    """
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % size:
+            raise ConfigMismatch(
+                f"{name} {getattr(config, name)} cannot be split over tensor_parallel_size {size}; take a divisor of it"
+            )
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // size,
+        num_key_value_heads=config.num_key_value_heads // size,
+        intermediate_size=config.intermediate_size // size,
     )
 
 
@@ -144,36 +176,6 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
         "rope_scaling": scaling,
         "max_position_embeddings": positions,
     }
-
-
-def _architecture(fields: Fields) -> str:
-    architectures = fields.texts("architectures")
-    if not architectures:
-        kind = fields.text("model_type", "llama")
-        architectures = tuple(name for name, family in _FAMILIES.items() if family.model_type == kind) or (kind,)
-    if len(architectures) != 1 or architectures[0] not in _FAMILIES:
-        raise ConfigMismatch(f"architectures {list(architectures)} is not supported; {', '.join(_FAMILIES)} are")
-    return architectures[0]
-
-
-def _refuse_window(fields: Fields, family: _Family, length: int) -> None:
-    """Raise ConfigMismatch if a sliding window is shorter than the longest text.
-
-    A longer window has no effect; sliding-window attention is not supported.
-    """
-    window = fields.integer("sliding_window", 0, least=0) if "sliding_window" in fields.raw else family.sliding_window
-    if family.model_type in ("qwen2", "qwen3") and not fields.flag("use_sliding_window"):
-        window = None
-    kinds = set(fields.texts("layer_types"))
-    if other := kinds - {"full_attention", "sliding_attention"}:
-        raise ConfigMismatch(f"layer_types {sorted(other)} are not supported")
-    if kinds and "sliding_attention" not in kinds:
-        window = None
-    if window and window < length:
-        raise ConfigMismatch(
-            f"sliding_window {window} is below the longest text of {length} tokens, and windows are not supported; "
-            f"set max_model_len to {window} or less"
-        )
 
 
 def _positions(fields: Fields, width: int) -> tuple[float, Scaling | None, int]:
@@ -535,7 +537,7 @@ def _dflash_aux_layers(where: Fields, name: str, offset: int, target: CausalLMCo
 
 # Public names of the config modules: shapes of networks, read from Hugging Face's config.json.
 #
-# Targets are in `target_config`, draft heads in `draft_config`, rotary scalings in `networks.rope`.
+# Targets come first, draft heads after them; rotary scalings are in `rope`.
 
 __all__ = [
     "BlockConfig",
@@ -548,7 +550,6 @@ __all__ = [
     "PEagleConfig",
     "RopeScaling",
     "YarnScaling",
-    "causal_lm_config",
     "dflash_config",
     "eagle3_config",
     "eagle_config",

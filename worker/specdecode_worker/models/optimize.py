@@ -14,6 +14,7 @@ compiled ones (networks/compiled_cpu.py), and the remaining matrices are packed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device:
         for parameter in module.parameters(recurse=False):
             named[id(parameter)] += 1
     added = 0
-    for owner, name in _of_draft(model) if draft else _of_target(model):
+    for owner, name in _of_draft(model) if draft else _of_target(cast(CausalLM, model)):
         weight: Tensor = getattr(owner, name).weight
         plain = weight.numel() * dtype.itemsize
         stored = plain if device.type == "cpu" else stored_bytes(weight.shape[0], weight.shape[1], _kind(name, kind))
@@ -97,12 +98,9 @@ def should_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return available and hasattr(ops, "_linear_pointwise") and bool(ops._is_mkldnn_bf16_supported())
 
 
-def _of_target(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for module in model.modules():
-        if isinstance(module, Attention):
-            yield from ((module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-        elif isinstance(module, MLP):
-            yield from _of_mlp(module)
+def _of_target(model: CausalLM) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.model.layers.modules():
+        yield from ((module, name) for name, child in module.named_children() if isinstance(child, Linear))
 
 
 def _of_draft(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

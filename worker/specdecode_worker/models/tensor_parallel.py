@@ -6,43 +6,24 @@ device reads only its own slices of the files.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from specdecode_worker.models.arch import new_network, split_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.checkpoint import meta_init
 from specdecode_worker.models.config import CausalLMConfig
-from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.linear import Linear, Shard, Split
+from specdecode_worker.models.rope import Rope
 from specdecode_worker.models.weights import prepare_causal_lm
-
-
-def split_config(config: CausalLMConfig, size: int) -> CausalLMConfig:
-    """Return the shape of one device's part; vocabulary and hidden size stay whole.
-
-    Raises:
-        ConfigMismatch: a dimension is not divisible by ``size``.
-    """
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % size:
-            raise ConfigMismatch(
-                f"{name} {getattr(config, name)} cannot be split over tensor_parallel_size {size}; take a divisor of it"
-            )
-    return replace(
-        config,
-        num_attention_heads=config.num_attention_heads // size,
-        num_key_value_heads=config.num_key_value_heads // size,
-        intermediate_size=config.intermediate_size // size,
-    )
 
 
 def split_network(config: CausalLMConfig, shard: Shard) -> CausalLM:
     """Build one device's part on the meta device. Parameter names are those of the whole network."""
     with meta_init():
-        model = CausalLM(split_config(config, shard.size))
+        model = new_network(split_config(config, shard.size))
         if not config.tie_word_embeddings:
             rows = shard.part(config.vocab_size)
             model.lm_head = Linear(config.hidden_size, rows.stop - rows.start, split=Split.VOCABULARY)
@@ -78,7 +59,9 @@ def load_shard(
         rows = model.model.embed_tokens.weight[shard.part(config.vocab_size)]
         model.lm_head = Linear.of(rows, split=Split.VOCABULARY)
     model.requires_grad_(False)
-    model.rope.to(device)
+    for module in model.modules():
+        if isinstance(module, Rope):
+            module.to(device)
     share(model, shard)
     return model
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from specdecode_worker.models.arch import architecture_of, causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.checkpoint import (
     Checkpoint,
@@ -19,7 +20,6 @@ from specdecode_worker.models.checkpoint import (
 )
 from specdecode_worker.models.config import (
     Eagle3Config,
-    causal_lm_config,
     dflash_config,
     eagle3_config,
     eagle_config,
@@ -48,10 +48,11 @@ _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 def prepare_causal_lm(folder: Path, *, max_model_len: int | None = None) -> UnloadedNetwork[CausalLM]:
     """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
-    config = replace(causal_lm_config(read_config(folder), max_model_len), eos_token_ids=end_tokens(folder))
-    checkpoint = open_checkpoint(folder)
+    config = causal_lm_config(read_config(folder), max_model_len)
+    config = replace(config, eos_token_ids=end_tokens(folder, config.eos_token_ids))
+    checkpoint = open_checkpoint(folder, architecture_of(config).tensor_name)
     with meta_init():
-        model = CausalLM(config)
+        model = new_network(config)
     if not config.tie_word_embeddings:
         return UnloadedNetwork(model, checkpoint)
     # A tied checkpoint may repeat the matrix as lm_head; the embedding is used.

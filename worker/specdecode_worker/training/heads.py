@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdecode_worker.contract import Method
+from specdecode_worker.models.arch import new_network
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import (
     CausalLMConfig,
@@ -245,7 +246,7 @@ def new_medusa(target: CausalLM, vocabulary: Tensor, heads: int) -> MedusaHeads:
 def new_draft_model(target: CausalLM, layers: int) -> CausalLM:
     """Return a trainable fp32 model of ``layers`` of the target's layers, evenly spaced from the first to the last."""
     layer_indices = torch.linspace(0, target.config.num_hidden_layers - 1, layers).round().int().tolist()
-    model = CausalLM(replace(target.config, num_hidden_layers=layers)).float()
+    model = new_network(replace(target.config, num_hidden_layers=layers)).float()
     with torch.no_grad():
         for mine, index in zip(model.model.layers, layer_indices, strict=True):
             mine.load_state_dict(target.model.layers[index].state_dict())

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.engine.tensor_parallel import Assignment, load_rank_shard
+from specdecode_worker.models.arch import split_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.models.tensor_parallel import split_config
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.evaluation import ZeroContextAttention
 from specdecode_worker.training.heads import DenseCache

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import causal_lm_config
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 
 from specdecode_worker.contract import DraftConfig
 from specdecode_worker.drafts.draft_files import draft_hash
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import (
     CausalLMConfig,
@@ -23,13 +24,12 @@ from specdecode_worker.models.config import (
     EagleConfig,
     MedusaConfig,
     PEagleConfig,
-    causal_lm_config,
 )
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft, WeightMethod, check_draft, load_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
-from specdecode_worker.models.headers import describe, infer_method, read_tensor_headers
+from specdecode_worker.models.headers import infer_method, read_tensor_headers
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse
 from support.worker.checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
@@ -86,11 +86,12 @@ def load(target: CausalLM, target_folder: Path) -> Load:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_loads_its_own_network(
-    method: WeightMethod, folders: Folders, load: Load, target: CausalLM, target_folder: Path
+    method: WeightMethod, folders: Folders, load: Load, target_folder: Path
 ) -> None:
     network, config = METHODS[method]
-    assert isinstance(load(method, folders[method]), network)
-    assert isinstance(describe(folders[method], target.config), config)
+    loaded = load(method, folders[method])
+    assert isinstance(loaded, network)
+    assert isinstance(loaded.config, config)
     assert infer_method(read_tensor_headers(folders[method])) == method
     check_draft(method, folders[method], target_folder)
 
@@ -120,12 +121,6 @@ def test_folder_without_a_draft_is_refused(load: Load, tmp_path: Path) -> None:
     folder = write(tmp_path / "x", {}, {"conv.weight": torch.zeros(3)})
     with pytest.raises(WeightMismatch, match="holds no draft that is known"):
         load("eagle3", folder)
-
-
-def test_a_head_cannot_be_described_without_a_target(folders: Folders) -> None:
-    with pytest.raises(ConfigMismatch, match="holds a draft of method medusa, no model of its own"):
-        describe(folders["medusa"])
-    assert isinstance(describe(folders["draft-model"]), CausalLMConfig)
 
 
 def test_draft_is_checked_without_reading_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdecode_worker.models.arch import ARCHITECTURES, causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import causal_lm_config
-from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.config import LayerKind
+from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.llama import LLAMA
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.weights import load_causal_lm
+from support.worker.checkpoints import write
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))
@@ -73,6 +77,50 @@ def test_logits_plain_and_fused(
     fuse(ours)
     assert sum(name.endswith("qkv_proj") for name, _ in ours.named_modules()) == 5
     torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_layers_that_do_not_rotate(shape: dict[str, Any], dense: Any, randomise: Any) -> None:
+    """SmolLM3 is Llama with layers without rotary positions; no architecture here has them yet."""
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    rotates = [1, 0, 1, 1, 0]
+    fields = {key: value for key, value in shape.items() if key != "architectures"} | {"rope_parameters": PLAIN}
+    theirs = SmolLM3ForCausalLM(
+        SmolLM3Config(**fields, no_rope_layers=rotates, tie_word_embeddings=False, pad_token_id=0)
+    ).eval()
+    randomise(theirs, 1)
+    ours = CausalLM(replace(causal_lm_config(shape), layer_kinds=tuple(LayerKind(bool(one)) for one in rotates)))
+    ours.load_state_dict(theirs.state_dict())
+    wanted = theirs(TOKENS[None]).logits[0]
+    torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+    fuse(ours.requires_grad_(False))
+    torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+    ours.config = replace(ours.config, layer_kinds=())
+    assert (our_logits(ours, dense) - wanted).abs().max() > 1e-3
+
+
+@torch.inference_mode()
+def test_an_architecture_reads_nested_fields_and_renames_tensors(
+    target: CausalLM, shape: dict[str, Any], dense: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model of text and images: the fields of the text nested, its tensors with a prefix, the others left out."""
+    entry = replace(
+        LLAMA,
+        name="Composite",
+        read=lambda fields, most: LLAMA.read(fields.part("text_config"), most),
+        tensor_name=lambda name: name.removeprefix("text.") if name.startswith("text.") else None,
+    )
+    monkeypatch.setitem(ARCHITECTURES, "Composite", entry)
+    tensors = {f"text.{name}": tensor for name, tensor in target.state_dict().items()} | {"eyes": torch.ones(2)}
+    nested = {"architectures": ["Composite"], "text_config": shape | {"eos_token_id": [3, 5]}}
+    folder = write(tmp_path, nested, tensors)
+    ours = load_causal_lm(folder, dtype=torch.float32, device=CPU)
+    assert ours.config.eos_token_ids == (3, 5)
+    assert torch.equal(our_logits(ours, dense), our_logits(target, dense))
+    monkeypatch.setitem(ARCHITECTURES, "Composite", replace(entry, tensor_name=lambda name: name.removeprefix("text.")))
+    with pytest.raises(WeightMismatch, match="eyes is not part of this model"):
+        load_causal_lm(folder, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.slow

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from specdecode_kernels.cpu.native import library
 from specdecode_worker.models import compiled_cpu, linear
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.compiled_cpu import NativeBlock, NativeMidlayer
-from specdecode_worker.models.config import causal_lm_config, eagle3_config
+from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.linear import CompiledWeight, Linear, OneDnnWeight
 from specdecode_worker.models.optimize import fuse, should_pack

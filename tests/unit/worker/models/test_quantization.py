@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.quantised_linear.reference import KINDS, Kind, dequantise, quantise
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import causal_lm_config, eagle3_config
+from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.linear import QuantizedWeight

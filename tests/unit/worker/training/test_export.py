@@ -81,9 +81,14 @@ def test_a_head_has_the_tensors_and_fields_of_its_family(head: Eagle3Head, names
 def test_parallel_heads_of_all_families_draft_identically(names: Names, target: CausalLM, tmp_path: Path) -> None:
     head = new_peagle(target, torch.arange(0, 64, 2), 2)
     shaken(head)
-    write_draft(head, tmp_path, tmp_path, names)
+    target_folder = tmp_path / "target"
+    target_folder.mkdir()
+    (target_folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    write_draft(head, tmp_path, target_folder, names)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["mask_token_id"] == 63
+    if names == "speculators":
+        assert config["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
     assert config.get("speculators_model_type") == ("peagle" if names == "speculators" else None)
     loaded = load_peagle(tmp_path, target, dtype=torch.float32, device=CPU)
     assert loaded.config == head.config

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import causal_lm_config, dflash_config
+from specdecode_worker.models.config import dflash_config
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import check_draft
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch

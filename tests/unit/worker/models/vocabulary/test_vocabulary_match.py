@@ -11,8 +11,8 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import causal_lm_config
 from specdecode_worker.models.drafts import expect_vocabulary, fit_vocabulary, set_vocabulary
 from specdecode_worker.models.errors import VocabularyMismatch
 from specdecode_worker.models.vocabulary import (
