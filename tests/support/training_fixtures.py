@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import CausalLMConfig
@@ -13,6 +15,7 @@ from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.heads import new_head
 from specdecode_worker.training.rollout import read_states
+from specdecode_worker.training.split_target import TargetPlacement
 
 VOCABULARY = 64
 TRAIN_SMALL = Path(__file__).with_name("train_small.py")
@@ -44,6 +47,21 @@ def small_target() -> CausalLM:
 @pytest.fixture
 def target() -> CausalLM:
     return small_target()
+
+
+@pytest.fixture
+def placement(target: CausalLM, tmp_path: Path) -> TargetPlacement:
+    """Return the placement of the target on one device, from a folder without a tokenizer."""
+    folder, config = tmp_path / "target", target.config
+    folder.mkdir()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    names += ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")  # type: ignore[assignment]
+    fields = {name: getattr(config, name) for name in names}
+    fields |= {"architectures": [config.architecture], "eos_token_id": list(config.eos_token_ids)}
+    (folder / "config.json").write_text(json.dumps(fields))
+    tensors = {name: tensor for name, tensor in target.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, folder / "model.safetensors")
+    return TargetPlacement(folder=folder, dtype="float32", device=torch.device("cpu"), threads=1)
 
 
 @pytest.fixture

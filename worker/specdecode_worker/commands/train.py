@@ -23,7 +23,7 @@ from specdecode_worker.training.artifacts import FAMILIES
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.prompts import read_prompts
-from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, train_draft
+from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, record_answers, train_draft
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
 from specdecode_worker.training.trainer import TrainSettings, join
 
@@ -112,12 +112,12 @@ def _train(args: argparse.Namespace) -> Path:
     )
     if placement.size > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise TrainingError("--tensor-parallel-size starts its own processes; leave torchrun or the flag out")
+    peers = join()
+    if peers.rank == 0:
+        record_answers(placement, Chat(folder), _recording_settings(args), args.seed, args.out, print_progress)
     with placed_target(placement) as target:
-        peers = join()
         return train_draft(
             target,
-            Chat(folder),
-            _recording_settings(args),
             _settings(args),
             _draft_settings(args, target, folder),
             args.out,

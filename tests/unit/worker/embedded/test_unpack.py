@@ -119,10 +119,10 @@ def test_unpacked_target_matches_transformers() -> None:
 @pytest.mark.embedded
 def test_the_shipped_head_loads_strictly_and_helps() -> None:
     from specdecode_worker.contract import TreeShape
-    from specdecode_worker.training.acceptance import target_token_ranks
-    from specdecode_worker.training.evaluation import count_steps_of_ranks
+    from specdecode_worker.training.acceptance import StepCounts, target_token_ranks
     from specdecode_worker.training.prompts import Question
-    from specdecode_worker.training.rollout import Rollout, RolloutSettings
+    from specdecode_worker.training.rollout import Rollout, RolloutSettings, conversation_of
+    from specdecode_worker.training.split_target import TargetPlacement, target_engine
 
     path = folder(TARGET, default_cache_dir())
     target = load_causal_lm(path, dtype=torch.float32, device=CPU)
@@ -131,6 +131,10 @@ def test_the_shipped_head_loads_strictly_and_helps() -> None:
     asked = ["Write a Python function that counts words.", "Why is the sea salty?", "Write a story about a mill."]
     questions = [Question(tuple(chat.ask([{"role": "user", "content": text}])), 0.0, "mixed") for text in asked]
     settings = RolloutSettings(rows=3, answer_tokens=48, for_training=False)
-    conversations = list(Rollout(target, settings, iter(questions)).conversations())
-    tally = count_steps_of_ranks(target_token_ranks(head, conversations, target.lm_head.weight, 3), TreeShape.chain(3))
+    with target_engine(TargetPlacement(folder=path, dtype="float32", device=CPU), rows=3, longest=128) as engine:
+        texts = list(Rollout(engine, settings, iter(questions)).texts())
+    conversations = [conversation_of(target, text) for text in texts]
+    tally = StepCounts()
+    for ranks in target_token_ranks(head, conversations, target.lm_head.weight, 3):
+        tally.walk(ranks, TreeShape.chain(3))
     assert tally.tokens_per_step > 1.3
