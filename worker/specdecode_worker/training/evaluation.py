@@ -24,7 +24,7 @@ from specdecode_worker.models.fetch import CALIBRATION_FILE
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.training.acceptance import RANKS, StepCounts
-from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.conversations import Conversation, pieces
 from specdecode_worker.training.files import write_json
 from specdecode_worker.training.replay import RecordPositions
 from specdecode_worker.training.unroll import batch_for, logits_of, max_depth, unrolled, vocabulary_of
@@ -242,7 +242,7 @@ FACTORS = (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.4, 2.8)
 TEMPERATURES = (0.3, 0.6, 0.8, 1.0)
 _POOLED = (0.6, 0.8, 1.0)
 """Temperatures that select the common factors. At lower temperatures every factor agrees nearly as often."""
-_BATCH = 2
+_BATCH, _PIECE = 2, 512
 
 
 @torch.inference_mode()
@@ -257,8 +257,9 @@ def agreement(
     hits = torch.zeros(len(TEMPERATURES), depth, len(FACTORS))
     slots = torch.zeros(depth, 1)
     vocabulary = vocabulary_of(head, len(output_VE))
-    for start in range(0, len(conversations), _BATCH):
-        batch = batch_for(head, conversations[start : start + _BATCH], output_VE.dtype)
+    texts = [piece for conversation in conversations for piece in pieces(conversation, _PIECE)]
+    for start in range(0, len(texts), _BATCH):
+        batch = batch_for(head, texts[start : start + _BATCH], output_VE.dtype)
         target_BAV = (batch.final_BAE @ output_VE.T).float()
         # The noise is drawn on the CPU, so that it is the same on every device.
         noise_BAV = -torch.empty(target_BAV.shape).exponential_(generator=generator).log_().to(target_BAV.device)

@@ -218,15 +218,15 @@ def record_answers(
     have = answer_tokens(recorded)
     if have >= recording.tokens:
         return
+    positions = prepare_causal_lm(placement.folder).network.config.max_position_embeddings
     if recording.text is not None:
-        pieces = text_pieces(chat, recording.text, skip_tokens=have)
+        pieces = text_pieces(chat, recording.text, min(recording.answer_tokens, positions), skip_tokens=have)
         record_texts(pieces, recorded, tokens=recording.tokens, log=log)
         return
     seed = seed + len(texts_paths(recorded))  # a resumed rollout asks new questions
     settings = RolloutSettings(rows=recording.rows, answer_tokens=recording.answer_tokens, seed=seed)
     longest_prompt = max((len(line.ids(chat)) for line in recording.prompts), default=settings.question_tokens)
     questions = TrainingQuestions(chat, recording.held_out, seed, recording.prompts, longest_prompt)
-    positions = prepare_causal_lm(placement.folder).network.config.max_position_embeddings
     longest = min(longest_prompt + settings.answer_tokens, positions)
     with target_engine(placement, rows=settings.rows, longest=longest) as engine:
         rollout = Rollout(

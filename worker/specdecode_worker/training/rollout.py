@@ -25,8 +25,6 @@ from specdecode_worker.training.prompts import Question
 # Recording of text into a folder, in two stages, so that the engine and the network that is trained on are never in
 # memory together: texts-*.msgpack hold tokens, shard-*.safetensors the same texts with states. A killed stage resumes.
 
-_TEXT_TOKENS = 384  # tokens of one piece of a text file
-
 
 class GeneratedText(msgspec.Struct, frozen=True):
     """Question and answer as token ids. The answer starts at token ``answer_start``; its last token is left out."""
@@ -104,8 +102,8 @@ def conversation_of(target: CausalLM, text: GeneratedText) -> Conversation:
     return Conversation(tokens_N.int(), aux_NA, hidden_NE, text.answer_start, text.temperature, text.domain)
 
 
-def text_pieces(chat: Chat, path: Path, skip_tokens: int) -> Iterator[GeneratedText]:
-    """Yield pieces of a text file. All tokens of a piece but the first count as answer.
+def text_pieces(chat: Chat, path: Path, size: int, skip_tokens: int) -> Iterator[GeneratedText]:
+    """Yield pieces of ``size`` tokens of a text file. All tokens of a piece but the first count as answer.
 
     The text is not the target's own, so training on it is off-policy, but recording it is cheap.
 
@@ -116,8 +114,8 @@ def text_pieces(chat: Chat, path: Path, skip_tokens: int) -> Iterator[GeneratedT
         ids = chat.encode(path.read_text())[skip_tokens:]
     except (OSError, UnicodeDecodeError) as error:
         raise PromptFileError(f"{path} cannot be read as text: {error}") from None
-    for start in range(0, len(ids), _TEXT_TOKENS):
-        piece = tuple(ids[start : start + _TEXT_TOKENS])
+    for start in range(0, len(ids), size):
+        piece = tuple(ids[start : start + size])
         if len(piece) > 2:
             yield GeneratedText(piece, answer_start=1, temperature=0.0, domain="text")
 
