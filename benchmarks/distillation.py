@@ -37,10 +37,10 @@ from specdecode_worker.capture.segments import SegmentWriter
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine, Prompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.fetch import default_cache_dir, resolve
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from specdecode_worker.training.acceptance import StepCounts
 from specdecode_worker.training.artifacts import write_head
 from specdecode_worker.training.conversations import Conversation, DataSet, batches
@@ -96,7 +96,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.out = args, args.out
         self.settings = {name: value for name, value in vars(args).items() if isinstance(value, int)}
-        self.target: Llama = load_llama(resolve(EMBEDDED_TARGET), dtype=torch.bfloat16, device=CPU)
+        self.target: CausalLM = load_causal_lm(resolve(EMBEDDED_TARGET), dtype=torch.bfloat16, device=CPU)
 
     def once(self, stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = self.out / f"stage-{stage.__name__}.json"

@@ -29,7 +29,8 @@ from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import DraftConfig, Dtype, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.core.messages import Sampling
-from specdecode_worker.models.config import llama_config, read_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.config import read_config
 from specdecode_worker.models.drafts import match_draft_model
 from specdecode_worker.models.fetch import default_cache_dir, resolve
 
@@ -127,7 +128,7 @@ def write_draft(folder: Path, vocabulary: Vocabulary) -> Path:
 def coverage_of(folder: Path) -> float:
     """Return the share of the target's tokens of a sample text that the draft in ``folder`` has."""
     target = resolve(EMBEDDED_TARGET, default_cache_dir())
-    match = match_draft_model(target, llama_config(read_config(target)).vocab_size, folder, None)
+    match = match_draft_model(target, causal_lm_config(read_config(target)).vocab_size, folder, None)
     return 1.0 if match is None else match.coverage
 
 

@@ -80,12 +80,13 @@ def engine_of(rows: int) -> Any:
     from specdecode_worker.engine.scheduler import Limits, Scheduler
     from specdecode_worker.engine.stats import WorkerIdentity
     from specdecode_worker.engine.target import Target
-    from specdecode_worker.models.config import eagle3_config, llama_config
+    from specdecode_worker.models.arch import causal_lm_config
+    from specdecode_worker.models.causal_lm import CausalLM
+    from specdecode_worker.models.config import eagle3_config
     from specdecode_worker.models.eagle import Eagle3Head
-    from specdecode_worker.models.llama import Llama
 
     cpu, blocks = torch.device("cpu"), rows * (MAX_LENGTH // BLOCK_SIZE + 2) + 1
-    target = Llama(llama_config(SHAPE)).requires_grad_(False)
+    target = CausalLM(causal_lm_config(SHAPE)).requires_grad_(False)
     head_shape = {**SHAPE, "num_hidden_layers": 1, "draft_vocab_size": SHAPE["vocab_size"],
                   "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}  # fmt: skip
     head = Eagle3Head(eagle3_config(head_shape, target.config), target.model.embed_tokens).requires_grad_(False)

@@ -20,11 +20,12 @@ from specdecode_worker.commands.flags import add_model_flags, add_shape_flags, m
 from specdecode_worker.contract import DraftQuantization, TreeShape
 from specdecode_worker.models.fetch import resolve
 from specdecode_worker.models.optimize import quantise_draft
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from specdecode_worker.training.acceptance import StepCounts, target_token_ranks
 from specdecode_worker.training.conversations import Chat
-from specdecode_worker.training.evaluation import evaluate
 from specdecode_worker.training.prompts import greedy, read_prompts
-from specdecode_worker.training.rollout import Rollout, RolloutSettings
+from specdecode_worker.training.rollout import Rollout, RolloutSettings, conversation_of
+from specdecode_worker.training.split_target import TargetPlacement, target_engine
 
 _CPU = torch.device("cpu")
 MOST_LOST = 0.03
@@ -37,20 +38,27 @@ def main() -> int:
         torch.set_num_threads(args.threads)
     _, draft = method_and_draft(args)
     dtype, folder = getattr(torch, args.dtype), resolve(args.model)
-    target = load_llama(folder, dtype=dtype, device=_CPU)
-    lines, chat = read_prompts(Path(args.prompts)), Chat(folder)
+    target = load_causal_lm(folder, dtype=dtype, device=_CPU)
+    lines, shape = read_prompts(Path(args.prompts)), args.shape or TreeShape.chain(3)
+    questions = list(greedy(lines, Chat(folder)))
     settings = RolloutSettings(rows=min(32, len(lines)), answer_tokens=args.max_tokens, for_training=False)
-    said = []
-    for conversation in Rollout(target, settings, greedy(lines, chat)).conversations():
-        said.append(conversation)
-        print(f"{len(said)} of {len(lines)} answers", file=sys.stderr, flush=True)
+    placement = TargetPlacement(folder=folder, dtype=args.dtype, device=_CPU, threads=args.threads)
+    longest = max(len(question.ids or ()) for question in questions) + args.max_tokens
+    texts = []
+    with target_engine(placement, rows=settings.rows, longest=longest) as engine:
+        for text in Rollout(engine, settings, iter(questions)).texts():
+            texts.append(text)
+            print(f"{len(texts)} of {len(lines)} answers", file=sys.stderr, flush=True)
+    said = [conversation_of(target, text) for text in texts]
     found: dict[str, Any] = {}
     for kind in (None, *get_args(DraftQuantization)):
         head = load_eagle3(resolve(str(draft)), target, dtype=dtype, device=_CPU)
         quantise_draft(head, kind)
-        overall = evaluate(target, head, said, args.shape or TreeShape.chain(3))["overall"]
-        name = kind or args.dtype
-        found[name] = {"tokens_per_step": overall["tokens_per_step"], "acceptance": overall["acceptance"]}
+        counts, name = StepCounts(), kind or args.dtype
+        for start in range(0, len(said), 8):
+            for ranks in target_token_ranks(head, said[start : start + 8], target.lm_head.weight, max(shape.depths)):
+                counts.walk(ranks, shape)
+        found[name] = {"tokens_per_step": counts.tokens_per_step, "acceptance": counts.acceptance}
         print(name, found[name], flush=True)
     plain = found[args.dtype]["tokens_per_step"]
     for row in found.values():

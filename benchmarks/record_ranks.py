@@ -21,11 +21,12 @@ from machine import described
 
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.models.fetch import model_hash, resolve
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from specdecode_worker.training.acceptance import target_token_ranks
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.prompts import greedy, read_prompts
-from specdecode_worker.training.rollout import Rollout, RolloutSettings
+from specdecode_worker.training.rollout import Rollout, RolloutSettings, conversation_of
+from specdecode_worker.training.split_target import TargetPlacement, target_engine
 
 DEPTH = 8
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
@@ -37,14 +38,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of an answer at most (default: %(default)s)")
     args = parser.parse_args()
     folder, draft = resolve(EMBEDDED_TARGET, None), resolve(EMBEDDED_DRAFT, None)
-    target = load_llama(folder, dtype=torch.float32, device=torch.device("cpu"))
+    target = load_causal_lm(folder, dtype=torch.float32, device=torch.device("cpu"))
     head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
-    lines, chat = read_prompts(PROMPTS), Chat(folder)
+    questions = list(greedy(lines := read_prompts(PROMPTS), Chat(folder)))
     settings = RolloutSettings(rows=2 * ROWS, answer_tokens=args.tokens, for_training=False)
+    placement = TargetPlacement(folder=folder, dtype="float32", device=torch.device("cpu"))
+    longest = max(len(question.ids or ()) for question in questions) + args.tokens
+    with target_engine(placement, rows=settings.rows, longest=longest) as engine:
+        texts = list(Rollout(engine, settings, iter(questions)).texts())
     answers: list[dict[str, Any]] = []
     waiting = []
-    for conversation in Rollout(target, settings, greedy(lines, chat)).conversations():
-        waiting.append(conversation)
+    for text in texts:
+        waiting.append(conversation_of(target, text))
         if len(waiting) == ROWS:
             answers += _recorded(head, waiting, target.lm_head.weight)
             waiting = []

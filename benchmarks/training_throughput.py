@@ -24,10 +24,11 @@ from machine import described
 
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.models.fetch import resolve
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from specdecode_worker.training.conversations import Chat, DataSet, read_shard, shard_paths
 from specdecode_worker.training.prompts import TrainingQuestions, normalisers
 from specdecode_worker.training.rollout import Rollout, RolloutSettings, read_states
+from specdecode_worker.training.split_target import TargetPlacement, target_engine
 from specdecode_worker.training.trainer import (
     LossSettings,
     Trainer,
@@ -73,13 +74,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     folder, cpu, parts = resolve(EMBEDDED_TARGET, None), torch.device("cpu"), Parts()
-    target = load_llama(folder, dtype=torch.bfloat16, device=cpu)
+    target = load_causal_lm(folder, dtype=torch.bfloat16, device=cpu)
     head = load_eagle3(resolve(EMBEDDED_DRAFT, None), target, dtype=torch.float32, device=cpu)
     path = shard_paths(args.recorded)[0]
     size = sum(len(c.tokens_N) for c in read_shard(path))
     with parts.timed("data: reading a shard", size):
         conversations = list(read_shard(path))
-    _teacher(target, Chat(folder), conversations[:8], parts)
+    placement = TargetPlacement(folder=folder, dtype="bfloat16", device=cpu, threads=args.threads)
+    _teacher(placement, target, conversations[:8], parts)
     data = DataSet(args.recorded, validation=8)
     data.grow(1)
     settings = TrainSettings(steps=10**6, depth=args.depth, deepen_at=(), divergence_until=0.0, acceptance_from=1e-9)
@@ -95,16 +97,16 @@ def main() -> None:
     print(json.dumps(document, indent=1))
 
 
-def _teacher(target: Any, chat: Chat, conversations: list[Any], parts: Parts) -> None:
+def _teacher(placement: TargetPlacement, target: Any, conversations: list[Any], parts: Parts) -> None:
+    chat, name = Chat(placement.folder), "teacher: generating a token, its question's included (96 answers together)"
     questions = TrainingQuestions(chat, (), seed=0)
-    settings = RolloutSettings(rows=96, answer_tokens=320)
-    rollout = Rollout(target, settings, iter(questions), around=chat.around_question(), is_refused=questions.is_refused)
-    with torch.inference_mode():
-        for _ in range(8):  # rows at some length
-            rollout._step()
-        for _ in range(STEPS):
-            with parts.timed("teacher: generating a token (96 answers together)", 96):
-                rollout._step()
+    settings = RolloutSettings(rows=96, answer_tokens=64)
+    with target_engine(placement, rows=96, longest=settings.question_tokens + 64) as engine:
+        rollout = Rollout(
+            engine, settings, islice(questions, 96), around=chat.around_question(), is_refused=questions.is_refused
+        )
+        with parts.timed(name, 0):
+            parts.found[name] = {"seconds": 0.0, "tokens": sum(len(text.tokens) for text in rollout.texts())}
     for conversation in conversations:
         with parts.timed("teacher: reading a token (one pass over a text)", len(conversation.tokens_N)):
             read_states(target, conversation.tokens_N.long())

@@ -38,7 +38,7 @@ from specdecode_worker.core.request import Request
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import assemble
 from specdecode_worker.engine.memory import Budget, Device, Network, bounds_of
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.optimize import fuse
 
 SECOND_TASK = "second"
@@ -259,7 +259,7 @@ def _config(asked: Asked, target: Path, head: Path) -> Config:
     )
 
 
-def _budget(asked: Asked, config: Config, target: Llama) -> Budget:
+def _budget(asked: Asked, config: Config, target: CausalLM) -> Budget:
     """Only the bounds of it count: how many tokens the caches hold is asked for."""
     memory = Device(kind="cuda", limit=2**40, free=2**40, source="a benchmark")
     shape = target.config
@@ -276,7 +276,7 @@ def _budget(asked: Asked, config: Config, target: Llama) -> Budget:
     return Budget(device=memory, bounds=bounds_of(config, shape.max_position_embeddings), target=network)
 
 
-def logits_error(target: Llama) -> float:
+def logits_error(target: CausalLM) -> float:
     """Fuse the target, and return how far its logits of six rows are from those without the product of few rows.
 
     The distance is that over the length of the logits: 0.045 in bf16 on an H200, over 1 where a kernel is wrong.
@@ -310,7 +310,7 @@ def _capture_what_is_used(engine: Engine) -> None:
 
 
 def _bench(
-    asked: Asked, engine: Engine, target: Llama, error: float, cache: torch.Tensor, draft_cache: torch.Tensor
+    asked: Asked, engine: Engine, target: CausalLM, error: float, cache: torch.Tensor, draft_cache: torch.Tensor
 ) -> Bench:
     head: Any = engine._drafts._drafts[""].drafter._head
     fuse_bytes = _bytes(head.fc)

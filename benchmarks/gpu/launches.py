@@ -25,13 +25,14 @@ from specdecode_worker.engine.captured_step import CapturedStep, StepParts
 from specdecode_worker.engine.step_tables import GraphKey, MaskTable, key_of, key_outside
 from specdecode_worker.engine.target import Target
 from specdecode_worker.engine.tensor_parallel import LeaderTarget, RankGroup, RankStep, StepShape
-from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.arch import causal_lm_config, split_config
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.linear import Linear, Shard, Split
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import NO_STATES
-from specdecode_worker.models.tensor_parallel import share, split_config
+from specdecode_worker.models.tensor_parallel import share
 from specdecode_worker.sampling.params import NO_FEATURES, Features
 from specdecode_worker.sampling.trees import tree_of
 
@@ -89,7 +90,7 @@ CASES = (
 class Networks:
     """A target and its head, of fake weights on a GPU."""
 
-    target: Llama
+    target: CausalLM
     head: Eagle3Head
 
 
@@ -98,8 +99,8 @@ def networks(shapes: Shapes, layers: int, *, dtype: torch.dtype = torch.bfloat16
 
     ``rank`` is that of the target's part on one of two devices; None for the whole target.
     """
-    config = llama_config({**shapes.target, "num_hidden_layers": layers})
-    target = Llama(config if rank is None else split_config(config, RANKS))
+    config = causal_lm_config({**shapes.target, "num_hidden_layers": layers})
+    target = CausalLM(config if rank is None else split_config(config, RANKS))
     head = Eagle3Head(eagle3_config(shapes.head, config), target.model.embed_tokens)
     if rank is not None:
         target.lm_head = Linear(config.hidden_size, config.vocab_size // RANKS, split=Split.VOCABULARY)

@@ -14,20 +14,21 @@ from safetensors.torch import save_file
 from shapes import Shapes
 from torch import Tensor, nn
 
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.checkpoint import meta_init
-from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.llama import Llama
 
 ANSWER = 7
 _LOUD = 1000.0
 _STD = 0.02
 
 
-def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Llama:
+def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """Made on the device itself: nothing of it is ever in a file. No token is preferred."""
     with meta_init():
-        model = Llama(llama_config(shapes.target))
+        model = CausalLM(causal_lm_config(shapes.target))
     weights = _random(model, dtype, device)
     model.load_state_dict(weights, assign=True)
     model.requires_grad_(False)
@@ -35,13 +36,13 @@ def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> L
     return model
 
 
-def make_loud(target: Llama) -> None:
+def make_loud(target: CausalLM) -> None:
     """Make the target prefer one token, by the first number of its states."""
     target.model.embed_tokens.weight[:, 0] = _LOUD
     target.lm_head.weight[ANSWER, 0] = 10
 
 
-def write_head(shapes: Shapes, target: Llama, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+def write_head(shapes: Shapes, target: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
     """A checkpoint, for the engine's own loader."""
     with meta_init():
         head = Eagle3Head(eagle3_config(shapes.head, target.config), target.model.embed_tokens)

@@ -28,7 +28,7 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.messages import Sampling
 from specdecode_worker.drafts.draft_files import read_calibration
 from specdecode_worker.models.fetch import model_hash, resolve
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.evaluation import CalibratedDraft
 from specdecode_worker.training.replay import Replayed, replay
@@ -43,7 +43,7 @@ def main() -> None:
     args = _arguments()
     engine = local_engine(args, max_num_seqs=_TOGETHER)
     prompts = engine.prompts(_PROMPTS)
-    target = load_llama(resolve(EMBEDDED_TARGET, None), dtype=torch.float32, device=torch.device("cpu"))
+    target = load_causal_lm(resolve(EMBEDDED_TARGET, None), dtype=torch.float32, device=torch.device("cpu"))
     folder = resolve(EMBEDDED_DRAFT, None)
     head = load_eagle3(folder, target, dtype=torch.float32, device=torch.device("cpu"))
     draft = CalibratedDraft(head, read_calibration(folder).sharpness)

@@ -36,19 +36,19 @@ from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM, VocabularyMap
 from specdecode_worker.models.config import (
-    LlamaConfig,
+    CausalLMConfig,
     dflash_config,
     eagle3_config,
     eagle_config,
-    llama_config,
     medusa_config,
     peagle_config,
 )
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.layers import Attend
-from specdecode_worker.models.llama import Llama, VocabularyMap
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.vocabulary import VocabularyMatch
@@ -67,7 +67,7 @@ class NoisedCopy(nn.Module):
     It reads tokens and ignores hidden states.
     """
 
-    def __init__(self, target: Llama, noise: float) -> None:
+    def __init__(self, target: CausalLM, noise: float) -> None:
         super().__init__()
         self.llama = copy.deepcopy(target)
         generator = torch.Generator().manual_seed(7)
@@ -87,7 +87,7 @@ class NoisedCopy(nn.Module):
         return self.llama.logits(hidden_TE)
 
 
-def with_permuted_ids(model: Llama, known: int) -> Llama:
+def with_permuted_ids(model: CausalLM, known: int) -> CausalLM:
     """Return the model over a vocabulary in another order, of which ``known`` tokens are the target's.
 
     Its other tokens are foreign: the rows of all ids that the target lacks are random.
@@ -112,8 +112,8 @@ def with_permuted_ids(model: Llama, known: int) -> Llama:
 class Pair:
     """A target and its drafts."""
 
-    config: LlamaConfig
-    target: Llama
+    config: CausalLMConfig
+    target: CausalLM
     copy: NoisedCopy
     eagle: Eagle3Head
     steep: Eagle3Head
@@ -122,8 +122,8 @@ class Pair:
     dflash: DFlashHead
     eagle1: EagleHead
     medusa: MedusaHeads
-    permuted: Llama
-    foreign: Llama
+    permuted: CausalLM
+    foreign: CausalLM
     own: OwnDrafts
     """Draft processes, which all engines share."""
 
@@ -142,8 +142,8 @@ def pair() -> Iterator[Pair]:
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
     }
-    config = llama_config(dict(shape, num_hidden_layers=3))
-    target = Llama(config).double()
+    config = causal_lm_config(dict(shape, num_hidden_layers=3))
+    target = CausalLM(config).double()
     for parameter in target.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.35)

@@ -23,9 +23,9 @@ from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import Answer, LocalEngine, distinct_4grams
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.fetch import default_cache_dir
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.rollout import read_states
 from support.tiers import by_effort
 
@@ -69,9 +69,9 @@ def local() -> LocalEngine:
 
 
 @pytest.fixture(scope="module")
-def reference_model(local: LocalEngine) -> Llama:
+def reference_model(local: LocalEngine) -> CausalLM:
     """Return a second copy of the target as loaded, without engine, cache or fused matrices."""
-    return load_llama(local.folder, dtype=torch.float32, device=torch.device("cpu"))
+    return load_causal_lm(local.folder, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def prompt_record(index: int) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def plain(local: LocalEngine) -> Run:
 
 
 @torch.inference_mode()
-def scores(reference_model: Llama, submit: Submit, tokens: Sequence[int]) -> Tensor:
+def scores(reference_model: CausalLM, submit: Submit, tokens: Sequence[int]) -> Tensor:
     """Return the scores that are compared at every position of the answer, [len(tokens) + 1, V].
 
     These are logits, or log-probabilities plus noise if the request is sampled.
@@ -153,7 +153,7 @@ def scores(reference_model: Llama, submit: Submit, tokens: Sequence[int]) -> Ten
     return logp + gumbel(torch.full((rows,), sampling.seed), positions, logits.shape[-1])
 
 
-def divergence(reference_model: Llama, submit: Submit, wanted: Sequence[int], actual: Sequence[int]) -> str | None:
+def divergence(reference_model: CausalLM, submit: Submit, wanted: Sequence[int], actual: Sequence[int]) -> str | None:
     """Return None for equal texts, or a message if they diverge at a near tie. Fail on any other difference."""
     if list(wanted) == list(actual):
         return None
@@ -167,7 +167,7 @@ def divergence(reference_model: Llama, submit: Submit, wanted: Sequence[int], ac
     return which
 
 
-def compare(reference_model: Llama, submits: Sequence[Submit], wanted: list[Answer], actual: list[Answer]) -> Tally:
+def compare(reference_model: CausalLM, submits: Sequence[Submit], wanted: list[Answer], actual: list[Answer]) -> Tally:
     tally = Tally()
     for submit, a, b in zip(submits, wanted, actual, strict=True):
         tally.texts, tally.tokens = tally.texts + 1, tally.tokens + len(a.tokens)
@@ -190,7 +190,7 @@ def summary_text(name: str, tally: Tally, outputs: list[Answer]) -> str:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_speculative_text_equals_plain_text(
     local: LocalEngine,
-    reference_model: Llama,
+    reference_model: CausalLM,
     plain: Run,
     speculative: Run,
     sampled: bool,
@@ -209,7 +209,7 @@ def test_speculative_text_equals_plain_text(
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_plain_text_matches_one_dense_pass(
-    local: LocalEngine, reference_model: Llama, plain: Run, sampled: bool
+    local: LocalEngine, reference_model: CausalLM, plain: Run, sampled: bool
 ) -> None:
     """Every token of the plain text is the best one at its position, up to near ties.
 

@@ -10,7 +10,7 @@ import torch
 
 from specdecode_worker.capture import ReadStats, read_records
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.conversations import read_shard, shard_paths
 from specdecode_worker.training.distillation.records import CaptureSelection, prepare_shards, read_samples
 from support import small_model
@@ -49,7 +49,7 @@ def test_captured_traffic_equals_served_traffic(tmp_path: Path) -> None:
     stats = ReadStats()
     records = list(read_records([capture], stats))
     assert (len(records), stats.segments, stats.torn) == (25, 1, 0)
-    model = load_llama(target, dtype=torch.float32, device=torch.device("cpu"))
+    model = load_causal_lm(target, dtype=torch.float32, device=torch.device("cpu"))
     source = CaptureSelection(folders=(capture,), target=model_hash(target), positions=256)
     summary = prepare_shards(model, source, tmp_path / "data", lambda line: None, lambda: False)
     assert set(summary.dropped) <= {"overlaps", "too_short"}, "whatever the law, the target says it again"

@@ -28,9 +28,9 @@ from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
-from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.layers import Attend
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
 
@@ -48,7 +48,7 @@ SHAPE: dict[str, Any] = {
 class NoisedCopy(nn.Module):
     """Draft head that is a copy of the target with noise on its weights. It reads tokens and ignores hidden states."""
 
-    def __init__(self, target: Llama, noise: float = 0.03) -> None:
+    def __init__(self, target: CausalLM, noise: float = 0.03) -> None:
         super().__init__()
         self.llama = copy.deepcopy(target)
         generator = torch.Generator().manual_seed(7)
@@ -72,13 +72,13 @@ class NoisedCopy(nn.Module):
 class Networks:
     """A target and its draft."""
 
-    target: Llama
+    target: CausalLM
     head: NoisedCopy
 
 
 def networks(dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Networks:
     """Return a random target and its draft; ``changed`` overrides fields of SHAPE."""
-    target = Llama(llama_config(SHAPE | changed)).requires_grad_(False)
+    target = CausalLM(causal_lm_config(SHAPE | changed)).requires_grad_(False)
     generator = torch.Generator().manual_seed(3)
     for parameter in target.parameters():
         if parameter.dim() > 1:

@@ -86,12 +86,12 @@ def write_target(
     import torch
     from safetensors.torch import save_file
 
-    from specdecode_worker.models.config import llama_config
-    from specdecode_worker.models.llama import Llama
+    from specdecode_worker.models.arch import causal_lm_config
+    from specdecode_worker.models.causal_lm import CausalLM
 
     write_tokenizer(folder, config=config, template=template, added=added)
     torch.manual_seed(0)
-    model = Llama(llama_config({**CONFIG, **config}))
+    model = CausalLM(causal_lm_config({**CONFIG, **config}))
     state = {name: value.contiguous() for name, value in model.state_dict().items() if "lm_head" not in name}
     save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
 
@@ -104,12 +104,12 @@ def write_varied_target(folder: Path, *, spread: float = 0.3, context: int = 256
     import torch
     from safetensors.torch import save_file
 
-    from specdecode_worker.models.config import llama_config
-    from specdecode_worker.models.llama import Llama
+    from specdecode_worker.models.arch import causal_lm_config
+    from specdecode_worker.models.causal_lm import CausalLM
 
     config = {"tie_word_embeddings": False, "num_hidden_layers": 2, "max_position_embeddings": context}
     write_tokenizer(folder, config=config)
-    model, generator = Llama(llama_config({**CONFIG, **config})), torch.Generator().manual_seed(3)
+    model, generator = CausalLM(causal_lm_config({**CONFIG, **config})), torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=spread, generator=generator)
@@ -122,10 +122,11 @@ def write_draft(folder: Path, seed: int = 1, config: Mapping[str, Any] = _NOTHIN
     import torch
     from safetensors.torch import save_file
 
-    from specdecode_worker.models.config import eagle3_config, llama_config
+    from specdecode_worker.models.arch import causal_lm_config
+    from specdecode_worker.models.config import eagle3_config
     from specdecode_worker.models.eagle import Eagle3Head
 
-    target = llama_config({**CONFIG, **config})
+    target = causal_lm_config({**CONFIG, **config})
     config = {**CONFIG, **config, "num_hidden_layers": 1, "draft_vocab_size": target.vocab_size}
     torch.manual_seed(seed)
     head = Eagle3Head(eagle3_config(config, target), torch.nn.Embedding(target.vocab_size, CONFIG["hidden_size"]))

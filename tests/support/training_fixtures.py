@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from specdecode_worker.models.config import LlamaConfig
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.heads import new_head
 from specdecode_worker.training.rollout import read_states
+from specdecode_worker.training.split_target import TargetPlacement
 
 VOCABULARY = 64
 TRAIN_SMALL = Path(__file__).with_name("train_small.py")
 """Script that trains a head for this Llama in a process of its own."""
 
 
-def small_target() -> Llama:
+def small_target() -> CausalLM:
     """Return a random Llama of eight layers."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = CausalLMConfig(
+        architecture="LlamaForCausalLM",
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
@@ -37,16 +41,31 @@ def small_target() -> Llama:
         tie_word_embeddings=True,
         eos_token_ids=(0,),
     )
-    return Llama(config).requires_grad_(False)
+    return CausalLM(config).requires_grad_(False)
 
 
 @pytest.fixture
-def target() -> Llama:
+def target() -> CausalLM:
     return small_target()
 
 
 @pytest.fixture
-def head(target: Llama) -> Eagle3Head:
+def placement(target: CausalLM, tmp_path: Path) -> TargetPlacement:
+    """Return the placement of the target on one device, from a folder without a tokenizer."""
+    folder, config = tmp_path / "target", target.config
+    folder.mkdir()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    names += ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")  # type: ignore[assignment]
+    fields = {name: getattr(config, name) for name in names}
+    fields |= {"architectures": [config.architecture], "eos_token_id": list(config.eos_token_ids)}
+    (folder / "config.json").write_text(json.dumps(fields))
+    tensors = {name: tensor for name, tensor in target.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, folder / "model.safetensors")
+    return TargetPlacement(folder=folder, dtype="float32", device=torch.device("cpu"), threads=1)
+
+
+@pytest.fixture
+def head(target: CausalLM) -> Eagle3Head:
     """Return a head with every other token in its vocabulary.
 
     Noise is added to its weights, so that no half of a matrix is zero.
@@ -60,7 +79,7 @@ def head(target: Llama) -> Eagle3Head:
 
 
 @pytest.fixture
-def conversations(target: Llama) -> list[Conversation]:
+def conversations(target: CausalLM) -> list[Conversation]:
     """Return six random conversations of two domains with the target's states, half of them greedy."""
     generator = torch.Generator().manual_seed(2)
     samples = []

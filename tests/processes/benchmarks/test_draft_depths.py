@@ -14,7 +14,7 @@ import torch
 
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.models.fetch import default_cache_dir, resolve
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.artifacts import write_draft
 from specdecode_worker.training.heads import new_dflash
 
@@ -52,7 +52,7 @@ def test_a_run_continues_where_it_stopped(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = resolve(EMBEDDED_TARGET, default_cache_dir()), tmp_path / "depths.jsonl"
-    target = load_llama(folder, dtype=torch.float32, device=torch.device("cpu"), max_model_len=512)
+    target = load_causal_lm(folder, dtype=torch.float32, device=torch.device("cpu"), max_model_len=512)
     write_draft(new_dflash(target, 1, 2), tmp_path / "head", folder)
     words = ["--head", f"shipped:eagle3={EMBEDDED_DRAFT}", "--head", f"dflash=file://{tmp_path}/head"]
     words += ["--dtype", "float32", "--every", "35", "--max-tokens", "5", "--depths", "2", "--loads", "1", "2"]

@@ -15,10 +15,11 @@ from specdecode_worker.contract import DraftConfig, ModelConfig, NamedDraft, Wor
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.memory import DRAFT_PROCESS_BYTES, Device, take_inventory
-from specdecode_worker.models.config import eagle_config, llama_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import eagle_config
 from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.llama import Llama
 from support.worker.small_engine import drain, plan_of, submit, texts
 from support.worker.small_folders import SHAPE, config_of, write, write_head, write_target, write_tokenizer
 
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 def write_eagle_head(folder: Path) -> Path:
     """Write an EAGLE-1 head that shares embedding and lm_head with the target."""
     config = SHAPE | {"num_hidden_layers": 1}
-    target = Llama(llama_config(SHAPE))
+    target = CausalLM(causal_lm_config(SHAPE))
     head = EagleHead(eagle_config(config, target.config), target)
     generator = torch.Generator().manual_seed(5)
     for parameter in head.parameters():

@@ -1,5 +1,5 @@
 """Fixtures of the training tests."""
 
-from support.training_fixtures import conversations, head, target
+from support.training_fixtures import conversations, head, placement, target
 
-__all__ = ["conversations", "head", "target"]
+__all__ = ["conversations", "head", "placement", "target"]

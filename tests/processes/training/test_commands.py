@@ -15,10 +15,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import comparison as engine_evaluation
 from specdecode_worker.commands import sampler_comparison
-from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.conversations import DataSet, answer_length
+from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,7 +53,7 @@ def model(tmp_path: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<e>"}))
     (folder / "config.json").write_text(json.dumps(CONFIG))
     torch.manual_seed(0)
-    weights = Llama(llama_config(CONFIG)).state_dict()
+    weights = CausalLM(causal_lm_config(CONFIG)).state_dict()
     weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would predict itself
     save_file({k: v.contiguous() for k, v in weights.items() if k != "lm_head.weight"}, folder / "model.safetensors")
     return folder
@@ -83,13 +85,12 @@ def test_train_then_eval_with_prompts(
     assert len(json.loads((out / "history.json").read_text())) == 1
     flags = ["--model", f"file://{model}", "--draft", f"file://{out / 'head'}", "--dtype", "float32", "--json"]
     assert main(["eval", *flags, "--prompts", str(prompts), "--tree", "tree:2,1", "--max-tokens", "20"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    (document,) = json.loads(capsys.readouterr().out)["runs"]
     assert set(document["domains"]) == {"qa", "code"}
     assert 1.0 <= document["overall"]["tokens_per_step"] <= 3.0
     assert len(document["overall"]["acceptance"]) == 2
     assert 0 < document["overall"]["distinct_4grams"] <= 1
     assert document["overall"]["speedup"] > 0
-    assert document["overall"]["advice"]
 
 
 def test_repeated_run_resumes_without_recording_again(model: Path, prompts: Path, tmp_path: Path) -> None:
@@ -134,7 +135,10 @@ def test_lineage_and_model_card_are_written(model: Path, prompts: Path, tmp_path
     assert document["target"] == {"uri": f"file://{model}", "hash": model_hash(model)}
     assert document["parent"] is None
     data = document["data"]
-    assert data["answer_tokens"] == sum(data["by_domain"].values()) >= 300
+    used = DataSet(out / "recorded", validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)
+    used.grow()
+    lengths = [answer_length(one) for one in used.training + used.validation]
+    assert data["answer_tokens"] == sum(data["by_domain"].values()) == sum(lengths) > 0
     assert len(data["window"]) == 2
     assert document["settings"]["depth"] == 7
     assert set(document["vocabulary"]["uncovered"]) == set(data["by_domain"])
@@ -183,7 +187,12 @@ def test_eval_without_prompts_is_a_usage_error(capsys: pytest.CaptureFixture[str
 def test_eval_of_a_draft_model_counts_the_steps_of_the_engine(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The target drafts for itself, so that every draft is accepted at every temperature."""
+    """The target drafts for itself, so that every draft is accepted at every temperature.
+
+    After its first token, each answer takes two steps; one answer's second step begins behind 257 tokens.
+    """
+    with prompts.open("a") as file:
+        file.write("\n" + json.dumps({"prompt": "x" * 253, "domain": "long"}))
     flags = ["--model", f"file://{model}", "--method", "draft-model", "--draft", f"file://{model}", "--depth", "3"]
     flags += ["--dtype", "float32", "--max-tokens", "9", "--cache-dir", str(tmp_path), "--prompts", str(prompts)]
     assert main(["eval", *flags, "--temperature", "0,0.8", "--json"]) == 0
@@ -194,7 +203,10 @@ def test_eval_of_a_draft_model_counts_the_steps_of_the_engine(
         assert run["overall"]["tokens_per_drafted_step"] == run["overall"]["tokens_per_step"] == 4.0
         assert run["overall"]["drafted_steps"] == 1.0
         assert run["overall"]["identical_texts"] == 1.0
-    assert len(engine_evaluation.table(document).splitlines()) > 3
+        figures = {"tokens_per_step": 4.0, "acceptance": [1.0, 1.0, 1.0]}
+        assert run["overall"]["contexts"] == {"1-256": {"steps": 5, **figures}, "257-1024": {"steps": 1, **figures}}
+        assert run["domains"]["qa"]["contexts"] == {"1-256": {"steps": 2, **figures}}
+    assert "in 1 steps at a context of 257-1024 tokens" in engine_evaluation.table(document)
 
 
 def test_trained_parallel_head_drafts_in_the_engine(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import Conversation, write_shard
 from support.training_fixtures import TRAIN_SMALL
 
@@ -29,7 +29,7 @@ def ranked(recorded: Path, out: Path, ranks: int) -> dict[str, torch.Tensor]:
 
 
 def test_two_ranks_equal_one_rank_with_accumulation(
-    target: Llama, conversations: list[Conversation], tmp_path: Path
+    target: CausalLM, conversations: list[Conversation], tmp_path: Path
 ) -> None:
     recorded = tmp_path / "recorded"
     recorded.mkdir()

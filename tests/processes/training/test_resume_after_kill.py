@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import Conversation, write_shard
 from support.tiers import by_effort
 from support.training_fixtures import TRAIN_SMALL
@@ -21,7 +21,7 @@ FLAGS = ("--steps", "80", "--validate-steps", "2")
 
 
 def test_run_resumed_after_kills_has_identical_weights(
-    target: Llama, conversations: list[Conversation], tmp_path: Path
+    target: CausalLM, conversations: list[Conversation], tmp_path: Path
 ) -> None:
     recorded = tmp_path / "recorded"
     recorded.mkdir()

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdecode_worker.__main__ import main
+from specdecode_worker.training.rollout import read_texts, texts_paths
 from support import small_model
 
 
@@ -23,11 +24,13 @@ def test_train_with_two_ranks_learns_what_one_learns(tmp_path: Path) -> None:
     words = ["train", "--model", f"file://{model}", "--prompts", str(prompts), "--tokens", "200", "--max-tokens", "24"]
     words += ["--rows", "4", "--draft-vocab", "64", "--depth", "2", "--steps", "3", "--validate-steps", "3"]
     words += ["--dtype", "float32", "--threads", "1", "--device", "cpu"]
-    heads = {}
+    heads, texts = {}, {}
     for size in ("1", "2"):
         out = tmp_path / f"out-{size}"
         assert main([*words, "--out", str(out), "--tensor-parallel-size", size]) == 0
         heads[size] = load_file(out / "head" / "model.safetensors")
+        texts[size] = [read_texts(path) for path in texts_paths(out / "recorded")]
+    assert texts["2"] == texts["1"], "the engine's answers do not depend on the number of ranks"
     assert heads["1"].keys() == heads["2"].keys()
     for name, tensor in heads["1"].items():
         torch.testing.assert_close(heads["2"][name].float(), tensor.float(), rtol=1e-2, atol=1e-3)

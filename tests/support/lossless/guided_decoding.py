@@ -11,7 +11,7 @@ from torch import Tensor
 from specdecode_kernels.noise.reference import gumbel
 from specdecode_kernels.sample.reference import processed
 from specdecode_worker.core.messages import Submit
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from support.char_tokenizer import END, tokenizer_json
 from support.lossless.plain_decoding import PlainDecoding, _adjusted
 
@@ -19,7 +19,7 @@ from support.lossless.plain_decoding import PlainDecoding, _adjusted
 class GuidedDecoding(PlainDecoding):
     """Texts of requests with and without grammars, computed with dense passes and token by token."""
 
-    def __init__(self, target: Llama) -> None:
+    def __init__(self, target: CausalLM) -> None:
         super().__init__(target)
         self._size = target.config.vocab_size
         self._tokenizer = LLTokenizer(tokenizer_json(), self._size, [END])

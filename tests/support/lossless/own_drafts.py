@@ -14,8 +14,8 @@ from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.own_device import DraftProcess, OwnDrafter, ProcessSupervisor, drafter_of, message_regions
 from specdecode_worker.drafts.own_device_process import BuiltDraft, DraftServer, Ready
 from specdecode_worker.drafts.registry import paged_cache
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.llama import Llama
 
 CPU = torch.device("cpu")
 SLOTS, LENGTH, BLOCKS = 48, 256, 1000
@@ -26,7 +26,7 @@ SLOTS, LENGTH, BLOCKS = 48, 256, 1000
 class NetworkDraft:
     """Loader of a draft that is a network of the test's process; a `BuildDraft`."""
 
-    network: Eagle3Head | Llama
+    network: Eagle3Head | CausalLM
     vocab_size: int
 
     def __call__(self) -> BuiltDraft:
@@ -35,7 +35,7 @@ class NetworkDraft:
         config = self.network.config
         cache = paged_cache(config, config.num_hidden_layers, BLOCKS, torch.float64, CPU)
         drafter: EagleDrafter | ModelDrafter
-        if isinstance(self.network, Llama):
+        if isinstance(self.network, CausalLM):
             drafter = ModelDrafter(self.network, self.vocab_size, cache, state)
         else:
             drafter = EagleDrafter(self.network, self.network.target_ids, cache, state, 512)
@@ -50,7 +50,7 @@ class OwnDrafts:
 
     running: dict[str, tuple[ProcessSupervisor, Ready]] = field(default_factory=dict)
 
-    def drafter(self, name: str, network: Eagle3Head | Llama, vocab_size: int, state: DeviceState) -> OwnDrafter:
+    def drafter(self, name: str, network: Eagle3Head | CausalLM, vocab_size: int, state: DeviceState) -> OwnDrafter:
         """Return a drafter for an engine with this state."""
         if name not in self.running or not self.running[name][0].usable:
             self.running[name] = self._start(network, vocab_size)
@@ -64,7 +64,7 @@ class OwnDrafts:
         for supervisor, _ in self.running.values():
             supervisor.close()
 
-    def _start(self, network: Eagle3Head | Llama, vocab_size: int) -> tuple[ProcessSupervisor, Ready]:
+    def _start(self, network: Eagle3Head | CausalLM, vocab_size: int) -> tuple[ProcessSupervisor, Ready]:
         regions = message_regions(DeviceState(SLOTS, LENGTH, torch.float64, CPU), 1024, 4 * 32)
         start = partial(DraftProcess, NetworkDraft(network, vocab_size), regions, 60.0)
         process = start()

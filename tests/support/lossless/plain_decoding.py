@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from specdecode_kernels.noise.reference import gumbel
 from specdecode_kernels.sample.reference import adjusted, processed
 from specdecode_worker.core.messages import Submit
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 
 
 class PlainDecoding:
     """Texts of requests and the probabilities of their next tokens, computed with dense passes."""
 
-    def __init__(self, target: Llama) -> None:
+    def __init__(self, target: CausalLM) -> None:
         self._target = target
         self.text = lru_cache(maxsize=None)(self._text)
 

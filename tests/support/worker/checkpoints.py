@@ -16,7 +16,7 @@ from transformers import LlamaConfig as Config
 # Takes six seconds, which no test's time may contain.
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from specdecode_worker.models.config import LlamaConfig
+from specdecode_worker.models.config import CausalLMConfig
 
 CPU = torch.device("cpu")
 SLOTS = torch.arange(1, 14)
@@ -51,7 +51,7 @@ def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
     return folder
 
 
-def reference(config: LlamaConfig, size: int = 32) -> tuple[Callable[[Tensor, Tensors, str], Tensor], Any]:
+def reference(config: CausalLMConfig, size: int = 32) -> tuple[Callable[[Tensor, Tensors, str], Tensor], Any]:
     """Return a reference decoder layer over SLOTS and its rotary tables, both from transformers.
 
     The layer is called with its input, the tensors and the prefix of their names.

@@ -24,9 +24,9 @@ from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
-from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.layers import Attend
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.target_states import TargetStates
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ HIDDEN = 16
 class NoisedCopy(nn.Module):
     """Draft that reads tokens and no hidden states. About half of its tokens are accepted."""
 
-    def __init__(self, target: Llama) -> None:
+    def __init__(self, target: CausalLM) -> None:
         super().__init__()
         self.llama = copy.deepcopy(target)
         generator = torch.Generator().manual_seed(7)
@@ -57,9 +57,9 @@ class NoisedCopy(nn.Module):
 
 
 @lru_cache(maxsize=1)
-def networks() -> tuple[Llama, NoisedCopy]:
+def networks() -> tuple[CausalLM, NoisedCopy]:
     torch.set_num_threads(1)
-    config = llama_config(
+    config = causal_lm_config(
         {
             "vocab_size": VOCABULARY,
             "hidden_size": HIDDEN,
@@ -70,7 +70,7 @@ def networks() -> tuple[Llama, NoisedCopy]:
             "max_position_embeddings": 512,
         }
     )
-    target = Llama(config).double().requires_grad_(False)
+    target = CausalLM(config).double().requires_grad_(False)
     generator = torch.Generator().manual_seed(3)
     for weight in target.parameters():
         if weight.dim() > 1:

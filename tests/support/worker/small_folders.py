@@ -13,9 +13,10 @@ from tokenizers.models import WordLevel
 from torch import nn
 
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
-from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.llama import Llama
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,7 +48,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_target(folder: Path, **changed: Any) -> Path:
     config = SHAPE | changed
-    model = Llama(llama_config(config))
+    model = CausalLM(causal_lm_config(config))
     _randomise(model, 1)
     return write(folder, config, model)
 
@@ -59,7 +60,7 @@ def write_head(
 
     The draft vocabulary has 40 tokens unless ``changed`` sets it.
     """
-    of_target = llama_config(SHAPE | (target or {}))
+    of_target = causal_lm_config(SHAPE | (target or {}))
     config = SHAPE | {"num_hidden_layers": 1, "draft_vocab_size": 40} | changed
     shape = eagle3_config(config, of_target)
     embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)

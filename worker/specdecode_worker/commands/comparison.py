@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,10 +35,10 @@ from specdecode_worker.core.messages import Sampling, Tokens
 # Command ``eval`` on the engine: acceptance and speed-up of a draft of any method, by domain and temperature.
 #
 # Every prompt is answered twice, plainly and with the draft, with the same seed. The counts come from the steps that
-# the engine takes, so they hold for every method and device and for sampled text. The replay of ``training.evaluation``
-# is faster for an EAGLE-3 head and advises a depth from one pass, but it knows greedy text on a CPU only.
+# the engine takes, so they hold for every method and device and for sampled text.
 
-DEFAULT_CONCURRENCY = 8
+CONTEXT_EDGES = (256, 1024, 4096, 16384, 65536)
+"""Bounds of the context lengths for which acceptance is reported, in tokens. A bound belongs to the range below it."""
 _PLAIN = TreeShape(())
 
 
@@ -49,16 +50,30 @@ class DecodingSteps:
     """
 
     walks: Walks
+    contexts: list[int]
+    """Tokens of each request so far, its prompt included."""
     by_request: dict[int, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
     """Steps and tokens of each request."""
+    by_context: dict[int, list[tuple[int, int | None]]] = field(default_factory=lambda: defaultdict(list))
+    """Tokens of each step, and accepted ones if it verified a draft, by the index of its range of `CONTEXT_EDGES`."""
     _started: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt]) -> DecodingSteps:
+        """Return empty counts for a request for each prompt."""
+        return cls(Walks.of(len(prompts)), [len(prompt.tokens) for prompt in prompts])
 
     def take(self, index: int, new: Tokens) -> None:
         """Count one step of request ``index``."""
+        drafted = len(self.walks.accepted[index])
         self.walks.take(index, new)
         if index in self._started and new.tokens:
             steps, tokens = self.by_request[index]
             self.by_request[index] = steps + 1, tokens + len(new.tokens)
+            accepted = self.walks.accepted[index]
+            step = len(new.tokens), accepted[-1] if len(accepted) > drafted else None
+            self.by_context[bisect_left(CONTEXT_EDGES, self.contexts[index])].append(step)
+        self.contexts[index] += len(new.tokens)
         self._started.add(index)
 
 
@@ -136,7 +151,7 @@ def _run_domain(
     engine.run_shape(_PLAIN)
     plain, plain_timing = engine.answer(prompts, sampling, isolated=True)
     engine.run_shape(shape)
-    steps = DecodingSteps(Walks.of(len(prompts)))
+    steps = DecodingSteps.of(prompts)
     drafted, drafted_timing = engine.answer(prompts, sampling, steps.take, isolated=True)
     return DomainRun(plain, drafted, plain_timing, drafted_timing, steps)
 
@@ -157,15 +172,36 @@ def _figures(runs: Sequence[DomainRun], depth: int) -> dict[str, Any]:
     steps = sum(own_steps for own_steps, _ in counts)
     plain, drafted = ([answer.tokens for run in runs for answer in getattr(run, name)] for name in ("plain", "drafted"))
     plain_rate = _rate([run.plain_timing for run in runs])
+    contexts: dict[int, list[tuple[int, int | None]]] = defaultdict(list)
+    for run in runs:
+        for place, own in run.steps.by_context.items():
+            contexts[place] += own
     return {
         "tokens_per_step": round(pace, 4),
         "standard_error": round(error, 4),
         "drafted_steps": round(walks.steps / max(steps, 1), 4),
         "tokens_per_drafted_step": round(walks.tokens_per_step, 4),
         "acceptance": [round(share, 4) for share in walks.by_depth(depth)],
+        "contexts": {_context_name(place): _context_figures(contexts[place], depth) for place in sorted(contexts)},
         "distinct_4grams": round(distinct_4grams(drafted), 4),
         "speedup": round(_rate([run.drafted_timing for run in runs]) / plain_rate, 3) if plain_rate else 0.0,
         "identical_texts": round(sum(a == b for a, b in zip(plain, drafted, strict=True)) / len(plain), 4),
+    }
+
+
+def _context_name(place: int) -> str:
+    """Return the range of context lengths number ``place``, such as 257-1024."""
+    first = CONTEXT_EDGES[place - 1] + 1 if place else 1
+    return f"{first}-{CONTEXT_EDGES[place]}" if place < len(CONTEXT_EDGES) else f"{first}-"
+
+
+def _context_figures(steps: Sequence[tuple[int, int | None]], depth: int) -> dict[str, Any]:
+    """Return the results of the steps in one range of context lengths."""
+    walks = Walks([[accepted for _, accepted in steps if accepted is not None]])
+    return {
+        "steps": len(steps),
+        "tokens_per_step": round(sum(tokens for tokens, _ in steps) / len(steps), 4),
+        "acceptance": [round(share, 4) for share in walks.by_depth(depth)],
     }
 
 
@@ -186,6 +222,12 @@ def table(document: dict[str, Any]) -> str:
             lines.append(
                 f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f} {part['drafted_steps']:8.2f} "
                 f"{part['speedup']:8.2f} {part['identical_texts']:9.2f}  {acceptance}"
+            )
+        for name, part in run["overall"]["contexts"].items():
+            acceptance = " ".join(f"{share:.2f}" for share in part["acceptance"])
+            lines.append(
+                f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f}"
+                f"  in {part['steps']} steps at a context of {name} tokens  {acceptance}"
             )
     return "\n".join(lines)
 
@@ -391,10 +433,10 @@ def transformers_tokens_per_second(
         ValueError: transformers is not installed.
     """
     try:
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
     except ImportError:
         raise ValueError("--transformers needs the package transformers; pip install transformers") from None
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     _seconds(model, prompts[0], 4)
     seconds = tokens = 0.0
     for prompt in prompts:

@@ -46,6 +46,7 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash, resolve
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.distillation.deletion import delete_expired_from_runs, expiry_seconds
+from specdecode_worker.training.distillation.judge import answer_prompts
 from specdecode_worker.training.distillation.lineage import Ancestor
 from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings, stored_verdict
 from specdecode_worker.training.distillation.publication import RunClock
@@ -221,8 +222,11 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
         size=args.tensor_parallel_size,
         threads=args.threads,
     )
+    print_progress(f"distill: answering the prompts of {', '.join(map(str, job.asked.values())) or 'no file'}")
+    chat = Chat(target.folder)
+    answers = answer_prompts(placement, chat, job.asked, answer_tokens=job.golden_tokens, stopped=stopped)
     with placed_target(placement) as model:
-        return Distillation(model, Chat(target.folder), job, print_progress, stopped).run()
+        return Distillation(model, answers, job, print_progress, stopped).run()
 
 
 def _settings(args: argparse.Namespace) -> StudentSettings:

@@ -14,16 +14,16 @@ import torch
 
 from specdecode_worker.commands.flags import EMBEDDED_TARGET, add_device_flag, add_tensor_parallel_flag, print_progress
 from specdecode_worker.engine.factory import device_of
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import WeightMethod, load_draft
 from specdecode_worker.models.errors import ModelError, VocabularyMismatch
 from specdecode_worker.models.fetch import resolve
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.artifacts import FAMILIES
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.prompts import read_prompts
-from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, train_draft
+from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, record_answers, train_draft
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
 from specdecode_worker.training.trainer import TrainSettings, join
 
@@ -112,12 +112,12 @@ def _train(args: argparse.Namespace) -> Path:
     )
     if placement.size > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise TrainingError("--tensor-parallel-size starts its own processes; leave torchrun or the flag out")
+    peers = join()
+    if peers.rank == 0:
+        record_answers(placement, Chat(folder), _recording_settings(args), args.seed, args.out, print_progress)
     with placed_target(placement) as target:
-        peers = join()
         return train_draft(
             target,
-            Chat(folder),
-            _recording_settings(args),
             _settings(args),
             _draft_settings(args, target, folder),
             args.out,
@@ -127,21 +127,21 @@ def _train(args: argparse.Namespace) -> Path:
         )
 
 
-def _whole_target(args: argparse.Namespace, placement: TargetPlacement) -> Llama | None:
+def _whole_target(args: argparse.Namespace, placement: TargetPlacement) -> CausalLM | None:
     """Return the target in host memory if a new draft has to start from layers that the devices share."""
     if placement.size == 1 or args.draft:
         return None
-    return load_llama(placement.folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
+    return load_causal_lm(placement.folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
 
 
-def _draft_settings(args: argparse.Namespace, target: Llama, folder: Path) -> DraftSettings:
+def _draft_settings(args: argparse.Namespace, target: CausalLM, folder: Path) -> DraftSettings:
     """Build the description of the draft to train, with the draft that it continues from."""
     origin = parent = None
     if args.draft:
         parent = (args.draft, resolve(args.draft, args.cache_dir))
         cpu = torch.device("cpu")
         origin = load_draft(args.method, parent[1], target, target_folder=folder, dtype=torch.float32, device=cpu)
-        if isinstance(origin, Llama) and origin.vocabulary is not None:
+        if isinstance(origin, CausalLM) and origin.vocabulary is not None:
             raise VocabularyMismatch(f"{args.draft}: a draft model with another tokenizer cannot be trained further")
     return DraftSettings(
         target=(args.model, folder),

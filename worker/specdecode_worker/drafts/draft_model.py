@@ -18,7 +18,7 @@ from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache
 from specdecode_worker.core.request import Request
 from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, Ranking, causal_pass
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Nodes, Tree
 
@@ -34,12 +34,12 @@ A draft that lags further restarts with the last tokens of the text, so that no 
 class ModelDrafter(CapturedDrafter):
     """Drafter of the method draft-model.
 
-    A model with another vocabulary than the target's has a map between the two (`Llama.vocabulary`). It reads one token
-    for each token of the target, so its slots are those of the target in any case.
+    A model with another vocabulary than the target's has a map between the two (`CausalLM.vocabulary`). It reads one
+    token for each token of the target, so its slots are those of the target in any case.
     """
 
     def __init__(
-        self, model: Llama, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
+        self, model: CausalLM, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
         """Create a drafter. ``vocab_size`` is that of the target; padding ids beyond it are never proposed."""
         self._model, self._cache, self._state = model, cache, state
@@ -108,7 +108,7 @@ class ModelDrafter(CapturedDrafter):
         return self._model(tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]
 
 
-def _draft_model(model: Llama, context: DraftContext) -> ModelDrafter:
+def _draft_model(model: CausalLM, context: DraftContext) -> ModelDrafter:
     if (vocabulary := model.vocabulary) is not None:
         log.info(
             "draft %s has another tokenizer: it proposes %d tokens, which cover %.0f %% of a sample text",

@@ -25,9 +25,9 @@ from specdecode_worker.core.request import DraftProgress, FinishRule, Request
 from specdecode_worker.drafts.base import CapturedDrafter, catch_up_runs, causal_pass, draft_trees, roots_of
 from specdecode_worker.drafts.registry import DraftLoader
 from specdecode_worker.drafts.swap import describe_failure
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.headers import read_tensor_headers
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import prepare_llama
+from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.sampling.params import SamplingParams
 from specdecode_worker.sampling.sampler import BatchTokens, sampler_of
 from specdecode_worker.sampling.trees import Tree, forest_of
@@ -394,9 +394,9 @@ class FolderDraft:
 
 def _shared_part(
     folder: Path, shared: tuple[str, ...], max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> Llama:
+) -> CausalLM:
     """Return the target with the weights that a draft may share; the others stay on the meta device."""
-    prepared = prepare_llama(folder, max_model_len=max_model_len)
+    prepared = prepare_causal_lm(folder, max_model_len=max_model_len)
     target, tensors = prepared.network, {}
     names = [name for name in shared if name in prepared.checkpoint]
     for name, tensor in prepared.checkpoint.read_all(names):

@@ -34,9 +34,9 @@ from specdecode_worker.drafts.base import (
 from specdecode_worker.drafts.draft_files import Calibration, draft_hash, read_calibration
 from specdecode_worker.drafts.merged import Credit, Proposed, StepProposals, TaskDrafts
 from specdecode_worker.drafts.swap import SwapStatus
-from specdecode_worker.models.config import DFlashConfig, Eagle3Config, EagleConfig, LlamaConfig
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import CausalLMConfig, DFlashConfig, Eagle3Config, EagleConfig
 from specdecode_worker.models.drafts import load_draft
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.sampler import Proposer
@@ -61,7 +61,7 @@ class DraftLoader:
     Their caches have as many blocks as the target's. Loading does not affect drafts that are in use.
     """
 
-    target: Llama
+    target: CausalLM
     target_folder: Path
     max_model_len: int
     state: DeviceState
@@ -119,7 +119,7 @@ class DraftLoader:
         return self.target.model.embed_tokens.weight.device
 
 
-CachedConfig = LlamaConfig | Eagle3Config | EagleConfig | DFlashConfig
+CachedConfig = CausalLMConfig | Eagle3Config | EagleConfig | DFlashConfig
 """Configuration of a network that has a KV cache."""
 
 

@@ -37,11 +37,11 @@ from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
 from specdecode_worker.engine.tensor_parallel import Assignment, LeaderBackend, LeaderState, LeaderTarget, RankGroup
 from specdecode_worker.guided.grammars import GrammarCompiler
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, quantise_target
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     dtype, length = getattr(torch, config.model.dtype), config.model.max_model_len
     # A target that fits only after quantization must not be moved to the device before it.
     first = torch.device("cpu") if config.model.quantization else device
-    target = load_llama(folder, dtype=dtype, device=first, max_model_len=length)
+    target = load_causal_lm(folder, dtype=dtype, device=first, max_model_len=length)
     quantise_target(target, config.model.quantization, device)
     fuse(target)
     return assemble(target, folder, config, resolve, inventory.budget)
@@ -94,7 +94,7 @@ def _assignment(config: WorkerConfig, folder: Path, device: torch.device, budget
 
 
 def assemble(
-    target: Llama,
+    target: CausalLM,
     folder: Path,
     worker: WorkerConfig,
     resolve: Resolve,
@@ -168,7 +168,7 @@ def _own_device(worker: WorkerConfig, device: torch.device) -> OwnDevice:
     )
 
 
-def _grammars(folder: Path, target: Llama) -> GrammarCompiler | None:
+def _grammars(folder: Path, target: CausalLM) -> GrammarCompiler | None:
     """Return the compiler of grammars; None if the model folder has no tokenizer, as in some tests."""
     path, size = folder / "tokenizer.json", target.config.vocab_size
     if not path.is_file():
@@ -184,7 +184,7 @@ def _scheduler(config: EngineConfig, blocks: int, target: str, device: torch.dev
 
 
 def _passes(
-    model: Llama, cache: PagedCache, state: DeviceState, group: RankGroup | None, own: StagedBackend | None
+    model: CausalLM, cache: PagedCache, state: DeviceState, group: RankGroup | None, own: StagedBackend | None
 ) -> tuple[Target, CaptureBackend | None]:
     """Return the target and the backend that captures its steps, on all ranks of a group; None if none are captured.
 

@@ -14,7 +14,7 @@ from specdecode_kernels.noise.reference import NOISE_VERSION
 from specdecode_kernels.timings import Timings
 from specdecode_kernels.tree_attention import prefill
 from specdecode_worker.contract import EngineConfig
-from specdecode_worker.models.config import LlamaConfig
+from specdecode_worker.models.config import CausalLMConfig
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def use_kernel_timings(config: EngineConfig, device: torch.device) -> Timings:
     return measured
 
 
-def warm_up_prefill(target: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+def warm_up_prefill(target: CausalLMConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Run the other ways of attention that prompts of ``target`` may take, so that no request waits for a compiler."""
     if device.type == "cuda":
         heads = (target.num_attention_heads, target.num_key_value_heads, target.head_dim)

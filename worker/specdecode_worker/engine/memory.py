@@ -29,15 +29,15 @@ from specdecode_worker.drafts.own_device import PlacedDraftLoader
 from specdecode_worker.drafts.registry import CachedConfig, Resolve
 from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.engine.step_tables import MOST_GRAPHS, row_buckets
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import MedusaConfig
 from specdecode_worker.models.drafts import HEADS, Draft, build_meta_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.errors import CannotServe, ModelError
 from specdecode_worker.models.linear import Shard
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import added_bytes, should_pack
 from specdecode_worker.models.tensor_parallel import split_network
-from specdecode_worker.models.weights import prepare_llama
+from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.sampling.sampler import ADJUSTED_AT_ONCE
 
 log = logging.getLogger(__name__)
@@ -451,7 +451,7 @@ def take_inventory(
     """
     dtype, ranks = getattr(torch, config.model.dtype), config.engine.tensor_parallel_size
     folder = resolve(config.model.uri)
-    prepared = prepare_llama(folder, max_model_len=config.model.max_model_len)
+    prepared = prepare_causal_lm(folder, max_model_len=config.model.max_model_len)
     prepared.check()
     target = prepared.network
     part = target if ranks == 1 else split_network(target.config, Shard(0, ranks))
@@ -466,7 +466,7 @@ def take_inventory(
         bounds=bounds_of(config, target.config.max_position_embeddings),
         target=network_of("target", part, dtype, device, config.model.quantization, draft=False),
         drafts=tuple(network_of(name, model, dtype, device, draft.quantization) for name, model, draft in here),
-        aux_size=union_reads(model.reads for _, model, _ in models if not isinstance(model, Llama)).width(
+        aux_size=union_reads(model.reads for _, model, _ in models if not isinstance(model, CausalLM)).width(
             target.config.hidden_size
         ),
         draft_processes=sum(_process_bytes(model, target, dtype) for model in own) if device.type == "cpu" else 0,
@@ -487,7 +487,7 @@ class DraftMismatch:
 
 
 def _drafts(
-    config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path
+    config: WorkerConfig, resolve: Resolve, target: CausalLM, folder: Path
 ) -> list[tuple[str, Draft | DraftMismatch, DraftConfig]]:
     """Return (name, network or misfit, configuration) of every configured draft that has weights."""
     drafts: list[tuple[str, Draft | DraftMismatch, DraftConfig]] = []
@@ -506,7 +506,7 @@ def _drafts(
     return drafts
 
 
-def _process_bytes(draft: Draft, target: Llama, dtype: torch.dtype) -> int:
+def _process_bytes(draft: Draft, target: CausalLM, dtype: torch.dtype) -> int:
     """Return the fixed bytes of a draft process, with copies of the target's matrices that the draft has not itself."""
     copied = []
     if isinstance(draft, Eagle3Head | EagleHead) and draft.embed_tokens is None:
@@ -573,7 +573,7 @@ def network_of(
     shape = model.config
     weights = _weights(model, dtype) + added_bytes(model, quantization, dtype, device, draft=draft)
     unties = quantization is not None and draft
-    if not unties and isinstance(model, Llama) and model.config.tie_word_embeddings and should_pack(dtype, device):
+    if not unties and isinstance(model, CausalLM) and model.config.tie_word_embeddings and should_pack(dtype, device):
         weights += model.lm_head.weight.numel() * dtype.itemsize  # Packing makes a copy of the tied matrix.
     return Network(
         name=name,
@@ -581,8 +581,8 @@ def network_of(
         tables=_tables(model),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
-        own_vocab_size=shape.vocab_size if isinstance(model, Llama) and model.vocabulary is not None else 0,
-        separate_draft_parameters=_parameters(model) if draft and isinstance(model, Llama) else None,
+        own_vocab_size=shape.vocab_size if isinstance(model, CausalLM) and model.vocabulary is not None else 0,
+        separate_draft_parameters=_parameters(model) if draft and isinstance(model, CausalLM) else None,
         **({} if isinstance(shape, MedusaConfig) else _blocks(shape)),
     )
 

@@ -13,7 +13,7 @@ from specdecode_worker.core.batch import Row, decoding_rows
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache, slots_of, spread
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.target_states import TargetStates
 
 # Forward pass of the target over a batch of rows: packing, forward, and logits where a token is chosen.
@@ -37,7 +37,7 @@ class TargetPass:
 class Target:
     """Target network with its paged cache."""
 
-    def __init__(self, model: Llama, cache: PagedCache, state: DeviceState) -> None:
+    def __init__(self, model: CausalLM, cache: PagedCache, state: DeviceState) -> None:
         self.cache = cache
         self._model, self._state = model, state
         self._last_position = model.config.max_position_embeddings - 1
@@ -90,7 +90,11 @@ class Target:
 
     @staticmethod
     def run(
-        model: Llama, cache: PagedCache, packed: PackedBatch | PackedTensors, logit_rows_R: Tensor, reads: TargetStates
+        model: CausalLM,
+        cache: PagedCache,
+        packed: PackedBatch | PackedTensors,
+        logit_rows_R: Tensor,
+        reads: TargetStates,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run one pass of ``model`` over ``cache``; returns as ``forward``.
 

@@ -45,9 +45,9 @@ from specdecode_worker.engine.cuda_graphs import (
 )
 from specdecode_worker.engine.target import Target, TargetPass
 from specdecode_worker.models import collectives
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.linear import Shard
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
 from specdecode_worker.models.tensor_parallel import load_shard
@@ -264,7 +264,7 @@ class RankStep:
     The collectives are those of rank 0, in the same order: inputs, those of the target, and moves of accepted keys.
     """
 
-    def __init__(self, shape: StepShape, model: Llama, cache: PagedCache, table_SM: Tensor) -> None:
+    def __init__(self, shape: StepShape, model: CausalLM, cache: PagedCache, table_SM: Tensor) -> None:
         self._shape, self._model, self._cache, self._table_SM = shape, model, cache, table_SM
         # Before the first broadcast, all tokens are padding of slot 0, whose keys are in the padding block.
         self._flat = torch.zeros(flat_size(shape), dtype=torch.int64, device=table_SM.device)
@@ -284,7 +284,7 @@ class RankStep:
 class RankGraphs:
     """All captured steps of a rank other than 0, by their number in the order in which rank 0 captured its own."""
 
-    def __init__(self, model: Llama, cache: PagedCache, make_backend: Callable[[], StagedBackend]) -> None:
+    def __init__(self, model: CausalLM, cache: PagedCache, make_backend: Callable[[], StagedBackend]) -> None:
         """Create an empty set. ``make_backend`` is called for the first step that is captured."""
         self._model, self._cache, self._make_backend = model, cache, make_backend
         self._backend: StagedBackend | None = None
@@ -372,7 +372,7 @@ def serve_rank(assignment: bytes, pipe: Connection) -> None:
         os._exit(1)
 
 
-def load_rank_shard(assignment: Assignment) -> tuple[Llama, torch.device]:
+def load_rank_shard(assignment: Assignment) -> tuple[CausalLM, torch.device]:
     """Join the process group of all ranks and load the shard of this rank. Return the shard and its device."""
     device = (
         torch.device(assignment.device, assignment.rank)
@@ -480,7 +480,7 @@ class RankGroup:
             signal.signal(signal.SIGUSR1, self._interrupt)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
-    def load(self) -> tuple[Llama, torch.device]:
+    def load(self) -> tuple[CausalLM, torch.device]:
         """Load the shard of rank 0 and wait until all ranks have loaded theirs.
 
         Raises:
@@ -666,7 +666,7 @@ class LeaderCache(PagedCache):
 class LeaderTarget(Target):
     """Shard of the target network on rank 0."""
 
-    def __init__(self, model: Llama, cache: PagedCache, state: DeviceState, group: RankGroup) -> None:
+    def __init__(self, model: CausalLM, cache: PagedCache, state: DeviceState, group: RankGroup) -> None:
         self._leader_cache = LeaderCache(cache, group)
         super().__init__(model, self._leader_cache, state)
         self._ranks = group

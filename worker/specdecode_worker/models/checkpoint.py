@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.headers import TensorHeader, read_tensor_headers
+from specdecode_worker.models.rope import Rope
 
 Network = TypeVar("Network", bound=nn.Module)
 Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
@@ -92,8 +93,8 @@ class Checkpoint:
                 ) from None
 
 
-def open_checkpoint(folder: Path, rename: Callable[[str], str] = lambda name: name) -> Checkpoint:
-    """Read the headers of ``folder``; ``rename`` maps names in the files to names in the network.
+def open_checkpoint(folder: Path, rename: Callable[[str], str | None] = str) -> Checkpoint:
+    """Read the headers of ``folder``; ``rename`` maps names in the files to names in the network, None leaves one out.
 
     Raises:
         WeightMismatch: the headers are invalid, or ``rename`` maps two tensors to the same name.
@@ -101,7 +102,9 @@ def open_checkpoint(folder: Path, rename: Callable[[str], str] = lambda name: na
     tensors = read_tensor_headers(folder).tensors
     origins: dict[str, str] = {}
     for origin in tensors:
-        if (name := rename(origin)) in origins:
+        if (name := rename(origin)) is None:
+            continue
+        if name in origins:
             raise WeightMismatch(f"{folder}: {origins[name]} and {origin} are the same tensor; keep one")
         origins[name] = origin
     return Checkpoint(folder, {name: tensors[origin] for name, origin in origins.items()}, origins)
@@ -146,7 +149,7 @@ class UnloadedNetwork(Generic[Network]):
         self.network.load_state_dict(placed, strict=False, assign=True)
         self.network.requires_grad_(False)
         for child in self.network.modules():
-            if hasattr(child, "cos_PD"):
+            if isinstance(child, Rope):
                 child.to(device)
         return self.network
 

@@ -82,12 +82,12 @@ def run_norms_natively(model: nn.Module) -> None:
 def run_blocks_natively(model: nn.Module) -> None:
     """Replace every supported block by its compiled version, in place.
 
-    Blocks with replaced projections (tensor parallelism, quantization) are left unchanged.
+    Blocks with replaced projections (tensor parallelism, quantization), and those of a subclass, are left unchanged.
     """
     for name, child in list(model.named_children()):
-        if isinstance(child, Block) and _suits(child.self_attn, child.mlp):
+        if type(child) is Block and _suits(child.self_attn, child.mlp):
             setattr(model, name, NativeBlock(child))
-        elif isinstance(child, Midlayer) and _suits(child.self_attn, child.mlp):
+        elif type(child) is Midlayer and _suits(child.self_attn, child.mlp):
             setattr(model, name, NativeMidlayer(child))
         else:
             run_blocks_natively(child)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specdecode_worker.models.errors import ConfigMismatch
@@ -14,10 +14,10 @@ from specdecode_worker.models.rope import LinearScaling, RopeScaling, Scaling, Y
 
 log = logging.getLogger(__name__)
 
-# Shapes of targets, read from Hugging Face's config.json: Llama 2 and 3, Qwen 2 and 3, Mistral.
+# Shapes of targets and draft models, read from Hugging Face's config.json.
 #
-# Defaults of absent fields come from transformers' configuration files. Unsupported features of a family are refused by
-# name. Shapes of drafts are in `draft_config`.
+# The readers of the architectures, in their own modules, are made of `target_fields` and the functions below. Defaults
+# of absent fields come from transformers' configuration files. Unsupported features are refused by name.
 
 _MOST_LAYERS = 1024
 _LONGEST = 2**31
@@ -45,15 +45,27 @@ class BlockConfig:
     """True if queries and keys are normed per head before they are rotated (Qwen 3)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaConfig(BlockConfig):
-    """Shape of a target, or of a draft model: Llama and the families that share its blocks."""
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Properties in which the layers of one network may differ."""
 
+    rotates: bool = True
+    """False for a layer whose attention knows no positions (NoPE, arXiv 2305.19466)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalLMConfig(BlockConfig):
+    """Shape of a target, or of a draft model."""
+
+    architecture: str = ""
+    """Name in the registry `arch`, which enters it, builds the network and splits it over devices."""
     vocab_size: int
     num_hidden_layers: int
     tie_word_embeddings: bool
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """Kind of each layer; empty if all layers are of the default kind."""
 
     @property
     def aux_layers(self) -> tuple[int, int, int]:
@@ -61,52 +73,72 @@ class LlamaConfig(BlockConfig):
         n = self.num_hidden_layers
         return (min(2, n - 1), n // 2, max(n - 3, 0))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """Differences between a family's blocks and Llama's, and the family's defaults for absent fields."""
-
-    model_type: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int | None = None
-    sliding_window: int | None = None
+    def kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else LayerKind()
 
 
-_FAMILIES = {
-    "LlamaForCausalLM": _Family(model_type="llama"),
-    "Qwen2ForCausalLM": _Family(model_type="qwen2", qkv_bias=True),
-    "Qwen3ForCausalLM": _Family(model_type="qwen3", qk_norm=True, head_dim=128),
-    "MistralForCausalLM": _Family(model_type="mistral", sliding_window=4096),
-}
+def target_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_required: bool = True) -> dict[str, Any]:
+    """Return the fields of `CausalLMConfig` that all architectures read alike: all but biases, norms and kinds.
 
-
-def llama_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> LlamaConfig:
-    """Read the config of a target that serves texts of up to ``max_model_len`` tokens.
-
-    None for ``max_model_len`` selects the model's own limit.
+    Args:
+        fields: Fields of config.json that describe the text model.
+        head_dim: Default of ``head_dim``; None for hidden size over heads.
+        kv_heads_required: Whether ``num_key_value_heads`` has no default.
 
     Raises:
-        ConfigMismatch: the model is of another family, or uses an unsupported feature.
+        ConfigMismatch: a field is invalid, or names a feature that no architecture here supports.
     """
-    fields = Fields(raw)
-    architecture = _architecture(fields)
-    family = _FAMILIES[architecture]
     refuse_unknown(fields)
-    blocks = block_fields(fields, head_dim=family.head_dim, kv_heads_required=architecture != "LlamaForCausalLM")
-    _refuse_window(fields, family, min(max_model_len or _LONGEST, blocks["max_position_embeddings"]))
-    bias = family.model_type in ("llama", "qwen3") and fields.flag("attention_bias")
-    return LlamaConfig(
-        vocab_size=fields.integer("vocab_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers", most=_MOST_LAYERS),
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        bos_token_id=fields.integers("bos_token_id")[0] if fields.integers("bos_token_id") else None,
-        eos_token_ids=fields.integers("eos_token_id"),
-        qkv_bias=bias or family.qkv_bias,
-        o_bias=bias,
-        mlp_bias=family.model_type == "llama" and fields.flag("mlp_bias"),
-        qk_norm=family.qk_norm,
-        **blocks,
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "num_hidden_layers": fields.integer("num_hidden_layers", most=_MOST_LAYERS),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings"),
+        "bos_token_id": next(iter(fields.integers("bos_token_id")), None),
+        "eos_token_ids": fields.integers("eos_token_id"),
+        **block_fields(fields, head_dim=head_dim, kv_heads_required=kv_heads_required),
+    }
+
+
+def window_field(fields: Fields, default: int | None = None) -> int | None:
+    """Return the field ``sliding_window``: ``default`` if it is absent, None if it is null or 0."""
+    return fields.integer("sliding_window", 0, least=0) or None if "sliding_window" in fields.raw else default
+
+
+def refuse_window(fields: Fields, window: int | None, positions: int, max_model_len: int | None) -> None:
+    """Raise ConfigMismatch if a sliding window is shorter than the longest text, which ``max_model_len`` may bound.
+
+    A longer window has no effect; sliding-window attention is not supported.
+    """
+    kinds = set(fields.texts("layer_types"))
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        raise ConfigMismatch(f"layer_types {sorted(other)} are not supported")
+    if kinds and "sliding_attention" not in kinds:
+        window = None
+    length = min(max_model_len or _LONGEST, positions)
+    if window and window < length:
+        raise ConfigMismatch(
+            f"sliding_window {window} is below the longest text of {length} tokens, and windows are not supported; "
+            f"set max_model_len to {window} or less"
+        )
+
+
+def split_blocks(config: CausalLMConfig, size: int) -> CausalLMConfig:
+    """Return the shape of one of ``size`` devices' part: heads and channels of the MLP are split.
+
+    Raises:
+        ConfigMismatch: a dimension is not divisible by ``size``.
+    """
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % size:
+            raise ConfigMismatch(
+                f"{name} {getattr(config, name)} cannot be split over tensor_parallel_size {size}; take a divisor of it"
+            )
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // size,
+        num_key_value_heads=config.num_key_value_heads // size,
+        intermediate_size=config.intermediate_size // size,
     )
 
 
@@ -144,36 +176,6 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
         "rope_scaling": scaling,
         "max_position_embeddings": positions,
     }
-
-
-def _architecture(fields: Fields) -> str:
-    architectures = fields.texts("architectures")
-    if not architectures:
-        kind = fields.text("model_type", "llama")
-        architectures = tuple(name for name, family in _FAMILIES.items() if family.model_type == kind) or (kind,)
-    if len(architectures) != 1 or architectures[0] not in _FAMILIES:
-        raise ConfigMismatch(f"architectures {list(architectures)} is not supported; {', '.join(_FAMILIES)} are")
-    return architectures[0]
-
-
-def _refuse_window(fields: Fields, family: _Family, length: int) -> None:
-    """Raise ConfigMismatch if a sliding window is shorter than the longest text.
-
-    A longer window has no effect; sliding-window attention is not supported.
-    """
-    window = fields.integer("sliding_window", 0, least=0) if "sliding_window" in fields.raw else family.sliding_window
-    if family.model_type in ("qwen2", "qwen3") and not fields.flag("use_sliding_window"):
-        window = None
-    kinds = set(fields.texts("layer_types"))
-    if other := kinds - {"full_attention", "sliding_attention"}:
-        raise ConfigMismatch(f"layer_types {sorted(other)} are not supported")
-    if kinds and "sliding_attention" not in kinds:
-        window = None
-    if window and window < length:
-        raise ConfigMismatch(
-            f"sliding_window {window} is below the longest text of {length} tokens, and windows are not supported; "
-            f"set max_model_len to {window} or less"
-        )
 
 
 def _positions(fields: Fields, width: int) -> tuple[float, Scaling | None, int]:
@@ -245,7 +247,7 @@ class MedusaConfig:
     draft_vocab_size: int
 
 
-def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
+def eagle3_config(raw: Mapping[str, Any], target: CausalLMConfig) -> Eagle3Config:
     """Read the config of an EAGLE-3 head.
 
     Raises:
@@ -257,7 +259,7 @@ def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
     return Eagle3Config(**eagle3_fields(fields, target, norm_before_residual=fields.has("speculators_model_type")))
 
 
-def eagle3_fields(fields: Fields, target: LlamaConfig, *, norm_before_residual: bool) -> dict[str, Any]:
+def eagle3_fields(fields: Fields, target: CausalLMConfig, *, norm_before_residual: bool) -> dict[str, Any]:
     """Return the values of `Eagle3Config` for a head of that architecture.
 
     Args:
@@ -296,7 +298,7 @@ def eagle3_fields(fields: Fields, target: LlamaConfig, *, norm_before_residual: 
     }
 
 
-def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
+def eagle_config(raw: Mapping[str, Any], target: CausalLMConfig) -> EagleConfig:
     """Read the config of an EAGLE-1 or EAGLE-2 head.
 
     Raises:
@@ -316,7 +318,7 @@ def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
     )
 
 
-def medusa_config(raw: Mapping[str, Any], target: LlamaConfig) -> MedusaConfig:
+def medusa_config(raw: Mapping[str, Any], target: CausalLMConfig) -> MedusaConfig:
     """Read the config of Medusa heads, with FasterDecoding's or vLLM's field names. Raise ConfigMismatch if invalid."""
     fields = Fields(raw)
     fields.refuse("original_lm_head")
@@ -348,7 +350,7 @@ def flattened_fields(raw: Mapping[str, Any], kind: str) -> Fields:
     return Fields({**fields.part("transformer_layer_config").raw, **outside})
 
 
-def head_blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
+def head_blocks(fields: Fields, target: CausalLMConfig) -> dict[str, Any]:
     """Return the fields of BlockConfig for a head. Positions follow the target's. Raise ConfigMismatch if invalid."""
     refuse_unknown(fields)
     # Heads declare a short limit that only describes their training text. Positions follow the target's.
@@ -362,7 +364,7 @@ def head_blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def head_vocabulary(fields: Fields, target: LlamaConfig) -> int:
+def head_vocabulary(fields: Fields, target: CausalLMConfig) -> int:
     """Return the size of the draft's whole vocabulary, which is the target's. Raise ConfigMismatch if it differs."""
     vocab = fields.integer("vocab_size", target.vocab_size)
     if vocab != target.vocab_size:
@@ -379,7 +381,7 @@ def expect_equal(name: str, drafts: int, targets: int) -> None:
         raise ConfigMismatch(f"the draft was made for a target of {name} {drafts}, this target has {targets}")
 
 
-def _aux_layers(fields: Fields, nested: Fields, target: LlamaConfig) -> tuple[int, ...]:
+def _aux_layers(fields: Fields, nested: Fields, target: CausalLMConfig) -> tuple[int, ...]:
     declared_ids = fields.integers(_IDS) or nested.integers(_IDS)
     count = fields.integer("num_aux_hidden_states", len(declared_ids) or 3, most=target.num_hidden_layers + 1)
     if not declared_ids and count == 3:
@@ -411,7 +413,7 @@ class PEagleConfig(Eagle3Config):
     mask_token_id: int
 
 
-def peagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> PEagleConfig:
+def peagle_config(raw: Mapping[str, Any], target: CausalLMConfig) -> PEagleConfig:
     """Read the config of a P-EAGLE head.
 
     Raises:
@@ -472,7 +474,7 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
     return raw.get("speculators_model_type") is not None
 
 
-def dflash_config(raw: Mapping[str, Any], target: LlamaConfig) -> DFlashConfig:
+def dflash_config(raw: Mapping[str, Any], target: CausalLMConfig) -> DFlashConfig:
     """Read the config of a DFlash head, in either layout.
 
     Raises:
@@ -508,14 +510,14 @@ def _refuse_variants(fields: Fields, nested: Fields) -> None:
         raise ConfigMismatch(f"config.json: layer_types {sorted(other)} are not supported")
 
 
-def _zlab_fields(fields: Fields, nested: Fields, target: LlamaConfig) -> dict[str, Any]:
+def _zlab_fields(fields: Fields, nested: Fields, target: CausalLMConfig) -> dict[str, Any]:
     """Return the values of `DFlashConfig` that z-lab's layout has in fields of its own."""
     if fields.has("num_target_layers"):
         expect_equal("num_hidden_layers", fields.integer("num_target_layers"), target.num_hidden_layers)
     return {"aux_layers": _dflash_aux_layers(nested, _NESTED_IDS, 1, target)}
 
 
-def _speculators_fields(fields: Fields, target: LlamaConfig, vocab: int) -> dict[str, Any]:
+def _speculators_fields(fields: Fields, target: CausalLMConfig, vocab: int) -> dict[str, Any]:
     """Return the values of `DFlashConfig` that the layout of speculators has in fields of its own."""
     expect_equal("hidden_size", fields.integer("target_hidden_size", target.hidden_size), target.hidden_size)
     return {
@@ -524,7 +526,7 @@ def _speculators_fields(fields: Fields, target: LlamaConfig, vocab: int) -> dict
     }
 
 
-def _dflash_aux_layers(where: Fields, name: str, offset: int, target: LlamaConfig) -> tuple[int, ...]:
+def _dflash_aux_layers(where: Fields, name: str, offset: int, target: CausalLMConfig) -> tuple[int, ...]:
     """Return the layers whose inputs the head reads: the ids of the field ``name``, plus ``offset``."""
     given = where.integers(name)
     ids = tuple(i + offset for i in given)
@@ -535,15 +537,15 @@ def _dflash_aux_layers(where: Fields, name: str, offset: int, target: LlamaConfi
 
 # Public names of the config modules: shapes of networks, read from Hugging Face's config.json.
 #
-# Targets are in `target_config`, draft heads in `draft_config`, rotary scalings in `networks.rope`.
+# Targets come first, draft heads after them; rotary scalings are in `rope`.
 
 __all__ = [
     "BlockConfig",
+    "CausalLMConfig",
     "DFlashConfig",
     "Eagle3Config",
     "EagleConfig",
     "LinearScaling",
-    "LlamaConfig",
     "MedusaConfig",
     "PEagleConfig",
     "RopeScaling",
@@ -551,7 +553,6 @@ __all__ = [
     "dflash_config",
     "eagle3_config",
     "eagle_config",
-    "llama_config",
     "medusa_config",
     "peagle_config",
     "read_config",

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import DFlashConfig
 from specdecode_worker.models.layers import MLP, Attend, RMSNorm
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.rope import PassRotations, Rope
 from specdecode_worker.models.target_states import TargetStates
 
@@ -73,7 +73,7 @@ class DFlashHead(nn.Module):
     """Target id minus draft id of each token of the draft's vocabulary; None if the vocabularies are the same."""
 
     def __init__(
-        self, config: DFlashConfig, target: Llama, *, own_embedding: bool = False, own_lm_head: bool = False
+        self, config: DFlashConfig, target: CausalLM, *, own_embedding: bool = False, own_lm_head: bool = False
     ) -> None:
         """Create a head that reads the target's embeddings and output matrix unless it has its own."""
         super().__init__()

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.contract import Method
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM, VocabularyMap
 from specdecode_worker.models.checkpoint import Network, UnloadedNetwork
-from specdecode_worker.models.config import llama_config, read_config
+from specdecode_worker.models.config import read_config
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
-from specdecode_worker.models.llama import Llama, VocabularyMap
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.vocabulary import (
     TOKENIZER_FILE,
@@ -26,16 +27,16 @@ from specdecode_worker.models.vocabulary import (
     match_vocabularies,
 )
 from specdecode_worker.models.weights import (
+    load_causal_lm,
     load_dflash,
     load_eagle,
     load_eagle3,
-    load_llama,
     load_medusa,
     load_peagle,
+    prepare_causal_lm,
     prepare_dflash,
     prepare_eagle,
     prepare_eagle3,
-    prepare_llama,
     prepare_medusa,
     prepare_peagle,
 )
@@ -64,11 +65,11 @@ def match_draft_model(
         ConfigMismatch: The draft's config.json is unsupported.
         VocabularyMismatch: The draft cannot draft for this target.
     """
-    draft_size = llama_config(read_config(draft_folder), max_model_len).vocab_size
+    draft_size = causal_lm_config(read_config(draft_folder), max_model_len).vocab_size
     return match_vocabularies(target_folder, draft_folder, target_size, draft_size)
 
 
-def set_vocabulary(draft: Llama, match: VocabularyMatch | None, target_size: int) -> None:
+def set_vocabulary(draft: CausalLM, match: VocabularyMatch | None, target_size: int) -> None:
     """Let a draft model read and propose ids of a target with ``target_size`` rows, in place."""
     if match is None:
         fit_vocabulary(draft, target_size)
@@ -77,7 +78,7 @@ def set_vocabulary(draft: Llama, match: VocabularyMatch | None, target_size: int
 
 
 @torch.no_grad()
-def fit_vocabulary(draft: Llama, size: int) -> None:
+def fit_vocabulary(draft: CausalLM, size: int) -> None:
     """Resize the draft's embedding and lm_head to ``size`` rows, in place.
 
     Padding rows at the end are cut, or added as zeros. Target and draft can then exchange any token id; the added ids
@@ -106,7 +107,7 @@ def _resized(weight: Tensor, size: int) -> nn.Parameter:
 
 WeightMethod = Literal["eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model"]
 """Methods with draft weights."""
-Draft = Eagle3Head | PEagleHead | DFlashHead | EagleHead | MedusaHeads | Llama
+Draft = Eagle3Head | PEagleHead | DFlashHead | EagleHead | MedusaHeads | CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class HeadKind:
     """
 
     called: str
-    prepare: Callable[[Path, Llama], UnloadedNetwork[Any]]
+    prepare: Callable[[Path, CausalLM], UnloadedNetwork[Any]]
     load: Callable[..., Draft]
     uses_target_output: bool = False
 
@@ -136,7 +137,7 @@ HEADS: dict[Method, HeadKind] = {
 def load_draft(
     method: Method,
     folder: Path,
-    target: Llama,
+    target: CausalLM,
     *,
     target_folder: Path,
     dtype: torch.dtype,
@@ -158,7 +159,7 @@ def load_draft(
     if (head := HEADS.get(method)) is not None:
         return head.load(folder, target, dtype=dtype, device=device)
     shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
-    draft = load_llama(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
+    draft = load_causal_lm(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
     set_vocabulary(draft, shared, target.config.vocab_size)
     return draft
 
@@ -168,12 +169,12 @@ def check_draft(method: Method, folder: Path, target_folder: Path, *, max_model_
 
     Raises the errors of `load_draft`, except those about the values of weights.
     """
-    target = prepare_llama(target_folder, max_model_len=max_model_len).network
+    target = prepare_causal_lm(target_folder, max_model_len=max_model_len).network
     build_meta_draft(method, folder, target, target_folder=target_folder, max_model_len=max_model_len)
 
 
 def build_meta_draft(
-    method: Method, folder: Path, target: Llama, *, target_folder: Path, max_model_len: int | None = None
+    method: Method, folder: Path, target: CausalLM, *, target_folder: Path, max_model_len: int | None = None
 ) -> Draft:
     """Return the network that `load_draft` would load, on the meta device, after the checks of `check_draft`."""
     expect_method(method, folder)
@@ -182,7 +183,7 @@ def build_meta_draft(
         prepared: Draft = _checked_network(head.prepare(folder, target))
         return prepared
     shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
-    draft = _checked_network(prepare_llama(folder, max_model_len=max_model_len))
+    draft = _checked_network(prepare_causal_lm(folder, max_model_len=max_model_len))
     set_vocabulary(draft, shared, target.config.vocab_size)
     return draft
 

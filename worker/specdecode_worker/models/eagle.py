@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.draft_input.op import draft_input
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import Eagle3Config, EagleConfig, PEagleConfig
 from specdecode_worker.models.layers import MLP, Attend, Attention, Block, RMSNorm, after_attention
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.rope import PassRotations, Rope
 from specdecode_worker.models.target_states import TargetStates
 
@@ -36,7 +36,7 @@ class EagleHead(nn.Module):
     """Always None: logits are over the target's vocabulary already."""
 
     def __init__(
-        self, config: EagleConfig, target: Llama, *, own_embedding: bool = False, own_lm_head: bool = False
+        self, config: EagleConfig, target: CausalLM, *, own_embedding: bool = False, own_lm_head: bool = False
     ) -> None:
         super().__init__()
         self.config = config

@@ -133,16 +133,16 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def end_tokens(folder: Path) -> tuple[int, ...]:
+def end_tokens(folder: Path, configured: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ids of the tokens that end an answer, in ascending order.
 
-    They are those of config.json and generation_config.json and the ``eos_token`` of the tokenizer.
+    They are those of config.json (``configured``) and generation_config.json, and the tokenizer's ``eos_token``.
 
     Raises:
         ConfigMismatch: A file cannot be parsed, or an id is no integer.
     """
     generation = Fields(read_optional(folder / "generation_config.json"), "generation_config.json")
-    ids = {*Fields(read_config(folder)).integers("eos_token_id"), *generation.integers("eos_token_id")}
+    ids = {*configured, *generation.integers("eos_token_id")}
     text = special_tokens(folder).get("eos_token")
     known = _token_id(folder, text) if text else None
     return tuple(sorted(ids if known is None else ids | {known}))

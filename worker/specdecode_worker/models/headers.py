@@ -16,24 +16,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from specdecode_worker.contract import Method
-from specdecode_worker.models.config import (
-    DFlashConfig,
-    Eagle3Config,
-    EagleConfig,
-    LlamaConfig,
-    MedusaConfig,
-    PEagleConfig,
-    dflash_config,
-    eagle3_config,
-    eagle_config,
-    llama_config,
-    medusa_config,
-    peagle_config,
-    read_config,
-)
-from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.errors import WeightMismatch
 
-Described = LlamaConfig | Eagle3Config | PEagleConfig | DFlashConfig | EagleConfig | MedusaConfig
 _MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+|blocks\.\d+|lm_heads\.\d+)\.")
 
 INDEX = "model.safetensors.index.json"
@@ -166,27 +150,3 @@ def infer_method(headers: Headers) -> Method | None:
     if "fc.weight" in names or "fusion_fc.weight" in names:
         return "eagle"
     return "draft-model" if "embed_tokens.weight" in names else None
-
-
-def describe(folder: Path, target: LlamaConfig | None = None) -> Described:
-    """Return the shape of the network in ``folder``, from config.json and the tensor names.
-
-    ``target`` is the config of the target, which is required for a draft head.
-
-    Raises:
-        ConfigMismatch: config.json is unsupported, or ``target`` is missing.
-        WeightMismatch: the headers cannot be read.
-    """
-    raw = read_config(folder)
-    method = infer_method(read_tensor_headers(folder))
-    if method in (None, "draft-model"):
-        return llama_config(raw)
-    if target is None:
-        raise ConfigMismatch(f"{folder} holds a draft of method {method}, no model of its own; name its target too")
-    if method == "medusa":
-        return medusa_config(raw, target)
-    if method == "dflash":
-        return dflash_config(raw, target)
-    if method == "peagle":
-        return peagle_config(raw, target)
-    return eagle_config(raw, target) if method == "eagle" else eagle3_config(raw, target)

@@ -142,6 +142,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.inner(x))
 
+    def plus(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return ``residual + mlp(x)``; ``residual`` may be overwritten."""
+        return self.down_proj.plus(residual, self.inner(x))
+
     def inner(self, x: Tensor) -> Tensor:
         """Return the gated channels, which ``down_proj`` reads."""
         if self.gate_up_proj is not None:
@@ -189,4 +193,4 @@ def after_attention(layer: DecoderLayer, attended: Tensor, residual_TE: Tensor) 
         normed_TE: Tensor = norm(x_TE)
     else:
         normed_TE, x_TE = norm.of_sum(output(attended), residual_TE)
-    return mlp.down_proj.plus(x_TE, mlp.inner(normed_TE))
+    return mlp.plus(x_TE, normed_TE)

@@ -1,112 +1,17 @@
-"""Llama over a packed list of tokens, for targets and draft models: Llama 2 and 3, Qwen 2 and 3, Mistral."""
+"""Llama 2 and 3."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
-
-from specdecode_worker.models.config import LlamaConfig
-from specdecode_worker.models.layers import Attend, Block, RMSNorm
-from specdecode_worker.models.linear import Linear, Split
-from specdecode_worker.models.rope import Rope
-from specdecode_worker.models.target_states import NO_STATES, TargetStates
-from specdecode_worker.models.vocabulary import VocabularyMatch
-
-# Tables of a draft model with another vocabulary than the target's, on the device of its weights.
+from specdecode_worker.models.causal_lm import Architecture
+from specdecode_worker.models.config import CausalLMConfig, refuse_window, target_fields, window_field
+from specdecode_worker.models.fields import Fields
 
 
-class VocabularyMap(nn.Module):
-    """Map between the target's token ids and the draft's. The tables are not part of a checkpoint."""
-
-    draft_ids: Tensor
-    """Draft's id of each target id, [target's vocabulary]."""
-    proposed: Tensor
-    """Draft ids that are proposed, [M], in ascending order."""
-    target_ids: Tensor
-    """Target's ids of ``proposed``, [M], all different."""
-
-    def __init__(self, match: VocabularyMatch, device: torch.device) -> None:
-        super().__init__()
-        self.coverage = match.coverage
-        pairs = sorted(match.proposals.items())
-        for name, ids in (
-            ("draft_ids", match.draft_ids),
-            ("proposed", [draft for draft, _ in pairs]),
-            ("target_ids", [target for _, target in pairs]),
-        ):
-            self.register_buffer(name, torch.tensor(ids, dtype=torch.int64, device=device), persistent=False)
-
-    def inputs(self, tokens_T: Tensor) -> Tensor:
-        """Return the draft's ids of target ids."""
-        return self.draft_ids[tokens_T]
-
-    def outputs(self, logits_RV: Tensor) -> Tensor:
-        """Return the columns [R, M] of the draft's logits that are proposed; ``target_ids`` are their target ids."""
-        return logits_RV.index_select(1, self.proposed)
+def _read(fields: Fields, max_model_len: int | None) -> CausalLMConfig:
+    shared = target_fields(fields, kv_heads_required=False)
+    refuse_window(fields, window_field(fields), shared["max_position_embeddings"], max_model_len)
+    bias = fields.flag("attention_bias")
+    return CausalLMConfig(qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias"), **shared)
 
 
-# Llama over a packed list of tokens, for targets and draft models: Llama 2 and 3, Qwen 2 and 3, Mistral.
-#
-# Parameter names are those of Hugging Face, so a checkpoint loads by name. `configs.target_config` lists the
-# differences between the families.
-
-
-@dataclass(frozen=True, slots=True)
-class TargetOutput:
-    """Output of one pass of the target.
-
-    ``hidden_TE`` is the last layer's output after the final norm. ``aux_TA`` concatenates the states that the pass's
-    `TargetStates` names, in its order; it is None if `TargetStates` names none.
-    """
-
-    hidden_TE: Tensor
-    aux_TA: Tensor | None
-
-
-class LlamaModel(nn.Module):
-    """Embedding, blocks and final norm: the part named ``model.`` in a checkpoint."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
-class Llama(nn.Module):
-    """Target or draft model. Weights are random until a checkpoint is loaded."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.vocabulary: VocabularyMap | None = None  # set for a draft model with another vocabulary than its target's
-        self.model = LlamaModel(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, split=Split.VOCABULARY)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
-
-    def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, reads: TargetStates = NO_STATES
-    ) -> TargetOutput:
-        """Return the hidden states of the packed tokens and the auxiliary states that ``reads`` requests."""
-        x_TE = self.model.embed_tokens(tokens_T)
-        rope = self.rope.at(positions_T, x_TE.dtype)
-        inputs: dict[int, Tensor] = {}
-        for layer, block in enumerate(self.model.layers):
-            if layer in reads.layers:
-                inputs[layer] = x_TE
-            x_TE = block(layer, x_TE, rope, attend)
-        inputs[len(self.model.layers)] = x_TE
-        hidden_TE = self.model.norm(x_TE)
-        parts = [inputs[layer] for layer in reads.layers] + [hidden_TE] * reads.final
-        return TargetOutput(hidden_TE, torch.cat(parts, dim=-1) if parts else None)
-
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Return the logits [R, V] in the model's dtype.
-
-        Callers select the rows first, so that no unused row is multiplied.
-        """
-        return self.lm_head(hidden_RE)
+LLAMA = Architecture(name="LlamaForCausalLM", model_type="llama", read=_read)

@@ -14,22 +14,23 @@ compiled ones (networks/compiled_cpu.py), and the remaining matrices are packed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.quantised_linear.reference import Kind, stored_bytes
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.compiled_cpu import run_blocks_natively, run_norms_natively
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.layers import MLP, Attention
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.llama import Llama
 
 _FP8 = (8, 9)
 """Lowest compute capability of a GPU that converts e4m3."""
 
 
-def quantise_target(model: Llama, kind: Kind | None, device: torch.device, *, stored: bool | None = None) -> None:
+def quantise_target(model: CausalLM, kind: Kind | None, device: torch.device, *, stored: bool | None = None) -> None:
     """Quantize the target and move it to ``device``.
 
     The model moves matrix by matrix, so the device never holds all of it in its original dtype. ``stored`` keeps the
@@ -60,7 +61,7 @@ def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device:
         for parameter in module.parameters(recurse=False):
             named[id(parameter)] += 1
     added = 0
-    for owner, name in _of_draft(model) if draft else _of_target(model):
+    for owner, name in _of_draft(model) if draft else _of_target(cast(CausalLM, model)):
         weight: Tensor = getattr(owner, name).weight
         plain = weight.numel() * dtype.itemsize
         stored = plain if device.type == "cpu" else stored_bytes(weight.shape[0], weight.shape[1], _kind(name, kind))
@@ -97,12 +98,9 @@ def should_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return available and hasattr(ops, "_linear_pointwise") and bool(ops._is_mkldnn_bf16_supported())
 
 
-def _of_target(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for module in model.modules():
-        if isinstance(module, Attention):
-            yield from ((module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-        elif isinstance(module, MLP):
-            yield from _of_mlp(module)
+def _of_target(model: CausalLM) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.model.layers.modules():
+        yield from ((module, name) for name, child in module.named_children() if isinstance(child, Linear))
 
 
 def _of_draft(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

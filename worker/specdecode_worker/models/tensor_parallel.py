@@ -6,43 +6,24 @@ device reads only its own slices of the files.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from specdecode_worker.models.arch import new_network, split_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.checkpoint import meta_init
-from specdecode_worker.models.config import LlamaConfig
-from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.linear import Linear, Shard, Split
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import prepare_llama
+from specdecode_worker.models.rope import Rope
+from specdecode_worker.models.weights import prepare_causal_lm
 
 
-def split_config(config: LlamaConfig, size: int) -> LlamaConfig:
-    """Return the shape of one device's part; vocabulary and hidden size stay whole.
-
-    Raises:
-        ConfigMismatch: a dimension is not divisible by ``size``.
-    """
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % size:
-            raise ConfigMismatch(
-                f"{name} {getattr(config, name)} cannot be split over tensor_parallel_size {size}; take a divisor of it"
-            )
-    return replace(
-        config,
-        num_attention_heads=config.num_attention_heads // size,
-        num_key_value_heads=config.num_key_value_heads // size,
-        intermediate_size=config.intermediate_size // size,
-    )
-
-
-def split_network(config: LlamaConfig, shard: Shard) -> Llama:
+def split_network(config: CausalLMConfig, shard: Shard) -> CausalLM:
     """Build one device's part on the meta device. Parameter names are those of the whole network."""
     with meta_init():
-        model = Llama(split_config(config, shard.size))
+        model = new_network(split_config(config, shard.size))
         if not config.tie_word_embeddings:
             rows = shard.part(config.vocab_size)
             model.lm_head = Linear(config.hidden_size, rows.stop - rows.start, split=Split.VOCABULARY)
@@ -51,7 +32,7 @@ def split_network(config: LlamaConfig, shard: Shard) -> Llama:
 
 def load_shard(
     folder: Path, shard: Shard, *, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None
-) -> Llama:
+) -> CausalLM:
     """Load one device's part of the target in ``folder``.
 
     Every device must call this; the returned module contains collectives.
@@ -60,7 +41,7 @@ def load_shard(
         ConfigMismatch: the target cannot be split over this number of devices.
         WeightMismatch: the checkpoint does not fit config.json.
     """
-    whole = prepare_llama(folder, max_model_len=max_model_len)
+    whole = prepare_causal_lm(folder, max_model_len=max_model_len)
     whole.check()
     config = whole.network.config
     model = split_network(config, shard)
@@ -78,7 +59,9 @@ def load_shard(
         rows = model.model.embed_tokens.weight[shard.part(config.vocab_size)]
         model.lm_head = Linear.of(rows, split=Split.VOCABULARY)
     model.requires_grad_(False)
-    model.rope.to(device)
+    for module in model.modules():
+        if isinstance(module, Rope):
+            module.to(device)
     share(model, shard)
     return model
 
@@ -104,7 +87,7 @@ def slices(split: Split, shape: tuple[int, ...], shard: Shard) -> tuple[slice, .
     return (first, *rest)
 
 
-def share(model: Llama, shard: Shard) -> None:
+def share(model: CausalLM, shard: Shard) -> None:
     """Make the matrices of ``model`` parts of those of all devices, in place, once their weights are loaded."""
     for linear in model.modules():
         if isinstance(linear, Linear):

@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from specdecode_worker.models.arch import architecture_of, causal_lm_config, new_network
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.checkpoint import (
     Checkpoint,
     UnloadedNetwork,
@@ -22,7 +24,6 @@ from specdecode_worker.models.config import (
     eagle3_config,
     eagle_config,
     is_speculators,
-    llama_config,
     medusa_config,
     peagle_config,
     read_config,
@@ -32,7 +33,6 @@ from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.fields import end_tokens
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
 
 # Loading of networks from model folders: tensor names per kind of checkpoint, and the tensors that may be absent.
@@ -46,39 +46,40 @@ Head = TypeVar("Head", bound=Eagle3Head)
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 
-def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> UnloadedNetwork[Llama]:
+def prepare_causal_lm(folder: Path, *, max_model_len: int | None = None) -> UnloadedNetwork[CausalLM]:
     """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
-    config = replace(llama_config(read_config(folder), max_model_len), eos_token_ids=end_tokens(folder))
-    checkpoint = open_checkpoint(folder)
+    config = causal_lm_config(read_config(folder), max_model_len)
+    config = replace(config, eos_token_ids=end_tokens(folder, config.eos_token_ids))
+    checkpoint = open_checkpoint(folder, architecture_of(config).tensor_name)
     with meta_init():
-        model = Llama(config)
+        model = new_network(config)
     if not config.tie_word_embeddings:
         return UnloadedNetwork(model, checkpoint)
     # A tied checkpoint may repeat the matrix as lm_head; the embedding is used.
     return UnloadedNetwork(model, checkpoint.without("lm_head.weight"), frozenset(("lm_head.weight",)))
 
 
-def load_llama(
+def load_causal_lm(
     folder: Path,
     *,
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int | None = None,
     finite: bool = False,
-) -> Llama:
+) -> CausalLM:
     """Load the target, or draft model, in ``folder``. With ``finite``, weights with NaN or infinity are refused."""
-    model = prepare_llama(folder, max_model_len=max_model_len).fill(dtype=dtype, device=device, finite=finite)
+    model = prepare_causal_lm(folder, max_model_len=max_model_len).fill(dtype=dtype, device=device, finite=finite)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
 
 
-def prepare_eagle3(folder: Path, target: Llama) -> UnloadedNetwork[Eagle3Head]:
+def prepare_eagle3(folder: Path, target: CausalLM) -> UnloadedNetwork[Eagle3Head]:
     """Return the unloaded EAGLE-3 head of ``folder`` for ``target``."""
     return prepare_head(Eagle3Head, eagle3_config(read_config(folder), target.config), folder, target)
 
 
-def prepare_head(kind: type[Head], config: Eagle3Config, folder: Path, target: Llama) -> UnloadedNetwork[Head]:
+def prepare_head(kind: type[Head], config: Eagle3Config, folder: Path, target: CausalLM) -> UnloadedNetwork[Head]:
     """Return the unloaded head of ``folder``, an EAGLE-3 head or one that extends it by further tensors."""
     checkpoint = open_checkpoint(folder, _eagle3_name)
     own = _EMBEDDING in checkpoint
@@ -101,12 +102,12 @@ def prepare_head(kind: type[Head], config: Eagle3Config, folder: Path, target: L
     return UnloadedNetwork(head, checkpoint, frozenset(given), spare=frozenset(("t2d",)))
 
 
-def load_eagle3(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
+def load_eagle3(folder: Path, target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
     """Load the EAGLE-3 head in ``folder`` for ``target``."""
     return fill_head(prepare_eagle3(folder, target), target, dtype=dtype, device=device)
 
 
-def fill_head(prepared: UnloadedNetwork[Head], target: Llama, *, dtype: torch.dtype, device: torch.device) -> Head:
+def fill_head(prepared: UnloadedNetwork[Head], target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> Head:
     """Load the weights of a head from `prepare_head` and check its vocabulary map; the target's lm_head may be shared.
 
     Raises:
@@ -126,7 +127,7 @@ def fill_head(prepared: UnloadedNetwork[Head], target: Llama, *, dtype: torch.dt
     return head
 
 
-def prepare_eagle(folder: Path, target: Llama) -> UnloadedNetwork[EagleHead]:
+def prepare_eagle(folder: Path, target: CausalLM) -> UnloadedNetwork[EagleHead]:
     """Return the unloaded EAGLE-1 or EAGLE-2 head of ``folder`` for ``target``."""
     config = eagle_config(read_config(folder), target.config)
     checkpoint = open_checkpoint(folder, _eagle_name)
@@ -139,12 +140,12 @@ def prepare_eagle(folder: Path, target: Llama) -> UnloadedNetwork[EagleHead]:
     return UnloadedNetwork(head, checkpoint)
 
 
-def load_eagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> EagleHead:
+def load_eagle(folder: Path, target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> EagleHead:
     """Load the EAGLE-1 or EAGLE-2 head in ``folder`` for ``target``."""
     return prepare_eagle(folder, target).fill(dtype=dtype, device=device, finite=True)
 
 
-def prepare_medusa(folder: Path, target: Llama) -> UnloadedNetwork[MedusaHeads]:
+def prepare_medusa(folder: Path, target: CausalLM) -> UnloadedNetwork[MedusaHeads]:
     """Return the unloaded Medusa heads of ``folder`` for ``target``."""
     config = medusa_config(read_config(folder), target.config)
     checkpoint = open_checkpoint(folder, lambda name: _medusa_name(name, config.num_layers))
@@ -153,7 +154,7 @@ def prepare_medusa(folder: Path, target: Llama) -> UnloadedNetwork[MedusaHeads]:
     return UnloadedNetwork(heads, checkpoint)
 
 
-def load_medusa(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
+def load_medusa(folder: Path, target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
     """Load the Medusa heads in ``folder`` for ``target``."""
     heads = prepare_medusa(folder, target).fill(dtype=dtype, device=device, finite=True)
     if heads.token_map is not None and not _maps_into(heads.token_map, heads.config.vocab_size):
@@ -231,7 +232,7 @@ def _maps_into(ids: Tensor, size: int) -> bool:
 _MASK = "mask_hidden"
 
 
-def prepare_peagle(folder: Path, target: Llama) -> UnloadedNetwork[PEagleHead]:
+def prepare_peagle(folder: Path, target: CausalLM) -> UnloadedNetwork[PEagleHead]:
     """Return the unloaded P-EAGLE head of ``folder`` for ``target``. Raise ModelError if it does not fit."""
     prepared = prepare_head(PEagleHead, peagle_config(read_config(folder), target.config), folder, target)
     if _MASK in prepared.checkpoint:
@@ -242,7 +243,7 @@ def prepare_peagle(folder: Path, target: Llama) -> UnloadedNetwork[PEagleHead]:
     return prepared
 
 
-def load_peagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> PEagleHead:
+def load_peagle(folder: Path, target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> PEagleHead:
     """Load the P-EAGLE head in ``folder`` for ``target``. Raise ModelError if it does not fit."""
     return fill_head(prepare_peagle(folder, target), target, dtype=dtype, device=device)
 
@@ -256,7 +257,7 @@ def load_peagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torc
 # vllm/model_executor/models/qwen3_dflash.py), a head without a copy reads the target's.
 
 
-def prepare_dflash(folder: Path, target: Llama) -> UnloadedNetwork[DFlashHead]:
+def prepare_dflash(folder: Path, target: CausalLM) -> UnloadedNetwork[DFlashHead]:
     """Return the unloaded DFlash head of ``folder`` for ``target``. Raise ModelError if it does not fit."""
     raw = read_config(folder)
     config, copies = dflash_config(raw, target.config), is_speculators(raw)
@@ -272,7 +273,7 @@ def prepare_dflash(folder: Path, target: Llama) -> UnloadedNetwork[DFlashHead]:
     return UnloadedNetwork(head, checkpoint, spare=frozenset(("t2d",) if mapped else ()))
 
 
-def load_dflash(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> DFlashHead:
+def load_dflash(folder: Path, target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> DFlashHead:
     """Load the DFlash head in ``folder`` for ``target``. Raise ModelError if it does not fit."""
     prepared = prepare_dflash(folder, target)
     head = prepared.fill(dtype=dtype, device=device, finite=True)

@@ -9,7 +9,7 @@ Shape suffixes: B texts, A answer slots, I roots of one text, K depths, X ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,10 @@ from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.unroll import batch_for, logits_of, unrolled, vocabulary_of
 
 RANKS = 8  # ranks 0-7 are distinguished; the value RANKS means a miss
+_ROWS = 1024
+"""Rows of logits that are in memory at once."""
+_TEXTS, _SLOTS = 8, 16384
+"""Most texts, and slots with padding, of a group that is evaluated together."""
 
 
 @torch.inference_mode()
@@ -33,20 +37,37 @@ def target_token_ranks(
     of the text every entry is a miss.
     """
     batch = batch_for(head, conversations, output_VE.dtype)
-    wanted_BA = (batch.final_BAE @ output_VE.T).argmax(dim=-1)
+    final_RE = batch.final_BAE.flatten(0, 1)
+    wanted_R = torch.cat([(rows_RE @ output_VE.T).argmax(dim=-1) for rows_RE in torch.split(final_RE, _ROWS)])
     vocabulary = vocabulary_of(head, len(output_VE))
     by_slot = [
-        _rank(vocabulary[logits_of(head, state, k).topk(RANKS, dim=-1).indices], wanted_BA).cpu()
-        for k, (state, _) in enumerate(unrolled(head, batch, depth))
+        _ranks(head, state_BAE.flatten(0, 1), k, vocabulary, wanted_R).view(state_BAE.shape[:2])
+        for k, (state_BAE, _) in enumerate(unrolled(head, batch, depth))
     ]
     counts = batch.valid_BA.sum(dim=1).tolist()
     return [_by_root([at[row, :count] for at in by_slot]) for row, count in enumerate(counts)]
 
 
-def _rank(best_BAX: Tensor, wanted_BA: Tensor) -> Tensor:
-    """Return the position of the target's token among the draft's best, or ``RANKS`` if it is not among them."""
-    hit = best_BAX == wanted_BA[:, :, None]
-    return torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), RANKS)
+def groups_of(conversations: Sequence[Conversation]) -> Iterator[list[Conversation]]:
+    """Yield conversations in the order of their lengths, in groups that are evaluated together."""
+    group: list[Conversation] = []
+    for conversation in sorted(conversations, key=lambda one: len(one.tokens_N)):
+        if len(group) == _TEXTS or (group and (len(group) + 1) * len(conversation.tokens_N) > _SLOTS):
+            yield group
+            group = []
+        group.append(conversation)
+    if group:
+        yield group
+
+
+def _ranks(head: Draft, state_RE: Tensor, depth: int, vocabulary: Tensor, wanted_R: Tensor) -> Tensor:
+    """Return the position of the target's token among the draft's best, or ``RANKS`` if it is not among them, [R]."""
+    ranks = []
+    for rows_RE, wanted in zip(torch.split(state_RE, _ROWS), torch.split(wanted_R, _ROWS), strict=True):
+        best_RX = vocabulary[logits_of(head, rows_RE, depth).topk(RANKS, dim=-1).indices]
+        hit = best_RX == wanted[:, None]
+        ranks.append(torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), RANKS).cpu())
+    return torch.cat(ranks)
 
 
 def _by_root(by_slot: list[Tensor]) -> Tensor:

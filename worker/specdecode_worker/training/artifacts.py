@@ -18,19 +18,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import (
     BlockConfig,
+    CausalLMConfig,
     DFlashConfig,
     Eagle3Config,
     EagleConfig,
-    LlamaConfig,
     MedusaConfig,
     PEagleConfig,
 )
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.fields import Fields, read_config
 from specdecode_worker.models.rope import Scaling
 from specdecode_worker.training.conversations import Conversation, DataSet, answer_length, shard_paths
 from specdecode_worker.training.files import write_json, write_text
@@ -52,10 +53,10 @@ def eagle3_config(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def speculators_config(config: Eagle3Config) -> dict[str, Any]:
+def speculators_config(config: Eagle3Config, verifier: Sequence[str]) -> dict[str, Any]:
     """Return config.json of an EAGLE-3 or P-EAGLE head as speculators writes it.
 
-    The fields of the layers are nested, the others are at the top level.
+    The fields of the layers are nested, the others are at the top level. ``verifier`` are the target's architectures.
     """
     kind, name = ("peagle", "PEagleSpeculator") if isinstance(config, PEagleConfig) else ("eagle3", "Eagle3Speculator")
     return {
@@ -71,7 +72,7 @@ def speculators_config(config: Eagle3Config) -> dict[str, Any]:
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": None},
+            "verifier": {"architectures": list(verifier), "name_or_path": None},
         },
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
@@ -125,7 +126,7 @@ def medusa_config(config: MedusaConfig) -> dict[str, Any]:
     }
 
 
-def draft_model_config(target: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+def draft_model_config(target: Mapping[str, Any], config: CausalLMConfig) -> dict[str, Any]:
     """Return config.json of a draft model: the target's own, with fewer layers."""
     return {**target, "num_hidden_layers": config.num_hidden_layers, "dtype": "bfloat16"}
 
@@ -315,11 +316,12 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = "safeailab") -> None:
     """Write config.json and model.safetensors of a draft of any method. A reader never sees a partial file."""
     if isinstance(draft, Eagle3Head):
-        write_head(draft, folder, names)
+        verifier = Fields(read_config(target_folder)).texts("architectures") if names == "speculators" else ()
+        write_head(draft, folder, names, verifier)
         return
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _rounded(draft)
-    if isinstance(draft, Llama):
+    if isinstance(draft, CausalLM):
         config = json.loads((target_folder / "config.json").read_text())
         document = draft_model_config(config, draft.config)
         if draft.config.tie_word_embeddings:
@@ -338,8 +340,11 @@ def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = 
     write_json(folder / "config.json", document)
 
 
-def write_head(head: Eagle3Head, folder: Path, names: Names = "safeailab") -> None:
-    """Write an EAGLE-3 or P-EAGLE head. ``d2t`` and ``t2d`` are omitted if the draft vocabulary is the target's."""
+def write_head(head: Eagle3Head, folder: Path, names: Names = "safeailab", verifier: Sequence[str] = ()) -> None:
+    """Write an EAGLE-3 or P-EAGLE head, in the names of speculators with the target's architectures (``verifier``).
+
+    ``d2t`` and ``t2d`` are omitted if the draft vocabulary is the target's.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _rounded(head)
     if head.config.draft_vocab_size < head.config.vocab_size:
@@ -349,8 +354,9 @@ def write_head(head: Eagle3Head, folder: Path, names: Names = "safeailab") -> No
     else:
         tensors.pop("d2t")
     _save({_renamed(name, names): tensor for name, tensor in tensors.items()}, folder)
-    document = speculators_config if names == "speculators" else eagle3_config
-    write_json(folder / "config.json", document(head.config))
+    nested = names == "speculators"
+    document = speculators_config(head.config, verifier) if nested else eagle3_config(head.config)
+    write_json(folder / "config.json", document)
 
 
 def _renamed(name: str, names: Names) -> str:

@@ -7,7 +7,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -203,10 +203,31 @@ def answer_length(conversation: Conversation) -> int:
     return len(conversation.tokens_N) - conversation.answer_start
 
 
+def pieces(conversation: Conversation, most: int) -> Iterator[Conversation]:
+    """Yield a conversation in pieces of at most ``most`` answer tokens, each with the whole text before it.
+
+    They share its tensors. So a batch has a bounded number of slots to learn from, however long the conversation is.
+    """
+    if answer_length(conversation) <= most:
+        yield conversation
+        return
+    for start in range(conversation.answer_start, len(conversation.tokens_N), most):
+        end = min(start + most, len(conversation.tokens_N))
+        normalisers_NT = conversation.normalisers_NT
+        yield replace(
+            conversation,
+            tokens_N=conversation.tokens_N[:end],
+            aux_NA=conversation.aux_NA[:end],
+            hidden_NE=conversation.hidden_NE[:end],
+            answer_start=start,
+            normalisers_NT=None if normalisers_NT is None else normalisers_NT[:end],
+        )
+
+
 def batches(conversations: Sequence[Conversation], *, tokens: int, seed: int, epoch: int) -> list[list[Conversation]]:
-    """Return the batches of one epoch, each of about ``tokens`` answer tokens including padding."""
+    """Return the batches of one epoch, each of at most ``tokens`` answer tokens including padding."""
     rng = random.Random(f"{seed}/{epoch}")
-    order = list(conversations)
+    order = [piece for conversation in conversations for piece in pieces(conversation, tokens)]
     rng.shuffle(order)
     per_pool = max(1, _POOL_BATCHES * tokens // max(1, _mean_length(order)))
     epoch_batches = [
@@ -242,6 +263,7 @@ def _cut(by_length: Sequence[Conversation], tokens: int) -> Iterator[list[Conver
 # of small domains. Instead, badly covered domains gain weight round by round, until none can improve without another
 # getting worse (multiplicative weights for a zero-sum game between tokens and domains).
 
+_PROBABILITY_ROWS = 512
 _ROUNDS = 120
 _STRENGTH = 8.0
 """Change of the domain weights in the first round, per uncovered probability. Later rounds change them less."""
@@ -253,9 +275,10 @@ def domain_probabilities(shards: Iterable[Path], output_VE: Tensor, *, every: in
     sums: dict[str, Tensor] = {}
     for path in shards:
         for conversation in read_shard(path):
-            states_RE = conversation.hidden_NE[conversation.answer_start :: every]
-            mass_V = torch.softmax((states_RE.to(output_VE) @ output_VE.T).float(), dim=-1).sum(dim=0).double().cpu()
-            sums[conversation.domain] = sums.get(conversation.domain, torch.zeros(())) + mass_V
+            for states_RE in torch.split(conversation.hidden_NE[conversation.answer_start :: every], _PROBABILITY_ROWS):
+                mass_RV = torch.softmax((states_RE.to(output_VE) @ output_VE.T).float(), dim=-1)
+                mass_V = mass_RV.sum(dim=0).double().cpu()
+                sums[conversation.domain] = sums.get(conversation.domain, torch.zeros(())) + mass_V
     return {domain: mass_V / mass_V.sum() for domain, mass_V in sorted(sums.items())}
 
 

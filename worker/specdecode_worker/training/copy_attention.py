@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.errors import DraftNotTrainable
 
@@ -63,7 +63,9 @@ class _Text:
 
 
 @torch.no_grad()
-def add_copy_heads(origin: Eagle3Head, target: Llama, conversations: Sequence[Conversation], groups: int) -> Eagle3Head:
+def add_copy_heads(
+    origin: Eagle3Head, target: CausalLM, conversations: Sequence[Conversation], groups: int
+) -> Eagle3Head:
     """Return ``origin`` in fp32 with ``groups`` more key-value heads and their queries.
 
     The heads of group g match the last g + 1 tokens.

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from specdecode_worker.contract import Method
+from specdecode_worker.models.arch import new_network
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import (
+    CausalLMConfig,
     DFlashConfig,
     Eagle3Config,
     EagleConfig,
-    LlamaConfig,
     MedusaConfig,
     PEagleConfig,
 )
@@ -24,86 +25,8 @@ from specdecode_worker.models.drafts import Draft, load_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
 from specdecode_worker.models.layers import Block
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.training.errors import DraftNotTrainable
-
-# Attention over a dense key-value cache for rollouts: one token per row and step, rows at different lengths.
-#
-# Reading keys dominates the attention time of a rollout, and a group of rows is read up to the length of its longest
-# row. The rows are therefore kept roughly sorted by length. Whenever a row starts a new conversation its place moves
-# towards the short end, one swap per group and step.
-#
-# Shape suffixes: B rows, P places, T tokens of the pass, H query heads, K key-value heads, G queries per key-value
-# head, L positions, D head size.
-
-GROUPS = 8
-
-
-class DenseCache:
-    """Attention over keys and values stored as [layer, place, kv head, position, head dim].
-
-    ``step`` sets the position of each row's next token. A row is reused by starting at position 0: the mask hides keys
-    of an earlier conversation. Callers count in rows; places are the internal order of the cache.
-    """
-
-    def __init__(
-        self, config: LlamaConfig, rows: int, positions: int, *, dtype: torch.dtype, device: torch.device | None = None
-    ) -> None:
-        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, positions, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
-        self._row_at_P = torch.arange(rows, device=device)
-        self._place_of_B = torch.arange(rows, device=device)
-        self._positions_P = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._groups = [group for group in torch.arange(rows, device=device).tensor_split(GROUPS) if len(group)]
-        self._masks: list[Tensor] = []
-
-    def step(self, positions_B: Tensor) -> None:
-        """Set the position of every row's next token and update order and masks."""
-        self._positions_P = positions_B[self._row_at_P]
-        for longer, shorter in zip(self._groups, self._groups[1:], strict=False):
-            self._sort(
-                int(longer[self._positions_P[longer].argmin()]), int(shorter[self._positions_P[shorter].argmax()])
-            )
-        self._masks = [_additive_mask(self._positions_P[group], self.keys.dtype) for group in self._groups]
-
-    def _sort(self, first: int, second: int) -> None:
-        """Swap two places unless the first holds the longer row already."""
-        swapped, places = torch.tensor([[second, first], [first, second]], device=self.keys.device)
-        length = int(self._positions_P[second])
-        if length <= int(self._positions_P[first]):
-            return
-        for cache in (self.keys, self.values):
-            cache[:, places, :, :length] = cache[:, swapped, :, :length]
-        self._positions_P[places] = self._positions_P[swapped]
-        self._row_at_P[places] = self._row_at_P[swapped]
-        self._place_of_B[self._row_at_P[places]] = places
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """Store the new keys and values and return the attended values, see ``layers.Attend``."""
-        keys, values = self.keys[layer], self.values[layer]
-        places = torch.arange(len(self._row_at_P), device=q_THD.device)
-        keys[places, :, self._positions_P] = k_TKD[self._row_at_P]
-        values[places, :, self._positions_P] = v_TKD[self._row_at_P]
-        # The queries that share a kv head form the rows of one small matrix, so that no key is repeated.
-        q_PKGD = q_THD[self._row_at_P].view(len(places), k_TKD.shape[1], -1, q_THD.shape[-1])
-        outs = []
-        for group, mask_P11L in zip(self._groups, self._masks, strict=True):
-            here, longest = slice(int(group[0]), int(group[-1]) + 1), mask_P11L.shape[-1]
-            mask = mask_P11L.expand(*q_PKGD[here].shape[:3], longest)
-            read = (keys[here, :, :longest], values[here, :, :longest])
-            outs.append(F.scaled_dot_product_attention(q_PKGD[here], *read, attn_mask=mask))
-        return torch.cat(outs)[self._place_of_B].flatten(1, 2)
-
-
-def _additive_mask(positions_P: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an additive mask, [P, 1, 1, L]. With a boolean mask the processor's attention is many times slower."""
-    beyond = torch.arange(int(positions_P.max()) + 1, device=positions_P.device) > positions_P[:, None]
-    return torch.zeros(beyond.shape, dtype=dtype, device=positions_P.device).masked_fill_(beyond, float("-inf"))[
-        :, None, None
-    ]
-
 
 # Kinds of drafts that `distill` trains further, with loading by the kind that a folder holds.
 
@@ -112,7 +35,7 @@ Distillable = Eagle3Head | DFlashHead
 
 
 def load_distillable(
-    folder: Path, target: Llama, target_folder: Path, dtype: torch.dtype, device: torch.device
+    folder: Path, target: CausalLM, target_folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Distillable:
     """Load the head in ``folder`` for ``target``.
 
@@ -144,19 +67,19 @@ def method_in(folder: Path) -> Method:
 # Existing drafts are prepared by ``continued_head``.
 
 
-def head_config(target: LlamaConfig, draft_vocab_size: int, layers: int = 1) -> Eagle3Config:
+def head_config(target: CausalLMConfig, draft_vocab_size: int, layers: int = 1) -> Eagle3Config:
     """Return the configuration of an EAGLE-3 head with layers of the target's shape."""
     return Eagle3Config(**_head_fields(target, draft_vocab_size, layers))
 
 
-def new_head(target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
+def new_head(target: CausalLM, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
     """Return a trainable fp32 EAGLE-3 head with the draft vocabulary ``vocabulary`` (target ids, ascending)."""
     head = Eagle3Head(head_config(target.config, len(vocabulary), layers), target.model.embed_tokens)
     _initialise_head(head, target, vocabulary)
     return head
 
 
-def new_peagle(target: Llama, vocabulary: Tensor, layers: int = 1) -> PEagleHead:
+def new_peagle(target: CausalLM, vocabulary: Tensor, layers: int = 1) -> PEagleHead:
     """Return a trainable fp32 P-EAGLE head that starts as `new_head` does, with a small random mask state.
 
     Its mask token is the last one of the target's vocabulary, a reserved token in that of Llama 3. The embedding of the
@@ -170,7 +93,7 @@ def new_peagle(target: Llama, vocabulary: Tensor, layers: int = 1) -> PEagleHead
     return head
 
 
-def new_dflash(target: Llama, layers: int, depth: int) -> DFlashHead:
+def new_dflash(target: CausalLM, layers: int, depth: int) -> DFlashHead:
     """Return a trainable fp32 DFlash head for blocks of ``depth`` mask slots, with layers that start without effect.
 
     Its mask token is the last one of the target's vocabulary, as in `new_peagle`.
@@ -200,7 +123,7 @@ def new_dflash(target: Llama, layers: int, depth: int) -> DFlashHead:
     return head
 
 
-def new_eagle(target: Llama, layers: int = 1) -> EagleHead:
+def new_eagle(target: CausalLM, layers: int = 1) -> EagleHead:
     """Return a trainable fp32 EAGLE-1 head that passes the target's feature to layers that start without effect."""
     width = target.config.hidden_size
     config = EagleConfig(**_blocks(target.config), vocab_size=target.config.vocab_size, num_hidden_layers=layers)
@@ -214,7 +137,7 @@ def new_eagle(target: Llama, layers: int = 1) -> EagleHead:
     return head
 
 
-def new_medusa(target: Llama, vocabulary: Tensor, heads: int) -> MedusaHeads:
+def new_medusa(target: CausalLM, vocabulary: Tensor, heads: int) -> MedusaHeads:
     """Return trainable fp32 Medusa heads of one residual block that starts at zero, as FasterDecoding's do."""
     size = target.config.vocab_size
     config = MedusaConfig(
@@ -236,10 +159,10 @@ def new_medusa(target: Llama, vocabulary: Tensor, heads: int) -> MedusaHeads:
     return medusa
 
 
-def new_draft_model(target: Llama, layers: int) -> Llama:
+def new_draft_model(target: CausalLM, layers: int) -> CausalLM:
     """Return a trainable fp32 model of ``layers`` of the target's layers, evenly spaced from the first to the last."""
     layer_indices = torch.linspace(0, target.config.num_hidden_layers - 1, layers).round().int().tolist()
-    model = Llama(replace(target.config, num_hidden_layers=layers)).float()
+    model = new_network(replace(target.config, num_hidden_layers=layers)).float()
     with torch.no_grad():
         for mine, index in zip(model.model.layers, layer_indices, strict=True):
             mine.load_state_dict(target.model.layers[index].state_dict())
@@ -249,7 +172,7 @@ def new_draft_model(target: Llama, layers: int) -> Llama:
     return model
 
 
-def _head_fields(target: LlamaConfig, draft_vocab_size: int, layers: int) -> dict[str, Any]:
+def _head_fields(target: CausalLMConfig, draft_vocab_size: int, layers: int) -> dict[str, Any]:
     """Return the fields of an EAGLE-3 head with layers of the target's shape."""
     return {
         **_blocks(target),
@@ -261,14 +184,14 @@ def _head_fields(target: LlamaConfig, draft_vocab_size: int, layers: int) -> dic
     }
 
 
-def _blocks(target: LlamaConfig) -> dict[str, Any]:
+def _blocks(target: CausalLMConfig) -> dict[str, Any]:
     """Return the fields of a layer like the target's. New heads have no biases and no norms of queries and keys."""
     names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
     names += ["rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"]
     return {name: getattr(target, name) for name in names}
 
 
-def zero_block_output(block: Block, target: Llama) -> None:
+def zero_block_output(block: Block, target: CausalLM) -> None:
     """Load the target's last layer into ``block``, with zero output matrices so that it adds nothing at first."""
     last = target.model.layers[-1].state_dict()
     known = {name: tensor for name, tensor in last.items() if name in block.state_dict()}
@@ -278,7 +201,7 @@ def zero_block_output(block: Block, target: Llama) -> None:
 
 
 @torch.no_grad()
-def _initialise_head(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:
+def _initialise_head(head: Eagle3Head, target: CausalLM, vocabulary: Tensor) -> None:
     """Initialize an EAGLE-3 head in fp32: its first layer from the target, further ones without effect."""
     head.float()
     head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
@@ -288,7 +211,7 @@ def _initialise_head(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> Non
         zero_block_output(block, target)
 
 
-def _copy_weights(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:
+def _copy_weights(head: Eagle3Head, target: CausalLM, vocabulary: Tensor) -> None:
     """Copy the initial weights of an EAGLE-3 head from the target."""
     first: Any = target.model.layers[0]
     last: Any = target.model.layers[-1]
@@ -312,7 +235,7 @@ def _copy_weights(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:
 # Preparation of an existing draft for further training: fp32, with another draft vocabulary if it has its own.
 
 
-def prepare_draft(origin: Draft, target: Llama, vocabulary: Tensor, layers: int = 1) -> Draft:
+def prepare_draft(origin: Draft, target: CausalLM, vocabulary: Tensor, layers: int = 1) -> Draft:
     """Return ``origin`` ready for further training.
 
     Raises:
@@ -335,7 +258,7 @@ def prepare_draft(origin: Draft, target: Llama, vocabulary: Tensor, layers: int 
 
 
 @torch.no_grad()
-def prepare_eagle3_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
+def prepare_eagle3_head(origin: Eagle3Head, target: CausalLM, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
     """Return an EAGLE-3 head like ``origin``, on the CPU as that is, with the draft vocabulary ``vocabulary``.
 
     Output rows of tokens that are new to the head are copied from the target. Norms of its inputs, further layers and
@@ -366,7 +289,7 @@ def prepare_eagle3_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, l
     return head
 
 
-def _check_states(origin: Eagle3Head | DFlashHead, target: Llama) -> None:
+def _check_states(origin: Eagle3Head | DFlashHead, target: CausalLM) -> None:
     """Raise DraftNotTrainable if the head reads other layers of the target than training records."""
     reads = origin.config.aux_layers
     if reads and reads != target.config.aux_layers:
@@ -376,7 +299,7 @@ def _check_states(origin: Eagle3Head | DFlashHead, target: Llama) -> None:
         )
 
 
-def _output_rows(origin: Eagle3Head, target: Llama, vocabulary: Tensor) -> Tensor:
+def _output_rows(origin: Eagle3Head, target: CausalLM, vocabulary: Tensor) -> Tensor:
     """Return the output rows for ``vocabulary``: those of ``origin`` where it has them, else the target's."""
     mine = origin.lm_head.weight.float()
     if torch.equal(origin.target_ids, vocabulary):

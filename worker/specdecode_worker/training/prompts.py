@@ -242,7 +242,7 @@ def overlaps(text: str, held_out: Iterable[set[tuple[str, ...]]]) -> bool:
 # Temperatures of the answers and their shares: most requests are greedy, the other temperatures add variety.
 TEMPERATURE_SHARES = ((0.0, 0.4), (0.6, 0.2), (0.8, 0.25), (1.0, 0.15))
 SELF_ASKED_SHARE = 0.3  # share of conversations with a question that the target generates itself
-LONGEST_PROMPT = 224  # tokens; longer training prompts are dropped
+LONGEST_PROMPT = 224  # tokens; longer built-in prompts are dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,10 +323,20 @@ def greedy(lines: Sequence[PromptLine], chat: Chat) -> Iterator[Question]:
 
 
 class TrainingQuestions:
-    """Endless training questions: from ``own`` if given, else from the combinatorial set and the target itself."""
+    """Endless training questions: from ``own`` if given, else from the combinatorial set and the target itself.
 
-    def __init__(self, chat: Chat, held_out: Sequence[PromptLine], seed: int, own: Sequence[PromptLine] = ()) -> None:
-        self._chat, self._own, self._rng = chat, own, random.Random(seed)
+    Prompts of more than ``longest`` tokens are dropped.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        held_out: Sequence[PromptLine],
+        seed: int,
+        own: Sequence[PromptLine] = (),
+        longest: int = LONGEST_PROMPT,
+    ) -> None:
+        self._chat, self._own, self._longest, self._rng = chat, own, longest, random.Random(seed)
         self._held_out = [ngrams(line.text) for line in held_out]
 
     def __iter__(self) -> Iterator[Question]:
@@ -347,7 +357,7 @@ class TrainingQuestions:
             made = draw(self._rng)
             line = PromptLine(messages=(Message(role="user", content=made.text),), domain=made.domain)
         ids = line.ids(self._chat)
-        wanted = len(ids) <= LONGEST_PROMPT and not overlaps(line.text, self._held_out)
+        wanted = len(ids) <= self._longest and not overlaps(line.text, self._held_out)
         return (ids, line.domain) if wanted else None
 
     def is_refused(self, question: list[int]) -> bool:

@@ -1,6 +1,7 @@
 """The stages of training a draft: record the target's answers, choose the draft vocabulary, train, write the draft.
 
-    OUT/recorded/shard-*.safetensors   conversations with the target's hidden states
+    OUT/recorded/texts-*.msgpack       conversations, by the target's engine
+    OUT/recorded/shard-*.safetensors   the same with the target's hidden states
     OUT/vocabulary.json                target ids of the draft's vocabulary
     OUT/checkpoint.pt                  everything that the next training step depends on
     OUT/history.json                   results of all validations
@@ -21,10 +22,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft, WeightMethod
 from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.training.artifacts import Names, lineage, write_card, write_curve, write_draft
 from specdecode_worker.training.conversations import (
     Chat,
@@ -49,7 +51,16 @@ from specdecode_worker.training.heads import (
     prepare_draft,
 )
 from specdecode_worker.training.prompts import PromptLine, TrainingQuestions, normalise
-from specdecode_worker.training.rollout import Rollout, RolloutSettings, answer_tokens, record, text_conversations
+from specdecode_worker.training.rollout import (
+    Rollout,
+    RolloutSettings,
+    answer_tokens,
+    record_states,
+    record_texts,
+    text_pieces,
+    texts_paths,
+)
+from specdecode_worker.training.split_target import TargetPlacement, target_engine
 from specdecode_worker.training.trainer import ProcessGroup, Trainer, TrainSettings
 from specdecode_worker.training.unroll import vocabulary_of
 
@@ -97,17 +108,15 @@ class DraftSettings:
 
 
 def train_draft(
-    target: Llama,
-    chat: Chat,
-    recording: RecordingSettings,
+    target: CausalLM,
     settings: TrainSettings,
     draft_settings: DraftSettings,
     out: Path,
     log: Log,
     peers: ProcessGroup | None = None,
-    whole: Llama | None = None,
+    whole: CausalLM | None = None,
 ) -> Path:
-    """Train a draft for ``target`` and return its folder.
+    """Train a draft for ``target`` on the texts in ``out`` (see `record_answers`) and return its folder.
 
     Training starts from ``draft_settings.origin``, or from the target's own weights if it is None. They are those of
     ``whole``, if given, where several devices share the layers of ``target``.
@@ -118,7 +127,7 @@ def train_draft(
     peers = peers or ProcessGroup()
     recorded, output_VE = out / "recorded", target.lm_head.weight
     if peers.rank == 0:
-        record_conversations(target, chat, recording, settings.seed, recorded, log)
+        record_states(target, recorded, log)
         if draft_settings.normalise:
             normalise(recorded, output_VE, log)
         _choose_vocabulary(out, output_VE, draft_settings, log)
@@ -142,7 +151,7 @@ def train_draft(
     return out / "head"
 
 
-def _draft(target: Llama, draft_settings: DraftSettings, out: Path, settings: TrainSettings) -> Draft:
+def _draft(target: CausalLM, draft_settings: DraftSettings, out: Path, settings: TrainSettings) -> Draft:
     """Return the untrained draft that ``draft_settings`` describes, with the vocabulary stored in ``out``."""
     known = torch.tensor(json.loads((out / "vocabulary.json").read_text()))
     if draft_settings.origin is not None:
@@ -162,7 +171,7 @@ def _draft(target: Llama, draft_settings: DraftSettings, out: Path, settings: Tr
             return new_draft_model(target, max(2, draft_settings.layers))
 
 
-def _add_copy_heads(draft: Draft, target: Llama, recorded: Path, draft_settings: DraftSettings) -> Draft:
+def _add_copy_heads(draft: Draft, target: CausalLM, recorded: Path, draft_settings: DraftSettings) -> Draft:
     """Return ``draft`` with copy heads.
 
     They are fitted on the first shard alone, so that a resumed run gets the same heads.
@@ -195,25 +204,35 @@ def _finish(trainer: Trainer, draft_settings: DraftSettings, out: Path, log: Log
         log("curve.png: install matplotlib to have it drawn")
 
 
-def record_conversations(
-    target: Llama, chat: Chat, recording: RecordingSettings, seed: int, recorded: Path, log: Log
+def record_answers(
+    placement: TargetPlacement, chat: Chat, recording: RecordingSettings, seed: int, out: Path, log: Log
 ) -> None:
-    """Record conversations into ``recorded`` until it holds ``recording.tokens`` answer tokens."""
+    """Record texts into ``out`` until they hold ``recording.tokens`` answer tokens.
+
+    Raises:
+        TrainingError: PromptFileError, or the target's answers are of no use.
+        ModelError: The target cannot be loaded.
+    """
+    recorded = out / "recorded"
     recorded.mkdir(parents=True, exist_ok=True)
     have = answer_tokens(recorded)
     if have >= recording.tokens:
         return
+    positions = prepare_causal_lm(placement.folder).network.config.max_position_embeddings
     if recording.text is not None:
-        conversations = text_conversations(target, chat, recording.text, skip_tokens=have)
-    else:
-        seed = seed + len(shard_paths(recorded))  # a resumed rollout asks new questions
-        questions = TrainingQuestions(chat, recording.held_out, seed, recording.prompts)
-        settings = RolloutSettings(rows=recording.rows, answer_tokens=recording.answer_tokens, seed=seed)
-        around = chat.around_question()
-        conversations = Rollout(
-            target, settings, iter(questions), around=around, is_refused=questions.is_refused
-        ).conversations()
-    record(conversations, recorded, tokens=recording.tokens, log=log)
+        pieces = text_pieces(chat, recording.text, min(recording.answer_tokens, positions), skip_tokens=have)
+        record_texts(pieces, recorded, tokens=recording.tokens, log=log)
+        return
+    seed = seed + len(texts_paths(recorded))  # a resumed rollout asks new questions
+    settings = RolloutSettings(rows=recording.rows, answer_tokens=recording.answer_tokens, seed=seed)
+    longest_prompt = max((len(line.ids(chat)) for line in recording.prompts), default=settings.question_tokens)
+    questions = TrainingQuestions(chat, recording.held_out, seed, recording.prompts, longest_prompt)
+    longest = min(longest_prompt + settings.answer_tokens, positions)
+    with target_engine(placement, rows=settings.rows, longest=longest) as engine:
+        rollout = Rollout(
+            engine, settings, iter(questions), around=chat.around_question(), is_refused=questions.is_refused
+        )
+        record_texts(rollout.texts(), recorded, tokens=recording.tokens, log=log)
 
 
 def _choose_vocabulary(out: Path, output_VE: Tensor, draft_settings: DraftSettings, log: Log) -> None:

@@ -19,7 +19,7 @@ from specdecode_worker.capture import Record
 from specdecode_worker.contract.capture import LEAST_SHARE
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.core.request import check_tokens, sampling_params_of
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.sampling.params import SamplingParams
 from specdecode_worker.sampling.sampler import BatchTokens, sampler_of
 from specdecode_worker.sampling.trees import PLAIN, Nodes, forest_of
@@ -95,7 +95,7 @@ def _has_valid_sampling(record: Record, vocab_size: int) -> bool:
 
 
 @torch.inference_mode()
-def replay(target: Llama, record: Record) -> Replayed | DropReason:
+def replay(target: CausalLM, record: Record) -> Replayed | DropReason:
     """Return the record as a conversation with the target's states, or the reason why it is dropped.
 
     The conversation leaves out the record's last token: no slot reads it, and the slot before it predicts it.
@@ -116,7 +116,7 @@ def replay(target: Llama, record: Record) -> Replayed | DropReason:
     return Replayed(conversation, ties)
 
 
-def near_ties(target: Llama, record: Record, hidden_OE: Tensor) -> int | None:
+def near_ties(target: CausalLM, record: Record, hidden_OE: Tensor) -> int | None:
     """Return the number of output tokens that are near ties, or None if the target does not reproduce the record.
 
     A near tie is a token that the target chooses only after its logit is raised by ``TIE_LOGITS``. ``hidden_OE`` are

@@ -1,14 +1,15 @@
-"""Target of a training run that is split over several devices, with the engine's own shards.
+"""Target of a training run on one or several devices: the engine that answers, and the network that is trained on.
 
-Rank 0 runs everything: it reads texts, samples, trains and writes. The other ranks hold their shards and run each pass
-of the target that rank 0 announces, over a pipe; the sums within the layers are collectives (networks/tensor_parallel).
-The hidden states of a pass are whole on rank 0. Logits are computed there alone, for training needs the whole output
-matrix anyway.
+A network that is split has the engine's own shards. Rank 0 runs everything: it reads texts, trains and writes. The
+other ranks hold their shards and run each pass of the target that rank 0 announces, over a pipe; the sums within the
+layers are collectives (models/tensor_parallel). The hidden states of a pass are whole on rank 0. Logits are computed
+there alone, for training needs the whole output matrix anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -25,16 +26,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from specdecode_worker.bound_process import BoundProcess
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.tensor_parallel import Assignment, load_rank_shard
+from specdecode_worker.models.arch import split_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.models.tensor_parallel import split_config
-from specdecode_worker.models.weights import load_llama, prepare_llama
+from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.evaluation import ZeroContextAttention
-from specdecode_worker.training.heads import DenseCache
 from specdecode_worker.training.rollout import causal_attention
+
+_CHUNK = 2048
+"""Tokens of prompts that a step of the engine reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +55,53 @@ class TargetPlacement:
 
 
 class TargetPassMessage(msgspec.Struct, frozen=True):
-    """Pass of the target: its tokens, their positions, and the attention; rows and length are those of a cache."""
+    """Pass of the target: its tokens, their positions, and its attention (the name of an entry of ``_ATTENTIONS``)."""
 
     tokens: list[int]
     positions: list[int]
     attention: str
-    rows: int = 0
-    length: int = 0
+
+
+_ATTENTIONS: dict[str, Attend] = {"causal": causal_attention, "zero": ZeroContextAttention()}
+"""Attentions of passes that other ranks know."""
 
 
 @contextlib.contextmanager
-def placed_target(placement: TargetPlacement) -> Iterator[Llama]:
+def target_engine(placement: TargetPlacement, *, rows: int, longest: int) -> Iterator[Engine]:
+    """Yield an engine of the target alone, for ``rows`` requests of up to ``longest`` tokens, answers included.
+
+    It is gone when the context ends, so that the network that is trained on has its memory.
+
+    Raises:
+        ModelError: The target cannot be loaded, or does not fit into memory.
+    """
+    threads = torch.get_num_threads()
+    config = WorkerConfig(
+        model=ModelConfig(
+            uri=f"file://{placement.folder}", served_name="target", dtype=placement.dtype, max_model_len=longest
+        ),
+        draft=DraftConfig(method="none"),
+        engine=EngineConfig(
+            max_num_seqs=rows,
+            max_num_batched_tokens=max(rows, _CHUNK),
+            device=placement.device.type,
+            threads=placement.threads or threads,
+            tensor_parallel_size=placement.size,
+        ),
+    )
+    engine = load_engine(config, lambda _: placement.folder)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def placed_target(placement: TargetPlacement) -> Iterator[CausalLM]:
     """Yield the target, and end the other ranks afterwards. The process ends if one of them is lost.
 
     Raises:
@@ -67,9 +109,9 @@ def placed_target(placement: TargetPlacement) -> Iterator[Llama]:
     """
     if placement.size == 1:
         dtype: torch.dtype = getattr(torch, placement.dtype)
-        yield load_llama(placement.folder, dtype=dtype, device=placement.device)
+        yield load_causal_lm(placement.folder, dtype=dtype, device=placement.device)
         return
-    split_config(prepare_llama(placement.folder).network.config, placement.size)
+    split_config(prepare_causal_lm(placement.folder).network.config, placement.size)
     with tempfile.TemporaryDirectory(prefix="specdecode-ranks-") as meeting, _OtherRanks() as others:
         assignment = Assignment(
             rank=0,
@@ -93,11 +135,11 @@ def placed_target(placement: TargetPlacement) -> Iterator[Llama]:
             dist.destroy_process_group()
 
 
-def _whole_output(folder: Path, target: Llama, device: torch.device) -> Linear:
+def _whole_output(folder: Path, target: CausalLM, device: torch.device) -> Linear:
     """Return the whole output matrix, in place of the part that a shard has."""
     weight = target.model.embed_tokens.weight
     if not target.config.tie_word_embeddings:
-        whole = prepare_llama(folder)
+        whole = prepare_causal_lm(folder)
         (named,) = whole.checkpoint.read_all(["lm_head.weight"])
         weight = named[1].to(device=device, dtype=weight.dtype)
     return Linear.of(weight)
@@ -153,14 +195,9 @@ class _OtherRanks:
 
 
 def _message(tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> TargetPassMessage:
-    tokens, positions = tokens_T.tolist(), positions_T.tolist()
-    if isinstance(attend, DenseCache):
-        rows, length = attend.keys.shape[1], attend.keys.shape[3]
-        return TargetPassMessage(tokens, positions, "dense", rows, length)
-    if isinstance(attend, ZeroContextAttention):
-        return TargetPassMessage(tokens, positions, "zero")
-    assert attend is causal_attention, "other ranks know no other attention"
-    return TargetPassMessage(tokens, positions, "causal")
+    name = "zero" if isinstance(attend, ZeroContextAttention) else "causal"
+    assert name == "zero" or attend is causal_attention, "other ranks know no other attention"
+    return TargetPassMessage(tokens_T.tolist(), positions_T.tolist(), name)
 
 
 def follow(assignment: bytes, pipe: Connection) -> None:
@@ -174,26 +211,9 @@ def follow(assignment: bytes, pipe: Connection) -> None:
 @torch.inference_mode()
 def _follow(assignment: Assignment, pipe: Connection) -> None:
     model, device = load_rank_shard(assignment)
-    caches: dict[tuple[int, int], DenseCache] = {}
     decoder = msgspec.msgpack.Decoder(TargetPassMessage)
     while True:
         message = decoder.decode(pipe.recv_bytes())
         positions_T = torch.tensor(message.positions, device=device)
         tokens_T = torch.tensor(message.tokens, device=device)
-        model(tokens_T, positions_T, _attention(message, model, positions_T, caches), TargetStates())
-
-
-def _attention(
-    message: TargetPassMessage, model: Llama, positions_T: Tensor, caches: dict[tuple[int, int], DenseCache]
-) -> Attend:
-    if message.attention == "causal":
-        return causal_attention
-    if message.attention == "zero":
-        return ZeroContextAttention()
-    size = message.rows, message.length
-    if size not in caches:
-        caches.clear()  # rank 0 runs one rollout at a time
-        weight = model.model.embed_tokens.weight
-        caches[size] = DenseCache(model.config, *size, dtype=weight.dtype, device=weight.device)
-    caches[size].step(positions_T)
-    return caches[size]
+        model(tokens_T, positions_T, _ATTENTIONS[message.attention], TargetStates())

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.drafts import Draft
-from specdecode_worker.training.acceptance import StepCounts, target_token_ranks
-from specdecode_worker.training.conversations import Conversation, DataSet, batches
+from specdecode_worker.training.acceptance import StepCounts, groups_of, target_token_ranks
+from specdecode_worker.training.conversations import Conversation, DataSet, batches, pieces
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
 from specdecode_worker.training.prompts import TEMPERATURES
 from specdecode_worker.training.unroll import (
@@ -437,7 +437,8 @@ def read_checkpoint(folder: Path, settings: TrainSettings) -> dict[str, Any] | N
 # Validation during training: acceptance by depth and domain, and divergence, on held-out conversations.
 
 CHAIN = 3
-_TEXTS = 8
+_PIECE = 2048
+"""Most answer tokens whose divergence is computed at once."""
 
 
 @torch.inference_mode()
@@ -452,14 +453,13 @@ def validation_line(draft: Draft, conversations: Sequence[Conversation], output_
     counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
     divergence = 0.0
     slots = root_counts(conversations, 1)
-    texts = sorted(conversations, key=lambda c: len(c.tokens_N))
-    for start in range(0, len(texts), _TEXTS):
-        part = texts[start : start + _TEXTS]
+    for part in groups_of(conversations):
         for conversation, ranks in zip(part, target_token_ranks(draft, part, output_VE, depth), strict=True):
             counts_by_domain[""].walk(ranks, shape)
             counts_by_domain[conversation.domain].walk(ranks, shape)
-        batch = batch_for(draft, part, output_VE.dtype)
-        divergence += float(loss_of(draft, batch, output_VE, LossSettings(depth=1, decay=1.0), slots))
+        for group in groups_of([piece for conversation in part for piece in pieces(conversation, _PIECE)]):
+            batch = batch_for(draft, group, output_VE.dtype)
+            divergence += float(loss_of(draft, batch, output_VE, LossSettings(depth=1, decay=1.0), slots))
     overall = counts_by_domain.pop("", StepCounts())
     return {
         "divergence": round(divergence, 4),

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.layers import Attend
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.training.conversations import Conversation
 
@@ -191,6 +192,10 @@ def shifted_back(x: Tensor, by: int) -> Tensor:
     return torch.cat((x[:, by:], torch.zeros_like(x[:, :by])), dim=1)
 
 
+MOST_SCORES = 2**25
+"""Most attention scores of a pass that are in memory at once: 128 MiB in fp32. A longer pass is cut."""
+
+
 class UnrolledAttention:
     """Attention for ``unroll``: causal over all slots at depth 0, along branches of one slot per depth below."""
 
@@ -229,16 +234,36 @@ class UnrolledAttention:
         return self._along_branch(q_BAKGD, self._caches[layer]).flatten(0, 1).flatten(1, 2)
 
     def _along_branch(self, q_BAKGD: Tensor, cache: _LayerCache) -> Tensor:
-        """Return the attention of branch queries over the true slots up to their root and their own branch."""
+        """Return the attention of branch queries over the true slots up to their root and their own branch.
+
+        Behind a long text, some queries at a time are computed, and computed again for their gradients.
+        """
         assert cache.true is not None
-        keys_BKLD, values_BKLD = cache.true
+        mine = [(self._aligned(k, j), self._aligned(v, j)) for j, (k, v) in enumerate(cache.branch, 1)]
+        rows, answers, kv_heads, groups = q_BAKGD.shape[:4]
+        at_once = max(1, MOST_SCORES // (rows * kv_heads * groups * cache.true[0].shape[2]))
+        if at_once >= answers:
+            return self._attended(q_BAKGD, cache.true, mine, self._hidden_BAL)
+        parts = []
+        for start in range(0, answers, at_once):
+            here = slice(start, start + at_once)
+            own = [(k[:, here], v[:, here]) for k, v in mine]
+            part = (q_BAKGD[:, here], cache.true, own, self._hidden_BAL[:, here])
+            parts.append(checkpoint(self._attended, *part, use_reentrant=False))
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def _attended(
+        q_BAKGD: Tensor, true_slots: tuple[Tensor, Tensor], mine: list[tuple[Tensor, Tensor]], hidden_BAL: Tensor
+    ) -> Tensor:
+        """Return the attention of queries over true slots that are not hidden, and over their own branch."""
+        keys_BKLD, values_BKLD = true_slots
         answers, kv_heads, groups = q_BAKGD.shape[1:4]
         grouped = (len(q_BAKGD), kv_heads, groups, answers)
         q_BKXD = (q_BAKGD * q_BAKGD.shape[-1] ** -0.5).permute(0, 2, 3, 1, 4).flatten(2, 3)  # X is G times A
         true = (q_BKXD @ keys_BKLD.transpose(2, 3)).view(*grouped, -1)
-        true = true.masked_fill(self._hidden_BAL[:, None, None], float("-inf"))
+        true = true.masked_fill(hidden_BAL[:, None, None], float("-inf"))
         q_BKGAD = q_BKXD.view(*grouped, -1)
-        mine = [(self._aligned(k, j), self._aligned(v, j)) for j, (k, v) in enumerate(cache.branch, 1)]
         own = [(q_BKGAD * k.transpose(1, 2)[:, :, None]).sum(dim=-1, keepdim=True) for k, _ in mine]
         weights = torch.softmax(torch.cat((true, *own), dim=-1), dim=-1)
         split = true.shape[-1]
@@ -288,7 +313,15 @@ def unroll_blocks(
     order_BA = root_order(batch.valid_BA, depth, sample_seed)
     order_BR = order_BA[:, : max(root_count(order_BA.shape[1], 0, share), 1)]
     roots_BR = batch.answers_BA.gather(1, order_BR)
-    parts = [_blocks(head, batch, context, part_BR, depth) for part_BR in torch.split(roots_BR, _ROOTS, dim=1)]
+    scores = rows * head.config.num_attention_heads * (depth + 1) * slots  # of one root
+    at_once = max(1, min(_ROOTS, MOST_SCORES // scores))
+    # Behind a long text, some roots at a time are computed, and computed again for their gradients.
+    parts = [
+        checkpoint(_blocks, head, batch, context, part_BR, depth, use_reentrant=False)
+        if at_once < _ROOTS
+        else _blocks(head, batch, context, part_BR, depth)
+        for part_BR in torch.split(roots_BR, at_once, dim=1)
+    ]
     state_BRNE = torch.cat(parts, dim=1)
     for k in range(depth):
         trained_BR = trained_mask(batch.valid_BA, order_BR.shape[1], k, share)
@@ -402,7 +435,7 @@ class _RootAttention(UnrolledAttention):
 
 def batch_for(draft: Draft, conversations: Sequence[Conversation], dtype: torch.dtype) -> Batch:
     """Return the conversations as a batch with the states of the target that ``draft`` reads."""
-    final = not isinstance(draft, Llama) and draft.reads.final
+    final = not isinstance(draft, CausalLM) and draft.reads.final
     return make_batch(conversations, dtype, final=final, device=device_of_draft(draft))
 
 
@@ -426,7 +459,7 @@ def unrolled(draft: Draft, batch: Batch, depth: int, sample_seed: int | None = N
         case MedusaHeads():
             states_BAE = gather_rows(batch.aux_BLA, batch.answers_BA)
             yield from ((shifted(states_BAE, k), _rooted(batch, k)) for k in range(depth))
-        case Llama():
+        case CausalLM():
             states_BAE = _teacher_forced(draft, batch)
             yield from ((states_BAE, _rooted(batch, k)) for k in range(depth))
 
@@ -452,7 +485,7 @@ def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
 
 def vocabulary_of(draft: Draft, size: int) -> Tensor:
     """Return the target ids of the columns of ``logits_of``. ``size`` is the size of the target's vocabulary."""
-    ids = None if isinstance(draft, Llama) else draft.target_ids
+    ids = None if isinstance(draft, CausalLM) else draft.target_ids
     return torch.arange(size, device=device_of_draft(draft)) if ids is None else ids
 
 
@@ -477,7 +510,7 @@ def _rooted(batch: Batch, k: int) -> Tensor:
     return batch.valid_BA & (torch.arange(batch.valid_BA.shape[1], device=batch.valid_BA.device) >= k)
 
 
-def _teacher_forced(model: Llama, batch: Batch) -> Tensor:
+def _teacher_forced(model: CausalLM, batch: Batch) -> Tensor:
     """Return the states of a draft model at the answer slots. They do not depend on the root."""
     tokens_BN = torch.cat((batch.first_B[:, None], batch.tokens_BL), dim=1)
     positions_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device).expand(tokens_BN.shape)

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdecode_worker.capture import Record
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.weights import load_causal_lm
 from support import small_model
 from support.worker.captured_folders import write
 from support.worker.serving_records import records_of
@@ -38,8 +38,8 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def target(model: Path) -> Llama:
-    return load_llama(model, dtype=torch.float32, device=torch.device("cpu"))
+def target(model: Path) -> CausalLM:
+    return load_causal_lm(model, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")

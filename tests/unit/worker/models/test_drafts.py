@@ -15,21 +15,21 @@ from tokenizers.models import WordLevel
 
 from specdecode_worker.contract import DraftConfig
 from specdecode_worker.drafts.draft_files import draft_hash
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import (
+    CausalLMConfig,
     DFlashConfig,
     Eagle3Config,
     EagleConfig,
-    LlamaConfig,
     MedusaConfig,
     PEagleConfig,
-    llama_config,
 )
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft, WeightMethod, check_draft, load_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
-from specdecode_worker.models.headers import describe, infer_method, read_tensor_headers
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.headers import infer_method, read_tensor_headers
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse
 from support.worker.checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
@@ -41,20 +41,20 @@ METHODS: dict[WeightMethod, tuple[type, type]] = {
     "dflash": (DFlashHead, DFlashConfig),
     "eagle": (EagleHead, EagleConfig),
     "medusa": (MedusaHeads, MedusaConfig),
-    "draft-model": (Llama, LlamaConfig),
+    "draft-model": (CausalLM, CausalLMConfig),
 }
 Folders = dict[WeightMethod, Path]
 Load = Callable[..., Draft]
 
 
 def of_a_model(shape: dict[str, Any], randomise: Any, seed: int) -> dict[str, torch.Tensor]:
-    model = Llama(llama_config(shape)).requires_grad_(False)
+    model = CausalLM(causal_lm_config(shape)).requires_grad_(False)
     randomise(model, seed)
     return model.state_dict()
 
 
 @pytest.fixture
-def target_folder(target: Llama, shape: dict[str, Any], tmp_path: Path) -> Path:
+def target_folder(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> Path:
     return saved(write(tmp_path / "target", shape, target.state_dict()), tokenizer())
 
 
@@ -77,7 +77,7 @@ def folders(shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Folders:
 
 
 @pytest.fixture
-def load(target: Llama, target_folder: Path) -> Load:
+def load(target: CausalLM, target_folder: Path) -> Load:
     def load_method(method: WeightMethod, folder: Path) -> Draft:
         return load_draft(method, folder, target, target_folder=target_folder, dtype=torch.float32, device=CPU)
 
@@ -86,11 +86,12 @@ def load(target: Llama, target_folder: Path) -> Load:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_loads_its_own_network(
-    method: WeightMethod, folders: Folders, load: Load, target: Llama, target_folder: Path
+    method: WeightMethod, folders: Folders, load: Load, target_folder: Path
 ) -> None:
     network, config = METHODS[method]
-    assert isinstance(load(method, folders[method]), network)
-    assert isinstance(describe(folders[method], target.config), config)
+    loaded = load(method, folders[method])
+    assert isinstance(loaded, network)
+    assert isinstance(loaded.config, config)
     assert infer_method(read_tensor_headers(folders[method])) == method
     check_draft(method, folders[method], target_folder)
 
@@ -122,14 +123,8 @@ def test_folder_without_a_draft_is_refused(load: Load, tmp_path: Path) -> None:
         load("eagle3", folder)
 
 
-def test_a_head_cannot_be_described_without_a_target(folders: Folders) -> None:
-    with pytest.raises(ConfigMismatch, match="holds a draft of method medusa, no model of its own"):
-        describe(folders["medusa"])
-    assert isinstance(describe(folders["draft-model"]), LlamaConfig)
-
-
 def test_draft_is_checked_without_reading_weights(
-    folders: Folders, target_folder: Path, target: Llama, load: Load
+    folders: Folders, target_folder: Path, target: CausalLM, load: Load
 ) -> None:
     """`check_draft` finds every error of `load_draft` except invalid values of weights."""
     path = folders["eagle3"] / "model.safetensors"
@@ -145,14 +140,14 @@ def test_draft_is_checked_without_reading_weights(
 
 def test_draft_model_shares_the_target_vocabulary(folders: Folders, load: Load, dense: Any) -> None:
     draft = load("draft-model", folders["draft-model"])
-    assert isinstance(draft, Llama)
+    assert isinstance(draft, CausalLM)
     assert draft.config.vocab_size == 97
     assert draft.config.max_position_embeddings == 64
     out = draft(torch.tensor([96]), torch.tensor([63]), dense)
     assert draft.logits(out.hidden_TE).shape == (1, 97)
 
 
-def test_heads_load_for_a_fused_target(folders: Folders, load: Load, target: Llama, dense: Any) -> None:
+def test_heads_load_for_a_fused_target(folders: Folders, load: Load, target: CausalLM, dense: Any) -> None:
     """A head can be loaded for a fused target, as in a draft swap of a running engine."""
     states, tokens, slots = torch.ones(2, 32), torch.tensor([5, 6]), torch.tensor([1, 2])
     before = load("eagle", folders["eagle"])
@@ -168,7 +163,7 @@ def test_heads_load_for_a_fused_target(folders: Folders, load: Load, target: Lla
 def test_draft_model_with_other_added_tokens_keeps_its_rows(folders: Folders, load: Load, target_folder: Path) -> None:
     saved(folders["draft-model"], tokenizer(special=("<end>",)))
     draft = load("draft-model", folders["draft-model"])
-    assert isinstance(draft, Llama)
+    assert isinstance(draft, CausalLM)
     assert draft.vocabulary is not None
     assert (draft.config.vocab_size, len(draft.vocabulary.draft_ids)) == (90, 97)
     assert draft.vocabulary.target_ids.tolist() == list(range(90)), "the draft has no rows for the last tokens"
@@ -198,7 +193,7 @@ def test_the_hash_of_a_draft_model_covers_its_tokenizer(folders: Folders) -> Non
 
 
 def test_a_windowed_model_may_serve_short_texts(
-    shape: dict[str, Any], randomise: Any, target: Llama, target_folder: Path, tmp_path: Path
+    shape: dict[str, Any], randomise: Any, target: CausalLM, target_folder: Path, tmp_path: Path
 ) -> None:
     config = shape | {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
     folder = saved(write(tmp_path / "m", config, of_a_model(shape, randomise, 3)), tokenizer())

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_eagle
@@ -23,7 +23,7 @@ def eagle_shape(shape: dict[str, Any], layers: int = 1) -> dict[str, Any]:
     return shape | {"num_hidden_layers": layers, "max_position_embeddings": 4}
 
 
-def load(folder: Path, target: Llama) -> EagleHead:
+def load(folder: Path, target: CausalLM) -> EagleHead:
     return load_eagle(folder, target, dtype=torch.float32, device=CPU)
 
 
@@ -33,7 +33,7 @@ def load(folder: Path, target: Llama) -> EagleHead:
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_eagle_head_equals_cnets1(
-    layers: int, bias: bool, fused: bool, target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path
+    layers: int, bias: bool, fused: bool, target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
 ) -> None:
     tensors = eagle_tensors(layers, bias=bias)
     head = load(write(tmp_path, eagle_shape(shape, layers), tensors), target)
@@ -56,7 +56,7 @@ def test_eagle_head_equals_cnets1(
 
 
 def test_an_eagle_head_calls_attend_layer_by_layer(
-    target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path
+    target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
 ) -> None:
     head = load(write(tmp_path, eagle_shape(shape, 3), eagle_tensors(3)), target)
     called = []
@@ -71,7 +71,7 @@ def test_an_eagle_head_calls_attend_layer_by_layer(
 
 
 def test_eagle_head_shares_the_targets_embeddings_and_context_length(
-    target: Llama, shape: dict[str, Any], tmp_path: Path
+    target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     head = load(write(tmp_path, eagle_shape(shape), eagle_tensors()), target)
     assert head.config.max_position_embeddings == 256
@@ -80,7 +80,7 @@ def test_eagle_head_shares_the_targets_embeddings_and_context_length(
 
 @torch.inference_mode()
 def test_eagle_head_may_contain_its_own_embedding_and_lm_head(
-    target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path
+    target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
 ) -> None:
     """A head may contain its own embedding and lm_head.
 
@@ -109,7 +109,7 @@ def test_eagle_head_may_contain_its_own_embedding_and_lm_head(
 
 @pytest.mark.parametrize("name", sorted(eagle_tensors()))
 def test_an_eagle_head_without_a_tensor_is_refused_by_name(
-    name: str, target: Llama, shape: dict[str, Any], tmp_path: Path
+    name: str, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors = eagle_tensors()
     del tensors[name]
@@ -129,12 +129,12 @@ def test_an_eagle_head_without_a_tensor_is_refused_by_name(
     ids=str,
 )
 def test_eagle_head_with_an_incompatible_config_is_refused(
-    changes: dict[str, Any], message: str, target: Llama, shape: dict[str, Any], tmp_path: Path
+    changes: dict[str, Any], message: str, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigMismatch, match=message):
         load(write(tmp_path, eagle_shape(shape) | changes, eagle_tensors()), target)
 
 
-def test_a_bias_that_the_config_excludes_is_refused(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_a_bias_that_the_config_excludes_is_refused(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(WeightMismatch, match=r"fc\.bias is not part of this model"):
         load(write(tmp_path, eagle_shape(shape) | {"bias": False}, eagle_tensors()), target)

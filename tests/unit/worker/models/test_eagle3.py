@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_eagle3
 from support.worker.checkpoints import CPU, SLOTS, TOKENS, eagle3_tensors, first_layer, noise, norm, reference, write
 
 
-def load3(folder: Path, target: Llama) -> Eagle3Head:
+def load3(folder: Path, target: CausalLM) -> Eagle3Head:
     return load_eagle3(folder, target, dtype=torch.float32, device=CPU)
 
 
@@ -41,7 +41,7 @@ EAGLE3: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", EAGLE3)
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_eagle3_head_equals_vllm(
-    variant: str, fused: bool, target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path
+    variant: str, fused: bool, target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
 ) -> None:
     config = EAGLE3[variant]
     nested = config.get("eagle_config", {})
@@ -80,7 +80,7 @@ def test_eagle3_head_equals_vllm(
 
 @torch.inference_mode()
 def test_head_of_another_size_needs_its_own_embeddings(
-    target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path
+    target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
 ) -> None:
     tensors = eagle3_tensors(size=16) | {"embed_tokens.weight": noise(97, 16)}
     config = shape | {"num_hidden_layers": 1, "hidden_size": 16, "target_hidden_size": 32, "draft_vocab_size": 40}
@@ -95,7 +95,7 @@ def test_head_of_another_size_needs_its_own_embeddings(
         load3(write(tmp_path, config, tensors), target)
 
 
-def test_nested_config_of_speculators_is_read(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_nested_config_of_speculators_is_read(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     layer = {name: shape[name] for name in shape if name != "architectures"} | {"head_dim": 8, "num_hidden_layers": 1}
     nested = {
         "architectures": ["Eagle3Speculator"],
@@ -127,7 +127,7 @@ def test_nested_config_of_speculators_is_read(target: Llama, shape: dict[str, An
     ids=str,
 )
 def test_layer_ids_of_both_conventions_are_read_and_logged(
-    written: list[int], read: tuple[int, ...], word: str, target: Llama, shape: dict[str, Any], caplog: Any
+    written: list[int], read: tuple[int, ...], word: str, target: CausalLM, shape: dict[str, Any], caplog: Any
 ) -> None:
     with caplog.at_level(logging.INFO):
         config = eagle3_config(shape | {"eagle_aux_hidden_state_layer_ids": written}, target.config)
@@ -135,12 +135,14 @@ def test_layer_ids_of_both_conventions_are_read_and_logged(
     assert f"name {word} of layers: reading the inputs of layers {list(read)}" in caplog.text
 
 
-def test_norms_that_exclude_each_other_are_refused(target: Llama, shape: dict[str, Any]) -> None:
+def test_norms_that_exclude_each_other_are_refused(target: CausalLM, shape: dict[str, Any]) -> None:
     with pytest.raises(ConfigMismatch, match="exclude each other"):
         eagle3_config(shape | {"fc_norm": True, "norm_before_fc": True}, target.config)
 
 
-def test_rotary_frequencies_of_old_exporters_are_ignored(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_rotary_frequencies_of_old_exporters_are_ignored(
+    target: CausalLM, shape: dict[str, Any], tmp_path: Path
+) -> None:
     config = shape | {"num_hidden_layers": 1, "draft_vocab_size": 40, "max_position_embeddings": 8}
     tensors = eagle3_tensors() | {"midlayer.self_attn.rotary_emb.inv_freq": torch.full((4,), torch.nan)}
     head = load3(write(tmp_path, config, tensors), target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.config import llama_config
-from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.arch import ARCHITECTURES, causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import LayerKind
+from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.llama import LLAMA
 from specdecode_worker.models.optimize import fuse
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
+from support.worker.checkpoints import write
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))
@@ -56,7 +60,7 @@ def saved(folder: Path, shape: dict[str, Any], variant: str, randomise: Any) -> 
 
 
 @torch.inference_mode()
-def our_logits(model: Llama, dense: Any) -> Tensor:
+def our_logits(model: CausalLM, dense: Any) -> Tensor:
     return model.logits(model(TOKENS, torch.arange(len(TOKENS)), dense).hidden_TE)
 
 
@@ -68,11 +72,55 @@ def test_logits_plain_and_fused(
 ) -> None:
     wanted = saved(tmp_path, shape, variant, randomise)(TOKENS[None]).logits[0]
     assert wanted.std() > 0.3, "logits must be large enough for 1e-5 to mean something"
-    ours = load_llama(tmp_path, dtype=torch.float32, device=CPU)
+    ours = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
     torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
     fuse(ours)
     assert sum(name.endswith("qkv_proj") for name, _ in ours.named_modules()) == 5
     torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_layers_that_do_not_rotate(shape: dict[str, Any], dense: Any, randomise: Any) -> None:
+    """SmolLM3 is Llama with layers without rotary positions; no architecture here has them yet."""
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    rotates = [1, 0, 1, 1, 0]
+    fields = {key: value for key, value in shape.items() if key != "architectures"} | {"rope_parameters": PLAIN}
+    theirs = SmolLM3ForCausalLM(
+        SmolLM3Config(**fields, no_rope_layers=rotates, tie_word_embeddings=False, pad_token_id=0)
+    ).eval()
+    randomise(theirs, 1)
+    ours = CausalLM(replace(causal_lm_config(shape), layer_kinds=tuple(LayerKind(bool(one)) for one in rotates)))
+    ours.load_state_dict(theirs.state_dict())
+    wanted = theirs(TOKENS[None]).logits[0]
+    torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+    fuse(ours.requires_grad_(False))
+    torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+    ours.config = replace(ours.config, layer_kinds=())
+    assert (our_logits(ours, dense) - wanted).abs().max() > 1e-3
+
+
+@torch.inference_mode()
+def test_an_architecture_reads_nested_fields_and_renames_tensors(
+    target: CausalLM, shape: dict[str, Any], dense: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model of text and images: the fields of the text nested, its tensors with a prefix, the others left out."""
+    entry = replace(
+        LLAMA,
+        name="Composite",
+        read=lambda fields, most: LLAMA.read(fields.part("text_config"), most),
+        tensor_name=lambda name: name.removeprefix("text.") if name.startswith("text.") else None,
+    )
+    monkeypatch.setitem(ARCHITECTURES, "Composite", entry)
+    tensors = {f"text.{name}": tensor for name, tensor in target.state_dict().items()} | {"eyes": torch.ones(2)}
+    nested = {"architectures": ["Composite"], "text_config": shape | {"eos_token_id": [3, 5]}}
+    folder = write(tmp_path, nested, tensors)
+    ours = load_causal_lm(folder, dtype=torch.float32, device=CPU)
+    assert ours.config.eos_token_ids == (3, 5)
+    assert torch.equal(our_logits(ours, dense), our_logits(target, dense))
+    monkeypatch.setitem(ARCHITECTURES, "Composite", replace(entry, tensor_name=lambda name: name.removeprefix("text.")))
+    with pytest.raises(WeightMismatch, match="eyes is not part of this model"):
+        load_causal_lm(folder, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.slow
@@ -82,7 +130,7 @@ def test_bf16_with_biases_and_norms_is_packed(
 ) -> None:
     """On a CPU with bf16 support, a packed network is as close to fp32 as the plain one."""
     wanted = saved(tmp_path, shape, "qwen3-attention-bias", randomise)(TOKENS[None]).logits[0]
-    ours = load_llama(tmp_path, dtype=torch.bfloat16, device=CPU)
+    ours = load_causal_lm(tmp_path, dtype=torch.bfloat16, device=CPU)
     plain_error = (our_logits(ours, dense).float() - wanted).abs().mean()
     fuse(ours)
     assert (our_logits(ours, dense).float() - wanted).abs().mean() < 1.5 * plain_error
@@ -107,7 +155,7 @@ def test_wrongly_read_field_is_detected(
     wanted = saved(tmp_path, shape, variant, randomise)(TOKENS[None]).logits[0]
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    ours = load_llama(tmp_path, dtype=torch.float32, device=CPU)
+    ours = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
     assert (our_logits(ours, dense) - wanted).abs().max() > 1e-3
 
 
@@ -122,28 +170,28 @@ def qwen2(shape: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def test_sliding_window_below_the_context_length_is_refused(shape: dict[str, Any]) -> None:
     config = mistral(shape, sliding_window=100)
     with pytest.raises(ConfigMismatch, match="sliding_window 100 is below the longest text of 256 tokens"):
-        llama_config(config)
+        causal_lm_config(config)
     with pytest.raises(ConfigMismatch, match="set max_model_len to 100 or less"):
-        llama_config(config, max_model_len=101)
-    assert llama_config(config, max_model_len=100).max_position_embeddings == 256
+        causal_lm_config(config, max_model_len=101)
+    assert causal_lm_config(config, max_model_len=100).max_position_embeddings == 256
 
 
 def test_disabled_sliding_windows_are_ignored(shape: dict[str, Any]) -> None:
-    llama_config(mistral(shape, sliding_window=None))
-    llama_config(mistral(shape))  # transformers' default of 4096 is longer than this model's texts
+    causal_lm_config(mistral(shape, sliding_window=None))
+    causal_lm_config(mistral(shape))  # transformers' default of 4096 is longer than this model's texts
     with pytest.raises(ConfigMismatch, match="sliding_window 4096"):
-        llama_config(mistral(shape, max_position_embeddings=8192))
-    llama_config(qwen2(shape, sliding_window=8, use_sliding_window=False))
-    llama_config(qwen2(shape, sliding_window=8, use_sliding_window=True, layer_types=["full_attention"] * 5))
+        causal_lm_config(mistral(shape, max_position_embeddings=8192))
+    causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=False))
+    causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True, layer_types=["full_attention"] * 5))
     with pytest.raises(ConfigMismatch, match="sliding_window 8"):
-        llama_config(qwen2(shape, sliding_window=8, use_sliding_window=True))
+        causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True))
     with pytest.raises(ConfigMismatch, match="layer_types"):
-        llama_config(qwen2(shape, layer_types=["linear_attention"]))
+        causal_lm_config(qwen2(shape, layer_types=["linear_attention"]))
 
 
 def test_yarn_factor_multiplies_the_context_length(shape: dict[str, Any]) -> None:
     config = qwen2(shape, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200})
-    assert llama_config(config).max_position_embeddings == 800
+    assert causal_lm_config(config).max_position_embeddings == 800
 
 
 @pytest.mark.parametrize(
@@ -180,18 +228,18 @@ def test_unsupported_config_field_is_refused_by_name(
     changes: dict[str, Any], message: str, shape: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigMismatch, match=message):
-        llama_config(shape | changes)
+        causal_lm_config(shape | changes)
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"])
 def test_missing_required_field_is_named(name: str, shape: dict[str, Any]) -> None:
     del shape[name]
     with pytest.raises(ConfigMismatch, match=f"{name} must be"):
-        llama_config(qwen2(shape))
+        causal_lm_config(qwen2(shape))
 
 
 def test_family_is_read_from_model_type_if_architectures_are_missing(shape: dict[str, Any]) -> None:
     del shape["architectures"]
-    assert llama_config(shape | {"model_type": "qwen3"}).qk_norm
-    assert llama_config(shape | {"model_type": "qwen2"}).qkv_bias
-    assert not llama_config(shape).qkv_bias
+    assert causal_lm_config(shape | {"model_type": "qwen3"}).qk_norm
+    assert causal_lm_config(shape | {"model_type": "qwen2"}).qkv_bias
+    assert not causal_lm_config(shape).qkv_bias

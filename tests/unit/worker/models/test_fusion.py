@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from specdecode_kernels.cpu.native import library
 from specdecode_worker.models import compiled_cpu, linear
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.compiled_cpu import NativeBlock, NativeMidlayer
-from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.linear import CompiledWeight, Linear, OneDnnWeight
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, should_pack
 from specdecode_worker.models.target_states import TargetStates
 from support.tiers import skip_reason
@@ -26,13 +27,13 @@ needs_bf16 = pytest.mark.skipif(not PACKS, reason=skip_reason("bf16", "this CPU 
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any) -> Llama:
-    model = Llama(llama_config(shape | {"tie_word_embeddings": request.param})).requires_grad_(False)
+def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any) -> CausalLM:
+    model = CausalLM(causal_lm_config(shape | {"tie_word_embeddings": request.param})).requires_grad_(False)
     randomise(model, 1)
     return model
 
 
-def logits(model: Llama, dense: Any) -> Tensor:
+def logits(model: CausalLM, dense: Any) -> Tensor:
     out = model(TOKENS, torch.arange(len(TOKENS)), dense, TargetStates((0, 2, 4)))
     assert out.aux_TA is not None
     return torch.cat((model.logits(out.hidden_TE), out.aux_TA), dim=-1)
@@ -50,7 +51,7 @@ def joined(model: nn.Module) -> list[str]:
 
 
 @pytest.fixture
-def head(target: Llama, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
+def head(target: CausalLM, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
     config = eagle3_config(shape | {"num_hidden_layers": 1, "draft_vocab_size": 40}, target.config)
     eagle3_head = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
     randomise(eagle3_head, 2)
@@ -58,7 +59,7 @@ def head(target: Llama, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
-def test_fused_target_gives_the_same_logits(target: Llama, dense: Any, dtype: torch.dtype, tolerance: float) -> None:
+def test_fused_target_gives_the_same_logits(target: CausalLM, dense: Any, dtype: torch.dtype, tolerance: float) -> None:
     target = target.to(dtype)
     wanted = logits(target, dense)
     fuse(target)
@@ -68,7 +69,7 @@ def test_fused_target_gives_the_same_logits(target: Llama, dense: Any, dtype: to
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
 def test_fused_head_gives_the_same_logits(
-    head: Eagle3Head, target: Llama, dense: Any, dtype: torch.dtype, tolerance: float
+    head: Eagle3Head, target: CausalLM, dense: Any, dtype: torch.dtype, tolerance: float
 ) -> None:
     head.to(dtype), target.to(dtype)
     wanted = drafted(head, dense)
@@ -107,7 +108,7 @@ def test_packing_bf16_costs_no_accuracy(
 ) -> None:
     """Packed networks are as close to an fp64 run of the same bf16 weights as the plain networks are."""
     shape |= {"head_dim": head_dim}
-    target = Llama(llama_config(shape)).requires_grad_(False)
+    target = CausalLM(causal_lm_config(shape)).requires_grad_(False)
     config = eagle3_config(shape | {"num_hidden_layers": 1, "draft_vocab_size": 40}, target.config)
     head = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
     randomise(target, 1), randomise(head, 2)
@@ -126,7 +127,7 @@ def test_packing_bf16_costs_no_accuracy(
 
 
 @needs_bf16
-def test_embeddings_stay_readable_when_a_tied_matrix_is_packed(target: Llama) -> None:
+def test_embeddings_stay_readable_when_a_tied_matrix_is_packed(target: CausalLM) -> None:
     target = target.bfloat16()
     before = target.model.embed_tokens(TOKENS)
     fuse(target)
@@ -134,14 +135,14 @@ def test_embeddings_stay_readable_when_a_tied_matrix_is_packed(target: Llama) ->
     assert torch.equal(target.model.embed_tokens(TOKENS), before)
 
 
-def test_only_bf16_is_packed(target: Llama) -> None:
+def test_only_bf16_is_packed(target: CausalLM) -> None:
     fuse(target)
     assert target.lm_head.is_plain
 
 
 @pytest.mark.parametrize("order", [("k_proj", "q_proj", "v_proj"), ("q_proj", "v_proj", "k_proj")])
 def test_wrong_order_of_joined_parts_is_detected(
-    order: tuple[str, ...], target: Llama, dense: Any, monkeypatch: pytest.MonkeyPatch
+    order: tuple[str, ...], target: CausalLM, dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Self-check of the comparison: it detects queries, keys and values joined in a wrong order."""
     right = Linear.joined

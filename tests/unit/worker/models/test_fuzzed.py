@@ -17,21 +17,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specdecode_worker.models.config import (
-    dflash_config,
-    eagle3_config,
-    eagle_config,
-    llama_config,
-    medusa_config,
-    peagle_config,
-)
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import dflash_config, eagle3_config, eagle_config, medusa_config, peagle_config
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import WeightMethod, check_draft, load_draft
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.headers import INDEX, describe
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.headers import INDEX
 from specdecode_worker.models.medusa import MedusaHeads
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 from support.tiers import by_effort
 from support.worker.checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
 from support.worker.tokens import saved, tokenizer
@@ -92,7 +86,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write one valid folder of each kind. Examples break copies of them."""
     base = tmp_path_factory.mktemp("whole")
     one = SHAPE | {"num_hidden_layers": 1}
-    model = Llama(llama_config(SHAPE)).requires_grad_(False)
+    model = CausalLM(causal_lm_config(SHAPE)).requires_grad_(False)
     for name in ("target", "draft-model"):
         saved(write(base / name, SHAPE, model.state_dict()), tokenizer())
     write(base / "eagle3", one | {"draft_vocab_size": 40}, eagle3_tensors())
@@ -113,13 +107,12 @@ def copied(folder: Path) -> Iterator[Path]:
 def loads(kind: str, folder: Path, whole: Path) -> bool:
     """Return whether the folder loads.
 
-    Assert that a folder that loads also runs and passes `describe` and `check_draft`, and that an error names a field
-    or file.
+    Assert that a folder that loads also runs and passes `check_draft`, and that an error names a field or file.
     """
-    target = load_llama(whole / "target", dtype=torch.float32, device=CPU)
+    target = load_causal_lm(whole / "target", dtype=torch.float32, device=CPU)
     try:
         if kind == "target":
-            network: nn.Module = load_llama(folder, dtype=torch.float32, device=CPU)
+            network: nn.Module = load_causal_lm(folder, dtype=torch.float32, device=CPU)
         else:
             method: WeightMethod = kind  # type: ignore[assignment]
             network = load_draft(
@@ -133,20 +126,19 @@ def loads(kind: str, folder: Path, whole: Path) -> bool:
         named = [str(folder), "config.json", *FIELDS, *SCALES, "rope scaling"]
         assert any(word in problem for word in named), problem
         return False
-    describe(folder, target.config)
     if kind != "target":
         check_draft(method, folder, whole / "target")
     run(network, target)
     return True
 
 
-def run(network: Any, target: Llama) -> None:
+def run(network: Any, target: CausalLM) -> None:
     tokens, positions = torch.tensor([1, 2, 3]), torch.arange(3)
 
     def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         return v_TKD.repeat_interleave(q_THD.shape[1] // k_TKD.shape[1], dim=1)
 
-    if isinstance(network, Llama):
+    if isinstance(network, CausalLM):
         assert (
             network.logits(network(tokens % network.config.vocab_size, positions * 0, attend).hidden_TE).shape[0] == 3
         )
@@ -203,7 +195,7 @@ WRONG: list[Any] = [
 @pytest.mark.parametrize("field", [*FIELDS, *(f"rope_scaling.{name}" for name in SCALES)])
 def test_wrong_values_are_accepted_or_raise_model_errors(field: str) -> None:
     """Every wrong value of a field is either accepted or raises a ModelError, for each kind of network."""
-    target = llama_config(SHAPE)
+    target = causal_lm_config(SHAPE)
     for value in WRONG:
         for kind in ("linear", "llama3", "yarn"):
             scaling = dict.fromkeys(SCALES, 8.0) | {"rope_type": kind, "low_freq_factor": 1.0}
@@ -212,9 +204,9 @@ def test_wrong_values_are_accepted_or_raise_model_errors(field: str) -> None:
                 raw = SHAPE | {"rope_scaling": scaling | {field.split(".")[1]: value}}
             else:
                 raw = SHAPE | {"medusa_num_heads": 2, "rope_scaling": scaling, field: value}
-            for read in (llama_config, eagle3_config, peagle_config, dflash_config, eagle_config, medusa_config):
+            for read in (causal_lm_config, eagle3_config, peagle_config, dflash_config, eagle_config, medusa_config):
                 with suppress(ModelError):
-                    read(raw, *([] if read is llama_config else [target]))  # type: ignore[operator]
+                    read(raw, *([] if read is causal_lm_config else [target]))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("kind", KINDS)

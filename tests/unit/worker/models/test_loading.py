@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 
 CPU = torch.device("cpu")
 DRAFT_VOCABULARY = 40
@@ -56,7 +56,7 @@ def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 
 
 @pytest.fixture
-def target_folder(target: Llama, shape: dict[str, Any], tmp_path: Path) -> Path:
+def target_folder(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> Path:
     return write(tmp_path / "target", shape, target.state_dict())
 
 
@@ -64,7 +64,7 @@ def head_config(shape: dict[str, Any]) -> dict[str, Any]:
     return shape | {"num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCABULARY}
 
 
-def head_tensors(shape: dict[str, Any], target: Llama, randomise: Any) -> Tensors:
+def head_tensors(shape: dict[str, Any], target: CausalLM, randomise: Any) -> Tensors:
     head = Eagle3Head(eagle3_config(head_config(shape), target.config), target.model.embed_tokens)
     randomise(head, 2)
     head.d2t += torch.arange(DRAFT_VOCABULARY)
@@ -72,7 +72,7 @@ def head_tensors(shape: dict[str, Any], target: Llama, randomise: Any) -> Tensor
 
 
 @pytest.fixture
-def head_folder(target: Llama, shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Path:
+def head_folder(target: CausalLM, shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Path:
     return write(tmp_path / "head", head_config(shape), head_tensors(shape, target, randomise))
 
 
@@ -84,20 +84,20 @@ def change(folder: Path, **changed: Tensor | None) -> None:
     )
 
 
-def load_head(folder: Path, target: Llama) -> Eagle3Head:
+def load_head(folder: Path, target: CausalLM) -> Eagle3Head:
     return load_eagle3(folder, target, dtype=torch.float32, device=CPU)
 
 
-def load_target(folder: Path) -> Llama:
-    return load_llama(folder, dtype=torch.float32, device=CPU)
+def load_target(folder: Path) -> CausalLM:
+    return load_causal_lm(folder, dtype=torch.float32, device=CPU)
 
 
-def test_tensor_lists_match_the_networks(target: Llama, head_folder: Path) -> None:
+def test_tensor_lists_match_the_networks(target: CausalLM, head_folder: Path) -> None:
     assert sorted(load_file(head_folder / "model.safetensors")) == sorted(HEAD_TENSORS)
     assert target.state_dict().keys() >= set(TARGET_TENSORS)
 
 
-def test_loaded_weights_equal_saved_weights(target: Llama, target_folder: Path, head_folder: Path) -> None:
+def test_loaded_weights_equal_saved_weights(target: CausalLM, target_folder: Path, head_folder: Path) -> None:
     for loaded, folder in ((load_target(target_folder), target_folder), (load_head(head_folder, target), head_folder)):
         saved = load_file(folder / "model.safetensors")
         state = loaded.state_dict()
@@ -107,14 +107,14 @@ def test_loaded_weights_equal_saved_weights(target: Llama, target_folder: Path, 
 
 
 @pytest.mark.parametrize("name", HEAD_TENSORS)
-def test_a_head_without_a_tensor_is_refused_by_name(name: str, head_folder: Path, target: Llama) -> None:
+def test_a_head_without_a_tensor_is_refused_by_name(name: str, head_folder: Path, target: CausalLM) -> None:
     change(head_folder, **{name: None})
     with pytest.raises(WeightMismatch, match=rf"{name} is missing"):
         load_head(head_folder, target)
 
 
 @pytest.mark.parametrize("name", HEAD_TENSORS)
-def test_a_misshapen_tensor_of_a_head_is_refused_by_name(name: str, head_folder: Path, target: Llama) -> None:
+def test_a_misshapen_tensor_of_a_head_is_refused_by_name(name: str, head_folder: Path, target: CausalLM) -> None:
     tensor = load_file(head_folder / "model.safetensors")[name]
     change(head_folder, **{name: torch.cat((tensor, tensor[:1]))})
     with pytest.raises(WeightMismatch, match=rf"{name} has shape \[{len(tensor) + 1}.*asks for \[{len(tensor)}"):
@@ -122,7 +122,7 @@ def test_a_misshapen_tensor_of_a_head_is_refused_by_name(name: str, head_folder:
 
 
 @pytest.mark.parametrize("name", ["midlayer.self_attn.q_proj.bias", "layers.1.mlp.up_proj.weight", "fc2.weight"])
-def test_an_extra_tensor_of_a_head_is_refused_by_name(name: str, head_folder: Path, target: Llama) -> None:
+def test_an_extra_tensor_of_a_head_is_refused_by_name(name: str, head_folder: Path, target: CausalLM) -> None:
     change(head_folder, **{name: torch.zeros(3)})
     with pytest.raises(WeightMismatch, match=rf"{name} is not part of this model"):
         load_head(head_folder, target)
@@ -149,14 +149,14 @@ def test_an_extra_tensor_of_a_target_is_refused_by_name(name: str, target_folder
         load_target(target_folder)
 
 
-def test_a_tensor_of_another_kind_is_refused(head_folder: Path, target: Llama) -> None:
+def test_a_tensor_of_another_kind_is_refused(head_folder: Path, target: CausalLM) -> None:
     change(head_folder, d2t=torch.zeros(DRAFT_VOCABULARY))
     with pytest.raises(WeightMismatch, match="d2t has dtype"):
         load_head(head_folder, target)
 
 
 @pytest.mark.parametrize("offset", [-1, 97])
-def test_a_map_out_of_the_vocabulary_is_refused(offset: int, head_folder: Path, target: Llama) -> None:
+def test_a_map_out_of_the_vocabulary_is_refused(offset: int, head_folder: Path, target: CausalLM) -> None:
     change(head_folder, d2t=torch.full((DRAFT_VOCABULARY,), offset))
     with pytest.raises(WeightMismatch, match="d2t maps outside"):
         load_head(head_folder, target)
@@ -178,7 +178,7 @@ def test_a_map_out_of_the_vocabulary_is_refused(offset: int, head_folder: Path, 
     ],
 )
 def test_a_head_for_another_target_is_refused(
-    field: str, value: object, message: str, head_folder: Path, target: Llama, shape: dict[str, Any]
+    field: str, value: object, message: str, head_folder: Path, target: CausalLM, shape: dict[str, Any]
 ) -> None:
     (head_folder / "config.json").write_text(json.dumps(head_config(shape) | {field: value}))
     with pytest.raises(ConfigMismatch, match=message):
@@ -186,7 +186,7 @@ def test_a_head_for_another_target_is_refused(
 
 
 @pytest.mark.parametrize("prefix", ["layers.0.", "model.layers.0.", "midlayer.0."])
-def test_heads_of_other_families_are_renamed(prefix: str, head_folder: Path, target: Llama) -> None:
+def test_heads_of_other_families_are_renamed(prefix: str, head_folder: Path, target: CausalLM) -> None:
     """Layer names of speculators, NeMo and TensorRT-LLM load; a ``t2d`` that agrees with ``d2t`` is accepted."""
     wanted = load_head(head_folder, target).state_dict()
     tensors = load_file(head_folder / "model.safetensors")
@@ -203,14 +203,14 @@ def t2d_mask(d2t: Tensor) -> Tensor:
     return mask
 
 
-def test_two_names_for_one_tensor_are_refused(head_folder: Path, target: Llama) -> None:
+def test_two_names_for_one_tensor_are_refused(head_folder: Path, target: CausalLM) -> None:
     fc = load_file(head_folder / "model.safetensors")["fc.weight"]
     change(head_folder, **{"model.fc.weight": fc})
     with pytest.raises(WeightMismatch, match=r"fc\.weight and model\.fc\.weight are the same tensor"):
         load_head(head_folder, target)
 
 
-def test_maps_that_disagree_are_refused(head_folder: Path, target: Llama) -> None:
+def test_maps_that_disagree_are_refused(head_folder: Path, target: CausalLM) -> None:
     t2d = t2d_mask(load_file(head_folder / "model.safetensors")["d2t"])
     for wrong in (3, 90):
         changed = t2d.clone()
@@ -223,7 +223,7 @@ def test_maps_that_disagree_are_refused(head_folder: Path, target: Llama) -> Non
         load_head(head_folder, target)
 
 
-def test_maps_may_be_stored_in_other_integers(head_folder: Path, target: Llama) -> None:
+def test_maps_may_be_stored_in_other_integers(head_folder: Path, target: CausalLM) -> None:
     d2t = load_file(head_folder / "model.safetensors")["d2t"]
     change(head_folder, d2t=d2t.to(torch.int32), t2d=t2d_mask(d2t).to(torch.uint8))
     loaded = load_head(head_folder, target).d2t
@@ -232,7 +232,7 @@ def test_maps_may_be_stored_in_other_integers(head_folder: Path, target: Llama) 
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_and_infinite_weights_are_refused(bad: float, head_folder: Path, target: Llama) -> None:
+def test_nan_and_infinite_weights_are_refused(bad: float, head_folder: Path, target: CausalLM) -> None:
     norm = load_file(head_folder / "model.safetensors")["norm.weight"]
     norm[3] = bad
     change(head_folder, **{"norm.weight": norm})
@@ -245,18 +245,18 @@ def test_a_draft_model_with_infinite_weights_is_refused(target_folder: Path) -> 
     weights.view(-1)[-1] = float("-inf")
     change(target_folder, **{name: weights})
     with pytest.raises(WeightMismatch, match=f"{re.escape(name)} holds NaN or infinity"):
-        load_llama(target_folder, dtype=torch.float32, device=CPU, finite=True)
-    load_llama(target_folder, dtype=torch.float32, device=CPU)
+        load_causal_lm(target_folder, dtype=torch.float32, device=CPU, finite=True)
+    load_causal_lm(target_folder, dtype=torch.float32, device=CPU)
 
 
-def test_quantised_weights_are_refused(head_folder: Path, target: Llama) -> None:
+def test_quantised_weights_are_refused(head_folder: Path, target: CausalLM) -> None:
     norm = load_file(head_folder / "model.safetensors")["norm.weight"]
     change(head_folder, **{"norm.weight": norm.to(torch.float8_e4m3fn)})
     with pytest.raises(WeightMismatch, match=r"norm\.weight has dtype F8_E4M3; quantised"):
         load_head(head_folder, target)
 
 
-def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: Llama, dense: Any) -> None:
+def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: CausalLM, dense: Any) -> None:
     own = torch.full((97, 32), 0.5)
     shared = load_head(head_folder, target)
     change(head_folder, **{"embed_tokens.weight": own})
@@ -273,7 +273,7 @@ def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: Llama, d
 
 
 def test_a_head_with_the_targets_vocabulary_needs_no_map(
-    target: Llama, shape: dict[str, Any], randomise: Any, tmp_path: Path
+    target: CausalLM, shape: dict[str, Any], randomise: Any, tmp_path: Path
 ) -> None:
     config = head_config(shape) | {"draft_vocab_size": 97}
     head = Eagle3Head(eagle3_config(config, target.config), nn.Embedding(97, 32))
@@ -285,7 +285,7 @@ def test_a_head_with_the_targets_vocabulary_needs_no_map(
         load_head(folder, target)
 
 
-def test_tied_targets_may_or_may_not_repeat_the_matrix(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_tied_targets_may_or_may_not_repeat_the_matrix(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     tensors = target.state_dict()
     config = shape | {"tie_word_embeddings": True}
     without = load_target(write(tmp_path / "a", config, {k: v for k, v in tensors.items() if k != "lm_head.weight"}))

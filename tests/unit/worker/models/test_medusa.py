@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
@@ -30,7 +30,7 @@ def with_vllm_names(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor
     return renamed
 
 
-def load_heads(folder: Path, target: Llama) -> MedusaHeads:
+def load_heads(folder: Path, target: CausalLM) -> MedusaHeads:
     return load_medusa(folder, target, dtype=torch.float32, device=CPU)
 
 
@@ -38,7 +38,7 @@ def load_heads(folder: Path, target: Llama) -> MedusaHeads:
 @pytest.mark.parametrize(("heads", "layers", "bias"), [(4, 1, True), (2, 3, True), (3, 1, False)])
 @pytest.mark.parametrize("prefix", ["", "medusa_heads.", "medusa_head."])
 def test_medusa_heads_equal_the_original_of_fasterdecoding(
-    heads: int, layers: int, bias: bool, prefix: str, target: Llama, tmp_path: Path
+    heads: int, layers: int, bias: bool, prefix: str, target: CausalLM, tmp_path: Path
 ) -> None:
     tensors = medusa_tensors(heads, layers, bias=bias)
     config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "x/y"}
@@ -58,7 +58,7 @@ def test_medusa_heads_equal_the_original_of_fasterdecoding(
 
 
 @torch.inference_mode()
-def test_vllm_names_and_a_truncated_vocabulary_load(target: Llama, tmp_path: Path) -> None:
+def test_vllm_names_and_a_truncated_vocabulary_load(target: CausalLM, tmp_path: Path) -> None:
     plain = medusa_tensors(3, 1, rows=40)
     config = {
         "model_type": "medusa",
@@ -80,7 +80,7 @@ def test_vllm_names_and_a_truncated_vocabulary_load(target: Llama, tmp_path: Pat
         load_heads(write(tmp_path, config, with_vllm_names(plain, 1) | {"token_map": token_map}), target)
 
 
-def test_medusa_heads_are_loaded_strictly(target: Llama, tmp_path: Path) -> None:
+def test_medusa_heads_are_loaded_strictly(target: CausalLM, tmp_path: Path) -> None:
     tensors = medusa_tensors(3, 1)
     with pytest.raises(WeightMismatch, match=r"2\.0\.linear\.bias is not part of this model \(3 extra"):
         load_heads(write(tmp_path, {"medusa_num_heads": 2}, tensors), target)

@@ -12,8 +12,8 @@ from torch import Tensor
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedBatch, PagedCache, slots_of, spread
-from specdecode_worker.models.config import llama_config
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.sampling.trees import Tree, tree_of
 
 CPU = torch.device("cpu")
@@ -31,14 +31,14 @@ class Sequence:
 
 
 @pytest.fixture
-def target(shape: dict[str, Any], randomise: Any) -> Llama:
-    model = Llama(llama_config(shape)).double().requires_grad_(False)
+def target(shape: dict[str, Any], randomise: Any) -> CausalLM:
+    model = CausalLM(causal_lm_config(shape)).double().requires_grad_(False)
     randomise(model, 2)
     return model
 
 
 @pytest.fixture
-def cache(target: Llama) -> PagedCache:
+def cache(target: CausalLM) -> PagedCache:
     config = target.config
     return PagedCache(
         layers=config.num_hidden_layers,
@@ -87,18 +87,18 @@ def packed_of(parts: list[tuple[Sequence, list[int], Tree | None]]) -> PackedBat
     )
 
 
-def run(target: Llama, cache: PagedCache, parts: list[tuple[Sequence, list[int], Tree | None]]) -> list[Tensor]:
+def run(target: CausalLM, cache: PagedCache, parts: list[tuple[Sequence, list[int], Tree | None]]) -> list[Tensor]:
     """Return the hidden states of each part, in order."""
     packed = packed_of(parts)
     hidden = target(packed.tokens_T, packed.positions_T, cache.attend(packed)).hidden_TE
     return list(hidden.split(packed.query_counts))
 
 
-def dense_hidden(target: Llama, tokens: list[int], dense: Any) -> Tensor:
+def dense_hidden(target: CausalLM, tokens: list[int], dense: Any) -> Tensor:
     return target(torch.tensor(tokens), torch.arange(len(tokens)), dense).hidden_TE
 
 
-def prefill(target: Llama, cache: PagedCache, sequences: list[Sequence], chunks: tuple[int, ...]) -> None:
+def prefill(target: CausalLM, cache: PagedCache, sequences: list[Sequence], chunks: tuple[int, ...]) -> None:
     """Prefill with cycling chunk sizes, so that a pass mixes lengths and positions."""
     turn = 0
     while waiting := [s for s in sequences if s.cached < len(s.tokens)]:
@@ -115,7 +115,7 @@ def prefill(target: Llama, cache: PagedCache, sequences: list[Sequence], chunks:
 @pytest.mark.parametrize("chunks", [(1000,), (1,), (16,), (7, 1, 19, 2)], ids=str)
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
 def test_chunked_prefill_matches_one_pass(
-    target: Llama, cache: PagedCache, dense: Any, scattered: bool, chunks: tuple[int, ...]
+    target: CausalLM, cache: PagedCache, dense: Any, scattered: bool, chunks: tuple[int, ...]
 ) -> None:
     sequences = batch(scattered=scattered)
     assert max(len(s.tokens) for s in sequences) > 4 * BLOCK_SIZE
@@ -126,7 +126,7 @@ def test_chunked_prefill_matches_one_pass(
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
-def test_every_node_attends_to_its_own_path(target: Llama, cache: PagedCache, dense: Any, scattered: bool) -> None:
+def test_every_node_attends_to_its_own_path(target: CausalLM, cache: PagedCache, dense: Any, scattered: bool) -> None:
     """In a pass with a tree, a chain, a chunk and a plain token, each node gets the state of its own path."""
     sequences = batch(scattered=scattered)
     prefill(target, cache, sequences[:3], (23,))
@@ -146,7 +146,7 @@ def test_every_node_attends_to_its_own_path(target: Llama, cache: PagedCache, de
     torch.testing.assert_close(states[3], dense_hidden(target, sequences[3].tokens, dense), atol=1e-10, rtol=1e-10)
 
 
-def test_missing_key_is_detected(target: Llama, cache: PagedCache, dense: Any) -> None:
+def test_missing_key_is_detected(target: CausalLM, cache: PagedCache, dense: Any) -> None:
     """Self-check of the comparison: it detects one wrong key of one layer early in the text."""
     sequence = batch(scattered=True)[0]
     sequence.tokens, last = sequence.tokens[:-1], sequence.tokens[-1]

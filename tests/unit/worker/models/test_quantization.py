@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.quantised_linear.reference import KINDS, Kind, dequantise, quantise
-from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.linear import QuantizedWeight
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import (
     added_bytes,
     fuse,
@@ -27,23 +28,23 @@ TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any) -> Llama:
+def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any) -> CausalLM:
     """Return a target with all optional biases."""
-    config = llama_config(shape | {"tie_word_embeddings": request.param, "attention_bias": True, "mlp_bias": True})
-    model = Llama(config).requires_grad_(False)
+    config = causal_lm_config(shape | {"tie_word_embeddings": request.param, "attention_bias": True, "mlp_bias": True})
+    model = CausalLM(config).requires_grad_(False)
     randomise(model, 1)
     return model.double()
 
 
 @pytest.fixture
-def head(target: Llama, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
+def head(target: CausalLM, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
     config = eagle3_config(shape | {"num_hidden_layers": 2, "draft_vocab_size": 40}, target.config)
     eagle3_head = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
     randomise(eagle3_head, 2)
     return eagle3_head.double()
 
 
-def logits(model: Llama, dense: Any) -> Tensor:
+def logits(model: CausalLM, dense: Any) -> Tensor:
     return model.logits(model(TOKENS, torch.arange(len(TOKENS)), dense).hidden_TE)
 
 
@@ -62,7 +63,7 @@ def state_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_only_the_blocks_of_a_target_are_quantised(target: Llama, kind: Kind, dense: Any) -> None:
+def test_only_the_blocks_of_a_target_are_quantised(target: CausalLM, kind: Kind, dense: Any) -> None:
     before, embedding = logits(target, dense), target.model.embed_tokens.weight.clone()
     rounded = copy.deepcopy(target)
     quantise_target(target, kind, CPU, stored=True)
@@ -90,7 +91,7 @@ def test_mlps_and_head_of_a_draft_are_quantised(head: Eagle3Head, kind: Kind, de
     torch.testing.assert_close(drafted(head, dense), drafted(rounded, dense), atol=1e-12, rtol=1e-12)
 
 
-def test_tied_embeddings_are_not_quantised(target: Llama) -> None:
+def test_tied_embeddings_are_not_quantised(target: CausalLM) -> None:
     """A tied embedding is not quantized with the lm_head of a draft model."""
     embedding = target.model.embed_tokens.weight.clone()
     quantise_draft(target, "int4")
@@ -110,7 +111,7 @@ def test_int4_draft_has_an_int8_head(head: Eagle3Head) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_predicted_bytes_are_exact(target: Llama, head: Eagle3Head, kind: Kind, device: torch.device) -> None:
+def test_predicted_bytes_are_exact(target: CausalLM, head: Eagle3Head, kind: Kind, device: torch.device) -> None:
     """`added_bytes` is exact for a target, a head and a draft model, including a tied matrix that is duplicated."""
     on_gpu = device == CUDA
     for model, draft in ((copy.deepcopy(target), False), (head, True), (target, True)):
@@ -123,7 +124,7 @@ def test_predicted_bytes_are_exact(target: Llama, head: Eagle3Head, kind: Kind, 
         assert state_bytes(model) - before == predicted
 
 
-def test_the_packed_output_matrix_of_a_target_stays_as_it_is(target: Llama, head: Eagle3Head) -> None:
+def test_the_packed_output_matrix_of_a_target_stays_as_it_is(target: CausalLM, head: Eagle3Head) -> None:
     """A head without an lm_head shares the target's, which may no longer be plain."""
     target.lm_head = target.lm_head.quantize("int8", CPU, stored=True)
     head.lm_head = target.lm_head
@@ -132,7 +133,7 @@ def test_the_packed_output_matrix_of_a_target_stays_as_it_is(target: Llama, head
     assert quantised(head) == {"gate_proj", "up_proj", "down_proj", "lm_head"}
 
 
-def test_no_quantization_by_default(target: Llama, dense: Any) -> None:
+def test_no_quantization_by_default(target: CausalLM, dense: Any) -> None:
     before = logits(target, dense)
     quantise_target(target, None, CPU)
     quantise_draft(target, None)
@@ -140,7 +141,7 @@ def test_no_quantization_by_default(target: Llama, dense: Any) -> None:
     assert added_bytes(target, None, torch.float32, CUDA, draft=True) == 0
 
 
-def test_gpu_without_fp8_is_refused(target: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_fp8_is_refused(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigMismatch, match="take int8"):
         quantise_target(target, "fp8", CUDA)

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from specdecode_kernels.quantised_linear.reference import Kind
 from specdecode_worker.models import collectives, linear
-from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard, Split
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.tensor_parallel import load_shard, slices, split_network, splits_of
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_causal_lm
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ class Ranks:
 
 
 def written(folder: Path, config: dict[str, Any], randomise: Any) -> Path:
-    model = Llama(llama_config(config))
+    model = CausalLM(causal_lm_config(config))
     randomise(model, 5)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if config.get("tie_word_embeddings"):
@@ -87,7 +87,7 @@ def test_parts_together_compute_the_whole(
     tmp_path: Path, shape: dict[str, Any], dense: Any, randomise: Any, monkeypatch: Any, changed: Any, size: int
 ) -> None:
     folder = written(tmp_path, shape | {"num_key_value_heads": 4} | changed, randomise)
-    whole = load_llama(folder, dtype=torch.float64, device=CPU)
+    whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
     ranks = Ranks(size)
     monkeypatch.setattr(collectives, "dist", ranks)
     tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
@@ -113,7 +113,7 @@ def test_fused_layers_of_parts_compute_the_whole(
 ) -> None:
     """The first device alone adds the residual, so two devices add it once."""
     folder = written(tmp_path, shape | changed, randomise)
-    whole = load_llama(folder, dtype=torch.float64, device=CPU)
+    whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
     ranks = Ranks(2)
     monkeypatch.setattr(collectives, "dist", ranks)
     monkeypatch.setattr(linear, "fits", lambda x, weight: few)
@@ -137,7 +137,7 @@ def test_quantised_parts_compute_what_their_rounded_weights_do(
 ) -> None:
     """Stored in few bits or rounded to them, parts compute the same; it is near what the whole target computes."""
     folder = written(tmp_path, shape | BIASES, randomise)
-    whole = load_llama(folder, dtype=torch.float64, device=CPU)
+    whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
     ranks = Ranks(2)
     monkeypatch.setattr(collectives, "dist", ranks)
     tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
@@ -163,7 +163,7 @@ def test_every_row_is_on_one_device(count: int, size: int) -> None:
 
 def test_projections_are_split_and_embeddings_are_whole(shape: dict[str, Any]) -> None:
     shard = Shard(1, 2)
-    splits = splits_of(split_network(llama_config(shape | BIASES), shard))
+    splits = splits_of(split_network(causal_lm_config(shape | BIASES), shard))
     whole, second = slice(0, 6), slice(3, 6)
     prefix = "model.layers.0."
     for name in ("self_attn.q_proj", "mlp.up_proj"):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.acceptance import target_token_ranks
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.copy_attention import add_copy_heads
@@ -22,7 +22,7 @@ PERIOD = 20
 
 
 @pytest.fixture
-def wide(target: Llama) -> Llama:
+def wide(target: CausalLM) -> CausalLM:
     """Return a target that is wide enough to distinguish its tokens in a few dimensions."""
     torch.manual_seed(0)
     config = replace(
@@ -35,16 +35,16 @@ def wide(target: Llama) -> Llama:
         head_dim=32,
         rope_theta=100000.0,
     )
-    return Llama(config).requires_grad_(False)
+    return CausalLM(config).requires_grad_(False)
 
 
-def conversation_of(target: Llama, tokens: Tensor) -> Conversation:
+def conversation_of(target: CausalLM, tokens: Tensor) -> Conversation:
     """Return ``tokens`` as a conversation with the target's states."""
     return Conversation(tokens.int(), *read_states(target, tokens), answer_start=1, temperature=0.0, domain="code")
 
 
 @pytest.fixture
-def recorded(wide: Llama) -> list[Conversation]:
+def recorded(wide: CausalLM) -> list[Conversation]:
     generator = torch.Generator().manual_seed(1)
     return [conversation_of(wide, torch.randint(1, 96, (60,), generator=generator)) for _ in range(40)]
 
@@ -71,7 +71,7 @@ def attention_weights(head: Eagle3Head, text: Conversation) -> Tensor:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_copy_heads_attend_to_the_token_after_the_earlier_occurrence(
-    wide: Llama, recorded: list[Conversation], groups: int
+    wide: CausalLM, recorded: list[Conversation], groups: int
 ) -> None:
     head = add_copy_heads(new_head(wide, torch.arange(96)), wide, recorded, groups)
     generator = torch.Generator().manual_seed(5)
@@ -86,7 +86,7 @@ def test_copy_heads_attend_to_the_token_after_the_earlier_occurrence(
     assert right > 0.8 * total
 
 
-def test_copy_heads_attend_weakly_without_repetition(wide: Llama, recorded: list[Conversation]) -> None:
+def test_copy_heads_attend_weakly_without_repetition(wide: CausalLM, recorded: list[Conversation]) -> None:
     head = add_copy_heads(new_head(wide, torch.arange(96)), wide, recorded, 1)
     once = torch.randperm(95, generator=torch.Generator().manual_seed(6))[: 2 * PERIOD] + 1
     twice = torch.cat((once[:PERIOD], once[:PERIOD]))
@@ -98,7 +98,7 @@ def test_copy_heads_attend_weakly_without_repetition(wide: Llama, recorded: list
     assert again > 1.5 * new
 
 
-def test_new_copy_heads_have_zero_output(wide: Llama, recorded: list[Conversation]) -> None:
+def test_new_copy_heads_have_zero_output(wide: CausalLM, recorded: list[Conversation]) -> None:
     """The output of copy heads starts at zero: drafts change only through the replaced directions of the state."""
     head = new_head(wide, torch.arange(96))
     wider = add_copy_heads(head, wide, recorded, 2)
@@ -110,12 +110,12 @@ def test_new_copy_heads_have_zero_output(wide: Llama, recorded: list[Conversatio
     assert (before == after).float().mean() > 0.5
 
 
-def test_copy_heads_can_be_added_twice(wide: Llama, recorded: list[Conversation]) -> None:
+def test_copy_heads_can_be_added_twice(wide: CausalLM, recorded: list[Conversation]) -> None:
     once = add_copy_heads(new_head(wide, torch.arange(96)), wide, recorded, 1)
     assert add_copy_heads(once, wide, recorded, 1).config.num_key_value_heads == 3
 
 
-def test_unsupported_head_is_refused_with_the_reason(wide: Llama, recorded: list[Conversation]) -> None:
+def test_unsupported_head_is_refused_with_the_reason(wide: CausalLM, recorded: list[Conversation]) -> None:
     head = new_head(wide, torch.arange(96))
     with pytest.raises(DraftNotTrainable, match="recorded text"):
         add_copy_heads(head, wide, [], 1)

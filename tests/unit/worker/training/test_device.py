@@ -13,8 +13,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specdecode_kernels import dispatch
 from specdecode_worker.__main__ import main
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.heads import (
     new_dflash,
@@ -36,7 +36,7 @@ def _vocabulary() -> Tensor:
     return torch.arange(0, 64, 2)
 
 
-MAKERS: dict[str, Callable[[Llama], Draft]] = {
+MAKERS: dict[str, Callable[[CausalLM], Draft]] = {
     "eagle3": lambda target: new_head(target, _vocabulary(), 2),
     "peagle": lambda target: new_peagle(target, _vocabulary(), 2),
     "dflash": lambda target: new_dflash(target, 2, DEPTH),
@@ -79,7 +79,7 @@ def test_fake_tensors_refuse_two_devices(fake: FakeTensorMode) -> None:
 @pytest.mark.parametrize("method", MAKERS)
 def test_drafts_unroll_on_the_device_of_their_weights(
     method: str,
-    target: Llama,
+    target: CausalLM,
     conversations: list[Conversation],
     fake: FakeTensorMode,
     monkeypatch: pytest.MonkeyPatch,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import (
     Conversation,
     choose,
@@ -19,7 +19,7 @@ from specdecode_worker.training.conversations import (
 
 
 def test_domain_probabilities_are_the_mean_target_probabilities(
-    target: Llama, conversations: list[Conversation], tmp_path: Path
+    target: CausalLM, conversations: list[Conversation], tmp_path: Path
 ) -> None:
     write_shard(tmp_path, 0, conversations)
     probabilities = domain_probabilities(shard_paths(tmp_path), target.lm_head.weight, every=1)

@@ -11,10 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_dflash, load_eagle, load_eagle3, load_llama, load_medusa, load_peagle
+from specdecode_worker.models.weights import (
+    load_causal_lm,
+    load_dflash,
+    load_eagle,
+    load_eagle3,
+    load_medusa,
+    load_peagle,
+)
 from specdecode_worker.training.acceptance import target_token_ranks
 from specdecode_worker.training.artifacts import FAMILIES, Names, write_draft, write_head
 from specdecode_worker.training.conversations import Conversation
@@ -71,12 +78,17 @@ def test_a_head_has_the_tensors_and_fields_of_its_family(head: Eagle3Head, names
 
 
 @pytest.mark.parametrize("names", FAMILIES)
-def test_parallel_heads_of_all_families_draft_identically(names: Names, target: Llama, tmp_path: Path) -> None:
+def test_parallel_heads_of_all_families_draft_identically(names: Names, target: CausalLM, tmp_path: Path) -> None:
     head = new_peagle(target, torch.arange(0, 64, 2), 2)
     shaken(head)
-    write_draft(head, tmp_path, tmp_path, names)
+    target_folder = tmp_path / "target"
+    target_folder.mkdir()
+    (target_folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    write_draft(head, tmp_path, target_folder, names)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["mask_token_id"] == 63
+    if names == "speculators":
+        assert config["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
     assert config.get("speculators_model_type") == ("peagle" if names == "speculators" else None)
     loaded = load_peagle(tmp_path, target, dtype=torch.float32, device=CPU)
     assert loaded.config == head.config
@@ -87,7 +99,7 @@ def test_parallel_heads_of_all_families_draft_identically(names: Names, target: 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_heads_of_all_families_draft_identically(
-    target: Llama, conversations: list[Conversation], layers: int, tmp_path: Path
+    target: CausalLM, conversations: list[Conversation], layers: int, tmp_path: Path
 ) -> None:
     head = shaken(new_head(target, torch.arange(0, 64, 2), layers))
     assert isinstance(head, Eagle3Head)
@@ -110,14 +122,14 @@ def test_all_files_of_a_head_are_readable_by_other_users(head: Eagle3Head, tmp_p
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in files)
 
 
-def test_head_with_the_whole_vocabulary_has_no_token_maps(target: Llama, tmp_path: Path) -> None:
+def test_head_with_the_whole_vocabulary_has_no_token_maps(target: CausalLM, tmp_path: Path) -> None:
     write_head(new_head(target, torch.arange(64)), tmp_path)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
     loaded = load_eagle3(tmp_path, target, dtype=torch.float32, device=CPU)
     assert torch.equal(loaded.target_ids, torch.arange(64))
 
 
-def test_other_methods_load_as_they_were_written(target: Llama, tmp_path: Path) -> None:
+def test_other_methods_load_as_they_were_written(target: CausalLM, tmp_path: Path) -> None:
     drafts = {
         "eagle": (new_eagle(target, layers=2), lambda at: load_eagle(at, target, dtype=torch.float32, device=CPU)),
         "dflash": (
@@ -128,7 +140,7 @@ def test_other_methods_load_as_they_were_written(target: Llama, tmp_path: Path) 
             new_medusa(target, torch.arange(0, 64, 2), 2),
             lambda at: load_medusa(at, target, dtype=torch.float32, device=CPU),
         ),
-        "model": (new_draft_model(target, 2), lambda at: load_llama(at, dtype=torch.float32, device=CPU)),
+        "model": (new_draft_model(target, 2), lambda at: load_causal_lm(at, dtype=torch.float32, device=CPU)),
     }
     model = tmp_path / "target"
     model.mkdir()
@@ -149,7 +161,7 @@ def test_other_methods_load_as_they_were_written(target: Llama, tmp_path: Path) 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_head_with_norms_and_layers_is_prepared_unchanged(
-    target: Llama, conversations: list[Conversation], layers: int, tmp_path: Path
+    target: CausalLM, conversations: list[Conversation], layers: int, tmp_path: Path
 ) -> None:
     config = replace(head_config(target.config, 32, layers), fc_norm=True, norm_output=True, norm_before_residual=True)
     head = Eagle3Head(config, target.model.embed_tokens)
@@ -164,7 +176,7 @@ def test_head_with_norms_and_layers_is_prepared_unchanged(
 
 
 def test_appended_layers_do_not_change_the_draft(
-    target: Llama, head: Eagle3Head, conversations: list[Conversation]
+    target: CausalLM, head: Eagle3Head, conversations: list[Conversation]
 ) -> None:
     deeper = prepare_eagle3_head(head, target, head.target_ids, layers=3)
     assert deeper.config.num_hidden_layers == 3
@@ -176,13 +188,13 @@ def test_appended_layers_do_not_change_the_draft(
     )
 
 
-def test_a_head_of_other_layers_of_the_target_is_refused(target: Llama) -> None:
+def test_a_head_of_other_layers_of_the_target_is_refused(target: CausalLM) -> None:
     config = replace(head_config(target.config, 32), aux_layers=(1, 3, 5))
     with pytest.raises(DraftNotTrainable, match=r"\[1, 3, 5\]"):
         prepare_eagle3_head(Eagle3Head(config, target.model.embed_tokens), target, torch.arange(0, 64, 2))
 
 
-def test_a_narrow_head_keeps_its_vocabulary(target: Llama) -> None:
+def test_a_narrow_head_keeps_its_vocabulary(target: CausalLM) -> None:
     config = replace(head_config(target.config, 32), hidden_size=16)
     head = Eagle3Head(config, torch.nn.Embedding(64, 16), own_embedding=True)
     head.d2t.copy_(torch.arange(32))

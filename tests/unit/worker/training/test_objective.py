@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.prompts import TEMPERATURES, normalisers
 from specdecode_worker.training.trainer import (
@@ -25,7 +25,7 @@ from specdecode_worker.training.unroll import make_batch, unroll
 DEPTH = 3
 
 
-def with_normalisers(target: Llama, conversations: list[Conversation]) -> list[Conversation]:
+def with_normalisers(target: CausalLM, conversations: list[Conversation]) -> list[Conversation]:
     return [
         Conversation(
             c.tokens_N,
@@ -65,7 +65,7 @@ def test_probability_outside_the_draft_vocabulary_has_no_gradient() -> None:
 
 @torch.no_grad()
 def test_acceptance_loss_is_negative_log_expected_tokens(
-    target: Llama, head: Eagle3Head, conversations: list[Conversation]
+    target: CausalLM, head: Eagle3Head, conversations: list[Conversation]
 ) -> None:
     texts, temperature = with_normalisers(target, conversations), 0.6
     batch = make_batch(texts, torch.float32)
@@ -87,7 +87,7 @@ def test_acceptance_loss_is_negative_log_expected_tokens(
 
 @pytest.mark.parametrize("divergence", [0.0, 0.5, 1.0])
 def test_losses_of_accumulated_batches_sum_to_one_loss(
-    target: Llama, head: Eagle3Head, conversations: list[Conversation], divergence: float
+    target: CausalLM, head: Eagle3Head, conversations: list[Conversation], divergence: float
 ) -> None:
     aim = LossSettings(depth=DEPTH, decay=0.8, divergence=divergence, temperature=0.8)
     output_VE = target.lm_head.weight
@@ -100,7 +100,7 @@ def test_losses_of_accumulated_batches_sum_to_one_loss(
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_normalisers_give_probabilities_over_the_whole_vocabulary(target: Llama, head: Eagle3Head) -> None:
+def test_normalisers_give_probabilities_over_the_whole_vocabulary(target: CausalLM, head: Eagle3Head) -> None:
     states = torch.randn(700, 32, generator=torch.Generator().manual_seed(4))
     normalisers_RT = normalisers(states, target.lm_head.weight, 5)
     assert normalisers_RT.shape == (700, len(TEMPERATURES))

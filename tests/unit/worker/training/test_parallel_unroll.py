@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.heads import new_dflash, new_peagle
 from specdecode_worker.training.trainer import LossSettings, loss_of, root_counts
@@ -25,7 +25,7 @@ DEPTH = 5
 
 
 @pytest.fixture(params=["peagle", "dflash"])
-def draft(request: pytest.FixtureRequest, target: Llama) -> Draft:
+def draft(request: pytest.FixtureRequest, target: CausalLM) -> Draft:
     """Return a parallel draft with random weights."""
     head: Draft = (
         new_dflash(target, 2, DEPTH) if request.param == "dflash" else new_peagle(target, torch.arange(0, 64, 2), 2)
@@ -91,7 +91,7 @@ def test_each_seed_trains_other_roots(draft: Draft, conversations: list[Conversa
 
 
 def test_loss_of_a_sample_is_close_to_that_of_all_roots(
-    draft: Draft, target: Llama, conversations: list[Conversation]
+    draft: Draft, target: CausalLM, conversations: list[Conversation]
 ) -> None:
     """The divergence is a mean over roots, so the mean over many samples is the divergence of all roots."""
     batch, output_VE = batch_for(draft, conversations, torch.float32), target.lm_head.weight

@@ -1,4 +1,4 @@
-"""Rollouts record the text and states that the target itself produces, and cut loops."""
+"""Rollouts record the text that the target's engine produces, with the target's states, and cut loops."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import read_shard, shard_paths
+from specdecode_worker.training.errors import PromptFileError
 from specdecode_worker.training.prompts import Question
 from specdecode_worker.training.rollout import (
     LOOP_COUNT,
     LOOP_NGRAM,
+    OpenConversation,
     Rollout,
     RolloutSettings,
-    Row,
     answer_tokens,
     read_states,
-    record,
+    read_texts,
+    record_states,
+    record_texts,
+    texts_paths,
 )
+from specdecode_worker.training.split_target import TargetPlacement, target_engine
 
 SETTINGS = RolloutSettings(rows=10, question_tokens=40, answer_tokens=24, for_training=False)
 
@@ -31,7 +37,7 @@ def asked(count: int) -> list[Question]:
     return [Question(tuple(torch.randint(1, 64, (n,), generator=generator).tolist()), 0.0, "qa") for n in lengths]
 
 
-def plain_greedy(target: Llama, ids: tuple[int, ...], count: int) -> list[int]:
+def plain_greedy(target: CausalLM, ids: tuple[int, ...], count: int) -> list[int]:
     tokens = list(ids)
     while len(tokens) - len(ids) < count:
         _, hidden = read_states(target, torch.tensor(tokens))
@@ -42,39 +48,71 @@ def plain_greedy(target: Llama, ids: tuple[int, ...], count: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.slow
-def test_greedy_rollout_equals_plain_decoding(target: Llama) -> None:
-    questions = asked(40)
-    conversations = list(Rollout(target, SETTINGS, iter(questions)).conversations())
+@pytest.fixture
+def engine(placement: TargetPlacement) -> Iterator[Engine]:
+    with target_engine(placement, rows=10, longest=64) as engine:
+        yield engine
+
+
+def test_greedy_rollout_equals_plain_decoding(engine: Engine, target: CausalLM) -> None:
+    """One answer after the other ends, and another question takes its place."""
+    questions = asked(24)
+    texts = list(Rollout(engine, SETTINGS, iter(questions)).texts())
     expected = [plain_greedy(target, q.ids or (), SETTINGS.answer_tokens - 1) for q in questions]
     expected = [tokens for q, tokens in zip(questions, expected, strict=True) if len(tokens) > len(q.ids or ())]
-    assert sorted(c.tokens_N.tolist() for c in conversations) == sorted(expected)
+    assert sorted(list(text.tokens) for text in texts) == sorted(expected)
+    assert engine.idle
 
 
-def test_recorded_states_equal_one_pass_over_the_text(target: Llama) -> None:
-    for conversation in Rollout(target, SETTINGS, iter(asked(30))).conversations():
+def test_recorded_states_equal_one_pass_over_the_text(engine: Engine, target: CausalLM, tmp_path: Path) -> None:
+    record_texts(Rollout(engine, SETTINGS, iter(asked(12))).texts(), tmp_path, tokens=10**6, log=print, shard_tokens=90)
+    record_states(target, tmp_path, print)
+    texts = [text for path in texts_paths(tmp_path) for text in read_texts(path)]
+    conversations = [c for path in shard_paths(tmp_path) for c in read_shard(path)]
+    assert len(shard_paths(tmp_path)) > 1
+    for text, conversation in zip(texts, conversations, strict=True):
+        assert tuple(conversation.tokens_N.tolist()) == text.tokens
+        assert (conversation.answer_start, conversation.domain) == (text.answer_start, "qa")
         aux, hidden = read_states(target, conversation.tokens_N.long())
         torch.testing.assert_close(conversation.aux_NA, aux, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(conversation.hidden_NE, hidden, atol=1e-5, rtol=1e-4)
 
 
-def test_self_asked_questions_are_wrapped_in_the_chat_template(target: Llama) -> None:
+def test_self_asked_questions_are_wrapped_in_the_chat_template(engine: Engine) -> None:
     def forever() -> Iterator[Question]:
         while True:
             yield Question(None, 0.8, "self-asked")
 
     settings = RolloutSettings(rows=4, question_tokens=20, answer_tokens=24, for_training=False)
-    conversations = Rollout(target, settings, forever(), around=([1, 2], [3, 4])).conversations()
-    for _ in range(12):
-        conversation = next(conversations)
-        tokens = conversation.tokens_N.tolist()
-        assert tokens[:2] == [1, 2]
-        assert tokens[conversation.answer_start - 2 : conversation.answer_start] == [3, 4]
-        assert conversation.answer_start <= 20
+    asked: list[list[int]] = []
+
+    def is_refused(question: list[int]) -> bool:
+        asked.append(question)
+        return len(asked) % 3 == 0
+
+    rollout = Rollout(engine, settings, forever(), around=([1, 2], [3, 4]), is_refused=is_refused)
+    for _, text in zip(range(12), rollout.texts(), strict=False):
+        assert text.tokens[:2] == (1, 2)
+        assert text.tokens[text.answer_start - 2 : text.answer_start] == (3, 4)
+        assert text.answer_start <= 20
+    assert len(asked) >= 12 * 3 // 2, "every third question was refused and replaced"
+    assert all(len(question) == 20 - 2 - 2 - 1 for question in asked), "a question ends before its last token"
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused_by_its_length(engine: Engine) -> None:
+    rollout = Rollout(engine, SETTINGS, iter([Question(tuple(range(1, 65)), 0.0, "qa")]))
+    with pytest.raises(PromptFileError, match=r"a prompt of 64 tokens leaves no room .* takes 64 tokens here"):
+        list(rollout.texts())
+
+
+def test_an_answer_may_fill_the_context(engine: Engine) -> None:
+    settings = RolloutSettings(rows=1, answer_tokens=1000, for_training=False)
+    (text,) = Rollout(engine, settings, iter([Question((5, 6, 7), 1.0, "qa")])).texts()
+    assert len(text.tokens) == 63, "the last token is left out"
 
 
 def test_answer_is_cut_where_it_loops() -> None:
-    row = Row(Question((9,), 0.0, "qa"), [], answer_start=1, tokens=[9])
+    row = OpenConversation(Question((9,), 0.0, "qa"), [9], answer_start=1)
     period = list(range(LOOP_NGRAM))
     said = 0
     for token in period * (LOOP_COUNT + 1):
@@ -86,7 +124,7 @@ def test_answer_is_cut_where_it_loops() -> None:
 
 
 def test_answer_that_does_not_loop_is_not_cut() -> None:
-    row = Row(Question((9,), 0.0, "qa"), [], answer_start=1, tokens=[9])
+    row = OpenConversation(Question((9,), 0.0, "qa"), [9], answer_start=1)
     for token in (*range(LOOP_NGRAM), *range(500), *range(LOOP_NGRAM)):
         assert not row.repeats_with(token)
         row.tokens.append(token)
@@ -94,18 +132,21 @@ def test_answer_that_does_not_loop_is_not_cut() -> None:
 
 def test_repetition_in_the_prompt_is_not_a_loop() -> None:
     period = list(range(LOOP_NGRAM))
-    row = Row(Question(None, 0.0, "qa"), [], answer_start=3 * LOOP_NGRAM, tokens=period * 3)
+    row = OpenConversation(Question(None, 0.0, "qa"), period * 3, answer_start=3 * LOOP_NGRAM)
     assert not any(row.repeats_with(token) or row.tokens.append(token) for token in period * 2)
 
 
-def test_recording_resumes_at_the_next_shard(target: Llama, tmp_path: Path) -> None:
-    said: list[str] = []
-    record(Rollout(target, SETTINGS, iter(asked(20))).conversations(), tmp_path, tokens=10**6, log=said.append)
+def test_recording_resumes_at_the_next_shard(engine: Engine, target: CausalLM, tmp_path: Path) -> None:
+    def record(tokens: int) -> None:
+        record_texts(Rollout(engine, SETTINGS, iter(asked(12))).texts(), tmp_path, tokens=tokens, log=print)
+        record_states(target, tmp_path, print)
+
+    record(10**6)
     first = answer_tokens(tmp_path)
     assert first > 0
-    record(Rollout(target, SETTINGS, iter(asked(20))).conversations(), tmp_path, tokens=first, log=said.append)
+    record(first)
     assert answer_tokens(tmp_path) == first, "enough was there"
-    record(Rollout(target, SETTINGS, iter(asked(20))).conversations(), tmp_path, tokens=first + 1, log=said.append)
+    record(first + 1)
     assert answer_tokens(tmp_path) > first
     assert [path.name for path in shard_paths(tmp_path)] == ["shard-00000.safetensors", "shard-00001.safetensors"]
     assert all(c.domain == "qa" for path in shard_paths(tmp_path) for c in read_shard(path))

@@ -13,10 +13,11 @@ import torch
 
 from specdecode_worker.capture import Record
 from specdecode_worker.core.messages import Sampling
+from specdecode_worker.training import rollout
 from specdecode_worker.training.conversations import Conversation, DataSet, batches, read_shard, shard_paths
 from specdecode_worker.training.distillation.records import chunks_of, read_samples, write_samples
 from specdecode_worker.training.evaluation import Sample
-from specdecode_worker.training.rollout import record
+from specdecode_worker.training.rollout import GeneratedText, record_states, record_texts
 from specdecode_worker.training.unroll import make_batch
 
 WIDTH, TOKENS, TEXTS = 4096, 64, 200
@@ -53,7 +54,7 @@ def _anonymous_mib() -> float:
     return int(matching[1]) / 1024
 
 
-def texts() -> Iterator[Conversation]:
+def conversations() -> Iterator[Conversation]:
     for number in range(TEXTS):
         tokens_N = torch.full((TOKENS,), number, dtype=torch.int32)
         aux_NA = torch.full((TOKENS, 3 * WIDTH), float(number), dtype=torch.bfloat16)
@@ -61,7 +62,7 @@ def texts() -> Iterator[Conversation]:
 
 
 def samples() -> Iterator[Sample]:
-    for conversation in texts():
+    for conversation in conversations():
         tokens = (*conversation.tokens_N.tolist(), 0)
         sampling = Sampling(max_tokens=9, seed=0, temperature=0.0)
         made = Record(
@@ -71,10 +72,16 @@ def samples() -> Iterator[Sample]:
 
 
 @pytest.mark.slow
-def test_recorded_states_are_written_and_read_within_bounded_memory(tmp_path: Path) -> None:
+def test_recorded_states_are_written_and_read_within_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = ((one.aux_NA, one.hidden_NE) for one in conversations())
+    monkeypatch.setattr(rollout, "read_states", lambda target, tokens_N: next(states))
+    texts = (GeneratedText(tuple(one.tokens_N.tolist()), 4, 0.0, "a") for one in conversations())
     with PeakMemory() as peak:
         write_samples(tmp_path / "samples", samples(), shard_tokens=512)
-        record(texts(), tmp_path / "recorded", tokens=TEXTS * TOKENS // 2, log=lambda _: None, shard_tokens=512)
+        record_texts(texts, tmp_path / "recorded", tokens=TEXTS * TOKENS // 2, log=print, shard_tokens=512)
+        record_states(None, tmp_path / "recorded", print)  # type: ignore[arg-type]
         data = DataSet(tmp_path / "recorded", validation=8)
         data.grow()
         seen = 0.0

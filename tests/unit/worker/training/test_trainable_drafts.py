@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.training.conversations import Conversation, DataSet, write_shard
 from specdecode_worker.training.heads import (
@@ -57,7 +57,7 @@ class Growing:
         return torch.stack(outs)
 
 
-def made(method: str, target: Llama) -> Draft:
+def made(method: str, target: CausalLM) -> Draft:
     known = torch.arange(0, 64, 2)
     draft: Draft
     match method:
@@ -93,7 +93,7 @@ def stepped(draft: Draft, conversation: Conversation, root: int) -> list[Tensor]
         return list(draft.logits(conversation.hidden_NE[root - 1 : root]).flatten(0, 1)[: end - root])
     if isinstance(draft, DFlashHead):
         return block_logits(draft, conversation, root)[: end - root]
-    if isinstance(draft, Llama):
+    if isinstance(draft, CausalLM):
         return [draft.logits(read_states(draft, tokens[: slot + 1])[1][-1]) for slot in range(root, end)]
     attend, slots = Growing(), torch.arange(1, root + 1)
     read = conversation.hidden_NE if draft.reads.final else conversation.aux_NA
@@ -129,7 +129,7 @@ def block_logits(head: DFlashHead, conversation: Conversation, root: int) -> lis
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_unrolled_draft_equals_drafting_step_by_step(
-    method: str, target: Llama, conversations: list[Conversation]
+    method: str, target: CausalLM, conversations: list[Conversation]
 ) -> None:
     draft = shaken(made(method, target))
     passes = list(unrolled(draft, batch_for(draft, conversations, torch.float32), DEPTH))
@@ -144,7 +144,7 @@ def test_unrolled_draft_equals_drafting_step_by_step(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_falls_for_every_method(
-    method: str, target: Llama, conversations: list[Conversation], tmp_path: Path
+    method: str, target: CausalLM, conversations: list[Conversation], tmp_path: Path
 ) -> None:
     write_shard(tmp_path, 0, conversations * 4)
     settings = TrainSettings(
@@ -166,7 +166,7 @@ def test_loss_falls_for_every_method(
     assert "tokens_per_step" in run.validate(0.0)
 
 
-def test_working_copy_shares_the_target_weights(target: Llama) -> None:
+def test_working_copy_shares_the_target_weights(target: CausalLM) -> None:
     eagle3, eagle = new_head(target, torch.arange(64)), new_eagle(target)
     copies = working_copy(eagle3, torch.bfloat16), working_copy(eagle, torch.bfloat16)
     assert isinstance(copies[0], Eagle3Head)
@@ -177,6 +177,6 @@ def test_working_copy_shares_the_target_weights(target: Llama) -> None:
     assert not any(parameter.requires_grad for parameter in target.parameters())
 
 
-def test_medusa_draft_uses_its_own_vocabulary(target: Llama) -> None:
+def test_medusa_draft_uses_its_own_vocabulary(target: CausalLM) -> None:
     assert vocabulary_of(new_medusa(target, torch.arange(0, 64, 4), 2), 64).tolist() == list(range(0, 64, 4))
     assert vocabulary_of(new_draft_model(target, 2), 64).tolist() == list(range(64))

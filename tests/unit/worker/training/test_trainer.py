@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.weights import load_eagle3
 from specdecode_worker.training import evaluation as draft_calibration
 from specdecode_worker.training.artifacts import write_head
@@ -38,7 +38,7 @@ def recorded(conversations: list[Conversation], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trainer(target: Llama, recorded: Path, settings: TrainSettings = SETTINGS) -> Trainer:
+def trainer(target: CausalLM, recorded: Path, settings: TrainSettings = SETTINGS) -> Trainer:
     head = new_head(target, torch.arange(0, 64, 2))
     return Trainer(head, target.lm_head.weight, DataSet(recorded, validation=2), settings)
 
@@ -47,12 +47,12 @@ def steps(run: Trainer, count: int) -> list[float]:
     return [run.step(batch) for batch in itertools.islice(run._batches(), count)]
 
 
-def test_the_loss_falls(target: Llama, recorded: Path) -> None:
+def test_the_loss_falls(target: CausalLM, recorded: Path) -> None:
     losses = steps(trainer(target, recorded, replace(SETTINGS, steps=60, deepen_at=())), 60)
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
 
 
-def test_head_with_another_vocabulary_can_be_trained_further(target: Llama, recorded: Path) -> None:
+def test_head_with_another_vocabulary_can_be_trained_further(target: CausalLM, recorded: Path) -> None:
     first = trainer(target, recorded, replace(SETTINGS, steps=60, deepen_at=()))
     steps(first, 60)
     vocabulary = torch.arange(0, 64, 3)
@@ -70,7 +70,7 @@ def test_head_with_another_vocabulary_can_be_trained_further(target: Llama, reco
 
 @pytest.mark.parametrize("new", [new_head, new_peagle], ids=["eagle3", "peagle"])
 def test_restored_run_reaches_identical_weights(
-    target: Llama, recorded: Path, tmp_path: Path, new: Callable[[Llama, torch.Tensor], Eagle3Head]
+    target: CausalLM, recorded: Path, tmp_path: Path, new: Callable[[CausalLM, torch.Tensor], Eagle3Head]
 ) -> None:
     """A P-EAGLE head is trained on the same sampled roots again."""
 
@@ -91,13 +91,13 @@ def test_restored_run_reaches_identical_weights(
         assert torch.equal(tensor, resumed.master.state_dict()[name]), name
 
 
-def test_a_checkpoint_of_other_settings_is_refused(target: Llama, recorded: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_settings_is_refused(target: CausalLM, recorded: Path, tmp_path: Path) -> None:
     trainer(target, recorded).save(tmp_path)
     with pytest.raises(ResumeMismatch, match="learning_rate"):
         trainer(target, recorded, replace(SETTINGS, learning_rate=1e-4)).restore(tmp_path)
 
 
-def test_run_saves_the_head_and_history(target: Llama, recorded: Path, tmp_path: Path) -> None:
+def test_run_saves_the_head_and_history(target: CausalLM, recorded: Path, tmp_path: Path) -> None:
     run, saved, said = trainer(target, recorded), [], []
     run.run(tmp_path, said.append, saved.append)
     assert run.progress.step == 12
@@ -107,7 +107,7 @@ def test_run_saves_the_head_and_history(target: Llama, recorded: Path, tmp_path:
 
 
 def test_run_without_progress_stops_and_restores_the_best_weights(
-    target: Llama, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: CausalLM, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = iter([1.1, 1.5, 1.4, 1.3, 1.2])
     monkeypatch.setattr(
@@ -128,7 +128,7 @@ def test_run_without_progress_stops_and_restores_the_best_weights(
 
 
 def test_suspended_time_is_not_counted_as_training_time(
-    target: Llama, recorded: Path, monkeypatch: pytest.MonkeyPatch
+    target: CausalLM, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
 
@@ -142,7 +142,7 @@ def test_suspended_time_is_not_counted_as_training_time(
     assert 30 * 0.5 < run.progress.seconds < 30 * 0.5 + 10 * 0.6
 
 
-def test_validation_reports_each_domain(target: Llama, recorded: Path) -> None:
+def test_validation_reports_each_domain(target: CausalLM, recorded: Path) -> None:
     run = trainer(target, recorded)
     steps(run, 1)
     run.data.validation = run.data.training[:8]
@@ -162,7 +162,7 @@ def test_validation_conversations_per_domain_are_limited(conversations: list[Con
     assert sorted(c.domain for c in data.validation) == ["code", "code", "prose", "prose"]
 
 
-def test_an_exported_head_loads_and_proposes_the_same(target: Llama, head: Eagle3Head, tmp_path: Path) -> None:
+def test_an_exported_head_loads_and_proposes_the_same(target: CausalLM, head: Eagle3Head, tmp_path: Path) -> None:
     write_head(head, tmp_path)
     loaded = load_eagle3(tmp_path, target, dtype=torch.float32, device=torch.device("cpu"))
     assert torch.equal(loaded.target_ids, torch.arange(0, 64, 2))
@@ -185,7 +185,7 @@ def test_soft_cross_entropy_and_gradient_equal_torch() -> None:
     torch.testing.assert_close(gradient, expected)
 
 
-def test_soft_targets_are_renormalised_over_the_draft_vocabulary(target: Llama, head: Eagle3Head) -> None:
+def test_soft_targets_are_renormalised_over_the_draft_vocabulary(target: CausalLM, head: Eagle3Head) -> None:
     states = torch.randn(5, 32, generator=torch.Generator().manual_seed(4))
     probabilities = target_distribution(states, target.lm_head.weight, head.target_ids)
     whole = torch.softmax(target.logits(states), dim=-1)[:, head.target_ids]
@@ -202,7 +202,7 @@ def test_an_epoch_has_every_conversation_once(conversations: list[Conversation])
     assert [[id(c) for c in batch] for batch in epoch_batches] != [[id(c) for c in batch] for batch in other]
 
 
-def test_empty_data_set_is_refused(target: Llama, tmp_path: Path) -> None:
+def test_empty_data_set_is_refused(target: CausalLM, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="record more tokens"):
         steps(trainer(target, tmp_path), 1)
 
@@ -215,7 +215,7 @@ def test_validation_set_is_greedy_and_disjoint_from_training(recorded: Path, con
     assert not asked & {tuple(c.tokens_N[: c.answer_start].tolist()) for c in data.training}
 
 
-def test_new_shards_join_at_the_next_epoch(target: Llama, recorded: Path, conversations: list[Conversation]) -> None:
+def test_new_shards_join_at_the_next_epoch(target: CausalLM, recorded: Path, conversations: list[Conversation]) -> None:
     run = trainer(target, recorded)
     steps(run, 1)
     write_shard(recorded, 1, [replace(c, tokens_N=(c.tokens_N + 1) % 64) for c in conversations])
@@ -228,7 +228,7 @@ def test_new_shards_join_at_the_next_epoch(target: Llama, recorded: Path, conver
 
 
 def test_agreement_is_measured_by_depth_and_factor(
-    target: Llama, head: Eagle3Head, conversations: list[Conversation]
+    target: CausalLM, head: Eagle3Head, conversations: list[Conversation]
 ) -> None:
     rates = agreement(head, conversations, target.lm_head.weight, depth=2)
     assert rates.shape == (len(TEMPERATURES), 2, len(FACTORS))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.acceptance import (
     RANKS,
     StepCounts,
@@ -74,7 +74,9 @@ def test_only_slots_with_a_root_in_the_answer_are_valid(head: Eagle3Head, conver
 
 
 @torch.no_grad()
-def test_replayed_ranks_equal_a_naive_loop(target: Llama, head: Eagle3Head, conversations: list[Conversation]) -> None:
+def test_replayed_ranks_equal_a_naive_loop(
+    target: CausalLM, head: Eagle3Head, conversations: list[Conversation]
+) -> None:
     ranks = target_token_ranks(head, conversations, target.lm_head.weight, DEPTH)
     seen = set()
     for conversation, ranks_IK in zip(conversations, ranks, strict=True):

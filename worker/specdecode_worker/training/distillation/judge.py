@@ -15,7 +15,8 @@ import torch
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.messages import Sampling
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.training.conversations import Chat, Conversation, shard_paths
 from specdecode_worker.training.distillation.records import (
     Interrupted,
@@ -44,7 +45,8 @@ from specdecode_worker.training.evaluation import (
     step_costs,
 )
 from specdecode_worker.training.prompts import greedy, read_prompts
-from specdecode_worker.training.rollout import Rollout, RolloutSettings
+from specdecode_worker.training.rollout import GeneratedText, Rollout, RolloutSettings, conversation_of
+from specdecode_worker.training.split_target import TargetPlacement, target_engine
 
 # The golden set: fixed prompts by domain, answered by the target, on which no draft may lose speed.
 #
@@ -67,20 +69,55 @@ class Golden:
     runs: Runs
 
 
-def golden_set(
-    target: Llama, chat: Chat, prompts: Path, folder: Path, *, answer_tokens: int, stopped: Stopped
-) -> Golden:
-    """Return the golden set with the target's greedy answers, which are generated once and stored in ``folder``.
+def answer_prompts(
+    placement: TargetPlacement, chat: Chat, asked: Mapping[Path, Path], *, answer_tokens: int, stopped: Stopped
+) -> dict[Path, list[GeneratedText]]:
+    """Return the target's greedy answers for `golden_set`: those of each folder of samples that is not written yet.
+
+    Args:
+        placement: Target and its devices.
+        chat: Its chat template.
+        asked: File of prompts of each folder.
+        answer_tokens: Most tokens of an answer.
+        stopped: Function that is polled between answers.
 
     Raises:
-        PromptFileError: The file of prompts cannot be used.
+        PromptFileError: A file of prompts cannot be used.
+        ModelError: The target cannot be loaded.
+        Interrupted: ``stopped`` returned True.
+    """
+    questions = {
+        folder: list(greedy(read_prompts(prompts), chat))
+        for folder, prompts in asked.items()
+        if not shard_paths(folder)
+    }
+    if not questions:
+        return {}
+    most = max(len(one.ids or ()) for of_folder in questions.values() for one in of_folder) + answer_tokens
+    rows = min(_ROWS, max(map(len, questions.values())))
+    positions = prepare_causal_lm(placement.folder).network.config.max_position_embeddings
+    settings = RolloutSettings(rows=rows, answer_tokens=answer_tokens, for_training=False)
+    answers: dict[Path, list[GeneratedText]] = {folder: [] for folder in questions}
+    with target_engine(placement, rows=rows, longest=min(most, positions)) as engine:
+        for folder, of_folder in questions.items():
+            for text in Rollout(engine, settings, iter(of_folder)).texts():
+                if stopped():
+                    raise Interrupted
+                answers[folder].append(text)
+    return answers
+
+
+def golden_set(
+    target: CausalLM, prompts: Path, folder: Path, answers: Sequence[GeneratedText], stopped: Stopped
+) -> Golden:
+    """Return the golden set with the target's ``answers``, which are read once and stored with states in ``folder``.
+
+    Raises:
         Interrupted: ``stopped`` returned True.
     """
     if not shard_paths(folder):
-        lines = read_prompts(prompts)
-        settings = RolloutSettings(rows=min(_ROWS, len(lines)), answer_tokens=answer_tokens, for_training=False)
-        rollout = Rollout(target, settings, greedy(lines, chat))
-        write_samples(folder, _samples(target, rollout.conversations(), stopped))
+        conversations = (conversation_of(target, text) for text in answers)
+        write_samples(folder, _samples(target, conversations, stopped))
     samples = tuple(read_samples(folder))
     return Golden(hashlib.sha256(prompts.read_bytes()).hexdigest(), samples, runs_of_samples(samples))
 
@@ -90,7 +127,7 @@ def no_golden_set() -> Golden:
     return Golden(None, (), runs_of_samples(()))
 
 
-def _samples(target: Llama, conversations: Iterable[Conversation], stopped: Stopped) -> Iterator[Sample]:
+def _samples(target: CausalLM, conversations: Iterable[Conversation], stopped: Stopped) -> Iterator[Sample]:
     """Yield the conversations as samples. Raise Interrupted when ``stopped`` returns True."""
     for conversation in conversations:
         if stopped():
@@ -99,7 +136,7 @@ def _samples(target: Llama, conversations: Iterable[Conversation], stopped: Stop
 
 
 @torch.inference_mode()
-def _record(target: Llama, conversation: Conversation) -> Record:
+def _record(target: CausalLM, conversation: Conversation) -> Record:
     """Return the conversation in the form of a captured request.
 
     The record ends with the token that the target chooses after the conversation's last one.
@@ -168,7 +205,7 @@ class Comparison:
 
 
 def compare_drafts(
-    target: Llama, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
+    target: CausalLM, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
 ) -> dict[str, Any]:
     """Compare the two drafts and return the document of the verdict.
 
@@ -186,7 +223,7 @@ def compare_drafts(
 
 
 def _count_domain_steps(
-    target: Llama, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
+    target: CausalLM, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
 ) -> list[Domain]:
     """Return the token and step counts of both drafts by domain."""
     domains = []

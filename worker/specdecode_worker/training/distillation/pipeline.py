@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,9 @@ from specdecode_worker.contract.distillation import (
     shortened_reason,
 )
 from specdecode_worker.drafts.draft_files import read_calibration
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.distillation.judge import (
     Comparison,
     Golden,
@@ -54,6 +53,7 @@ from specdecode_worker.training.errors import PoisonedCapture, PublishFailed, Ti
 from specdecode_worker.training.evaluation import CalibratedDraft, Sample, write_calibration
 from specdecode_worker.training.files import write_text
 from specdecode_worker.training.heads import Distillable, load_distillable, method_in, prepare_draft
+from specdecode_worker.training.rollout import GeneratedText
 from specdecode_worker.training.unroll import vocabulary_of
 
 # Document of a distillation Job: from the verdict of a run, or from the error that ended it.
@@ -191,6 +191,24 @@ class DistillationSettings:
     golden_tokens: int = 128
     max_not_reproduced: float = 1.0
 
+    @property
+    def asked(self) -> dict[Path, Path]:
+        """File of prompts of each folder of answers."""
+        asked = {self.golden_folder: self.golden} if self.golden is not None else {}
+        if self.replay_prompts is not None and self.settings.replay_share:
+            asked[self.replay_folder] = self.replay_prompts
+        return asked
+
+    @property
+    def golden_folder(self) -> Path:
+        """Folder of the answers to the golden prompts."""
+        return self.out / "golden"
+
+    @property
+    def replay_folder(self) -> Path:
+        """Folder of the answers to the prompts that are replayed."""
+        return self.out / "replay"
+
 
 def stored_verdict(out: Path) -> dict[str, Any] | None:
     """Return the document of a run that has its verdict, or None."""
@@ -209,9 +227,14 @@ class Distillation:
     """
 
     def __init__(
-        self, target: Llama, chat: Chat, job: DistillationSettings, log: Callable[[str], None], stopped: Stopped
+        self,
+        target: CausalLM,
+        answers: Mapping[Path, Sequence[GeneratedText]],
+        job: DistillationSettings,
+        log: Callable[[str], None],
+        stopped: Stopped,
     ) -> None:
-        self._target, self._chat, self._job, self._log, self._stopped = target, chat, job, log, stopped
+        self._target, self._answers, self._job, self._log, self._stopped = target, answers, job, log, stopped
 
     def run(self) -> dict[str, Any]:
         """Run all remaining stages and return the document of the verdict.
@@ -242,11 +265,7 @@ class Distillation:
         job = self._job
         if job.golden is None:
             return no_golden_set()
-        self._log(f"distill: answering the golden prompts of {job.golden}")
-        golden = golden_set(
-            self._target, self._chat, job.golden, job.out / "golden", answer_tokens=job.golden_tokens,
-            stopped=self._stopped,
-        )  # fmt: skip
+        golden = self._answered(job.golden, job.golden_folder)
         frozen = read_lineage(job.parent.folder).get("golden", {}).get("sha256", golden.sha256)
         if frozen != golden.sha256:
             raise TrainingError(
@@ -343,12 +362,12 @@ class Distillation:
 
     def _answered_pool(self, prompts: Path) -> Pool:
         """Return a pool of the target's greedy answers to a file of prompts; they are stored in OUT/replay."""
-        self._log(f"distill: answering the prompts of {prompts} to replay them")
-        answered = golden_set(
-            self._target, self._chat, prompts, self._job.out / "replay", answer_tokens=self._job.golden_tokens,
-            stopped=self._stopped,
-        )  # fmt: skip
+        answered = self._answered(prompts, self._job.replay_folder)
         return split_pool([sample.conversation for sample in answered.samples])
+
+    def _answered(self, prompts: Path, folder: Path) -> Golden:
+        """Return the samples of a file of prompts."""
+        return golden_set(self._target, prompts, folder, self._answers.get(folder, ()), self._stopped)
 
     def _compare_with_deployed(self, golden: Golden, summary: Summary) -> dict[str, Any]:
         """Compare the candidate with the deployed draft and return the document of the verdict."""

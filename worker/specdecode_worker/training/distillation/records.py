@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdecode_worker.capture import ReadStats, Record, read_records
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import SHARD_TOKENS, read_shard, shard_paths, write_shard
 from specdecode_worker.training.evaluation import Sample
 from specdecode_worker.training.files import write_text
@@ -272,7 +272,7 @@ class CaptureSelection:
 
 
 def prepare_shards(
-    target: Llama, source: CaptureSelection, folder: Path, log: Callable[[str], None], stopped: Stopped
+    target: CausalLM, source: CaptureSelection, folder: Path, log: Callable[[str], None], stopped: Stopped
 ) -> Summary:
     """Select, replay and write the records of ``source`` to ``folder``, and return their summary.
 
@@ -395,7 +395,7 @@ def _text(record: Record) -> Text:
     return Text(record.opening, record.task, prompt, runs_of(answer))
 
 
-def _replay_chunk(target: Llama, chunk: Sequence[Record], folder: Path, number: int) -> None:
+def _replay_chunk(target: CausalLM, chunk: Sequence[Record], folder: Path, number: int) -> None:
     """Replay a chunk and write its shards, then its done file.
 
     A chunk without a done file is replayed again and overwrites its shards.

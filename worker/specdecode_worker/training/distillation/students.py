@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.training.acceptance import StepCounts, target_token_ranks
+from specdecode_worker.training.acceptance import StepCounts, groups_of, target_token_ranks
 from specdecode_worker.training.artifacts import write_draft
 from specdecode_worker.training.conversations import Conversation, DataSet, batches
 from specdecode_worker.training.distillation.pool import (
@@ -72,7 +72,7 @@ class StudentTraining:
     """Training of one draft over rounds. All files go to ``out``; the best draft so far is in out/best."""
 
     def __init__(
-        self, head: Draft, target: Llama, data: StudentData, settings: StudentSettings, out: Path, *,
+        self, head: Draft, target: CausalLM, data: StudentData, settings: StudentSettings, out: Path, *,
         target_folder: Path,
     ) -> None:  # fmt: skip
         self.settings, self._data, self._out, self._target_folder = settings, data, out, target_folder
@@ -175,10 +175,8 @@ class StudentTraining:
     def _old_step_counts(self) -> dict[str, StepCounts]:
         """Return the step counts of the trained chain by old domain."""
         counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
-        texts = sorted(self._data.old_validation, key=lambda c: len(c.tokens_N))
         head, output_VE, depth = self._trainer.head, self._trainer.output_VE, self.settings.depth
-        for start in range(0, len(texts), 8):
-            part = texts[start : start + 8]
+        for part in groups_of(self._data.old_validation):
             for text, ranks in zip(part, target_token_ranks(head, part, output_VE, depth), strict=True):
                 counts_by_domain[text.domain].walk(ranks, TreeShape.chain(depth))
         return dict(sorted(counts_by_domain.items()))

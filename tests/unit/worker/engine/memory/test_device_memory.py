@@ -218,7 +218,7 @@ def small_device(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 def test_nothing_is_loaded_when_it_cannot_fit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_device(monkeypatch, GIB // 4)
-    monkeypatch.setattr(factory, "load_llama", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(factory, "load_causal_lm", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(CannotServe, match=r"limit of 0\.25 GiB leaves no room") as caught:
         load_engine(config_of(target), Path)
     assert "- weights of the target" in str(caught.value)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import check_draft
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from support import small_model
 
 OPTIONS: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -28,8 +28,8 @@ def target_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def target(target_folder: Path) -> Llama:
-    return load_llama(target_folder, **OPTIONS)
+def target(target_folder: Path) -> CausalLM:
+    return load_causal_lm(target_folder, **OPTIONS)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def change(folder: Path, config: dict[str, Any], **tensors: torch.Tensor | None)
 
 @pytest.mark.parametrize("map_is_stored", [True, False])
 def test_a_head_without_output_matrix_uses_the_targets(
-    head: Path, target: Llama, target_folder: Path, map_is_stored: bool
+    head: Path, target: CausalLM, target_folder: Path, map_is_stored: bool
 ) -> None:
     change(head, {}, **{"lm_head.weight": target.lm_head.weight.detach().clone()})
     wanted = load_eagle3(head, target, **OPTIONS)
@@ -62,7 +62,7 @@ def test_a_head_without_output_matrix_uses_the_targets(
     assert target.lm_head.weight.dtype == torch.float32, "a head that is trained leaves the target as it is"
 
 
-def test_a_head_of_some_tokens_needs_its_output_matrix(head: Path, target: Llama) -> None:
+def test_a_head_of_some_tokens_needs_its_output_matrix(head: Path, target: CausalLM) -> None:
     change(head, {"draft_vocab_size": 40}, **{"lm_head.weight": None, "d2t": torch.zeros(40, dtype=torch.int64)})
     with pytest.raises(WeightMismatch, match=r"lm_head\.weight is missing"):
         load_eagle3(head, target, **OPTIONS)
@@ -70,7 +70,7 @@ def test_a_head_of_some_tokens_needs_its_output_matrix(head: Path, target: Llama
 
 @pytest.mark.parametrize("known", [OLDER, 40])
 def test_a_head_from_before_the_vocabulary_grew_loads(
-    head: Path, target: Llama, target_folder: Path, known: int
+    head: Path, target: CausalLM, target_folder: Path, known: int
 ) -> None:
     """It has the older size in its config and t2d, and proposes tokens of that size alone."""
     chosen = torch.arange(known) * (OLDER // known)
@@ -88,7 +88,7 @@ def test_a_head_from_before_the_vocabulary_grew_loads(
         load_eagle3(head, target, **OPTIONS)
 
 
-def test_a_head_of_another_vocabulary_is_refused(head: Path, target: Llama) -> None:
+def test_a_head_of_another_vocabulary_is_refused(head: Path, target: CausalLM) -> None:
     rows = torch.randn(OLDER, small_model.CONFIG["hidden_size"])
     sizes = {"vocab_size": OLDER, "draft_vocab_size": OLDER}
     change(head, sizes, **{"embed_tokens.weight": rows, "lm_head.weight": rows.clone(), "d2t": None})
@@ -99,7 +99,7 @@ def test_a_head_of_another_vocabulary_is_refused(head: Path, target: Llama) -> N
         load_eagle3(head, target, **OPTIONS)
 
 
-def test_a_head_of_20_gigabytes_by_its_header_is_refused_unread(head: Path, target: Llama) -> None:
+def test_a_head_of_20_gigabytes_by_its_header_is_refused_unread(head: Path, target: CausalLM) -> None:
     """The file is sparse: it has the size that its header says, and no content."""
     change(head, {}, **{"lm_head.weight": None})
     path, claimed = head / "model.safetensors", 20 * 10**9

@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.fields import end_tokens, sampling_defaults
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.fields import Fields, end_tokens, read_config, sampling_defaults
+from specdecode_worker.models.weights import load_causal_lm
 from support import small_model
 from support.published.tokens import TOKENS, tokenizer_of
 
 END, S_END = small_model.END_ID, small_model.VOCAB_SIZE + TOKENS.index("</s>")
+
+
+def all_end_tokens(folder: Path) -> tuple[int, ...]:
+    return end_tokens(folder, Fields(read_config(folder)).integers("eos_token_id"))
 
 
 @pytest.mark.parametrize(
@@ -37,15 +41,15 @@ def test_end_tokens_of_all_files(
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "temperature": 0.6}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer}))
     tokenizer_of("text").save(str(tmp_path / "tokenizer.json"))
-    assert end_tokens(tmp_path) == tokens
+    assert all_end_tokens(tmp_path) == tokens
 
 
 def test_a_folder_without_the_other_files_has_those_of_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 4}')
-    assert end_tokens(tmp_path) == (4,)
+    assert all_end_tokens(tmp_path) == (4,)
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|end|>"}')
     tokenizer_of("text").save(str(tmp_path / "tokenizer.json"))
-    assert end_tokens(tmp_path) == (4, END)
+    assert all_end_tokens(tmp_path) == (4, END)
 
 
 @pytest.mark.parametrize("document", ['{"eos_token_id": "two"}', '{"eos_token_id": [true]}', "{"])
@@ -53,14 +57,14 @@ def test_a_wrong_file_is_named(tmp_path: Path, document: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(document)
     with pytest.raises(ConfigMismatch, match=r"generation_config\.json"):
-        end_tokens(tmp_path)
+        all_end_tokens(tmp_path)
 
 
 def test_a_loaded_target_has_them(tmp_path: Path) -> None:
     """Serving, training and evaluation read them from the target."""
     small_model.write_target(tmp_path, config={"eos_token_id": 1})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2]}')
-    target = load_llama(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    target = load_causal_lm(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     assert target.config.eos_token_ids == (1, 2, END)
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import dflash_config
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import check_draft, load_draft
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.weights import load_dflash
 from support.worker.checkpoints import CPU, DFLASH, Tensors, dflash_tensors, noise, norm, write
@@ -28,7 +28,7 @@ def flat(shape: dict[str, Any], **change: Any) -> dict[str, Any]:
     return shape | DFLASH | own | {"layer_types": ["full_attention"] * 2} | change
 
 
-def load(folder: Path, target: Llama) -> DFlashHead:
+def load(folder: Path, target: CausalLM) -> DFlashHead:
     return load_dflash(folder, target, dtype=torch.float32, device=CPU)
 
 
@@ -40,7 +40,7 @@ def rotated(x_THD: Tensor, positions_T: Tensor) -> Tensor:
     return x_THD * cos + torch.cat((-x_THD[..., half:], x_THD[..., :half]), -1) * sin
 
 
-def plain_logits(tensors: Tensors, target: Llama, aux: Tensor, tokens: Tensor) -> Tensor:
+def plain_logits(tensors: Tensors, target: CausalLM, aux: Tensor, tokens: Tensor) -> Tensor:
     """Compute the logits of the mask slots of one block from the definition."""
     heads = 4
     committed = torch.arange(len(aux))
@@ -72,7 +72,7 @@ def plain_logits(tensors: Tensors, target: Llama, aux: Tensor, tokens: Tensor) -
 
 @torch.inference_mode()
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_head_equals_a_plain_computation(fused: bool, target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_head_equals_a_plain_computation(fused: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     tensors = dflash_tensors()
     head = load(write(tmp_path, flat(shape), tensors), target)
     aux = noise(COMMITTED, 64, seed=5)
@@ -90,7 +90,7 @@ def test_head_equals_a_plain_computation(fused: bool, target: Llama, shape: dict
     torch.testing.assert_close(head.logits(states[1:]), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_layer_ids_name_outputs_of_layers(target: Llama, shape: dict[str, Any]) -> None:
+def test_layer_ids_name_outputs_of_layers(target: CausalLM, shape: dict[str, Any]) -> None:
     config = dflash_config(flat(shape), target.config)
     assert config.aux_layers == (1, 3)
     assert (config.mask_token_id, config.block_size, config.qk_norm) == (MASK, BLOCK, True)
@@ -115,7 +115,7 @@ def test_layer_ids_name_outputs_of_layers(target: Llama, shape: dict[str, Any]) 
     ],
     ids=str,
 )
-def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: Llama, shape: dict[str, Any]) -> None:
+def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: CausalLM, shape: dict[str, Any]) -> None:
     with pytest.raises(ConfigMismatch, match=message):
         dflash_config(flat(shape, **change), target.config)
 
@@ -131,7 +131,7 @@ def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: L
     ids=["shape", "missing", "extra", "nan"],
 )
 def test_wrong_tensor_is_refused_by_name(
-    name: str, tensor: Tensor | None, message: str, target: Llama, shape: dict[str, Any], tmp_path: Path
+    name: str, tensor: Tensor | None, message: str, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors = dflash_tensors()
     tensors.pop(name, None)
@@ -140,7 +140,7 @@ def test_wrong_tensor_is_refused_by_name(
         load(folder, target)
 
 
-def test_head_is_known_by_its_tensors(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_head_is_known_by_its_tensors(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     target_folder = write(tmp_path / "target", shape, target.state_dict())
     folder = write(tmp_path / "head", flat(shape), dflash_tensors())
     check_draft("dflash", folder, target_folder)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.config import dflash_config, llama_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import dflash_config
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import check_draft
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.linear import QuantizedWeight
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.models.weights import load_dflash
 from specdecode_worker.training.errors import DraftNotTrainable
@@ -34,7 +35,7 @@ def zlab(shape: dict[str, Any]) -> dict[str, Any]:
                     "num_hidden_layers": 2}  # fmt: skip
 
 
-def copies(target: Llama, known: Tensor | None = None) -> Tensors:
+def copies(target: CausalLM, known: Tensor | None = None) -> Tensors:
     """Return the tensors that speculators adds: copies of the target's, and the map of a draft vocabulary."""
     tensors = {"embed_tokens.weight": target.model.embed_tokens.weight, "lm_head.weight": target.lm_head.weight}
     if known is None:
@@ -45,7 +46,7 @@ def copies(target: Llama, known: Tensor | None = None) -> Tensors:
     return tensors | own
 
 
-def load(folder: Path, target: Llama) -> DFlashHead:
+def load(folder: Path, target: CausalLM) -> DFlashHead:
     return load_dflash(folder, target, dtype=torch.float32, device=CPU)
 
 
@@ -65,7 +66,7 @@ def block_logits(head: DFlashHead) -> Tensor:
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("prefix", ["", "model."], ids=["", "prefixed"])
 def test_logits_equal_those_of_zlabs_layout(
-    prefix: str, fused: bool, target: Llama, shape: dict[str, Any], tmp_path: Path
+    prefix: str, fused: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     plain = load(write(tmp_path / "zlab", zlab(shape), dflash_tensors()), target)
     tensors = {prefix + name: tensor for name, tensor in (dflash_tensors() | copies(target)).items()}
@@ -78,7 +79,7 @@ def test_logits_equal_those_of_zlabs_layout(
     torch.testing.assert_close(block_logits(head), block_logits(plain))
 
 
-def test_a_draft_vocabulary_is_a_part_of_the_targets(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_a_draft_vocabulary_is_a_part_of_the_targets(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     plain = load(write(tmp_path / "zlab", zlab(shape), dflash_tensors()), target)
     config = speculators_dflash(shape, draft_vocab=len(KNOWN))
     head = load(write(tmp_path / "head", config, dflash_tensors() | copies(target, KNOWN)), target)
@@ -88,7 +89,7 @@ def test_a_draft_vocabulary_is_a_part_of_the_targets(target: Llama, shape: dict[
 
 
 def test_copies_are_used_where_they_differ_from_the_target(
-    target: Llama, shape: dict[str, Any], tmp_path: Path
+    target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     own = {"embed_tokens.weight": noise(97, 32, seed=8), "lm_head.weight": noise(97, 32, seed=9)}
     head = load(write(tmp_path / "head", speculators_dflash(shape), dflash_tensors() | own), target)
@@ -99,13 +100,13 @@ def test_copies_are_used_where_they_differ_from_the_target(
     torch.testing.assert_close(got, block_logits(plain))
 
 
-def test_a_head_without_copies_reads_the_target(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_a_head_without_copies_reads_the_target(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     plain = load(write(tmp_path / "zlab", zlab(shape), dflash_tensors()), target)
     head = load(write(tmp_path / "head", speculators_dflash(shape), dflash_tensors()), target)
     torch.testing.assert_close(block_logits(head), block_logits(plain))
 
 
-def test_own_output_matrix_is_quantised(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_own_output_matrix_is_quantised(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     head = load(write(tmp_path, speculators_dflash(shape), dflash_tensors() | copies(target)), target)
     wanted = block_logits(head)
     quantise_draft(head, "int8", stored=True)
@@ -114,7 +115,7 @@ def test_own_output_matrix_is_quantised(target: Llama, shape: dict[str, Any], tm
 
 
 def test_a_head_with_copies_is_not_trained_further(shape: dict[str, Any], tmp_path: Path) -> None:
-    target = Llama(llama_config(shape | {"num_hidden_layers": 7})).requires_grad_(False)
+    target = CausalLM(causal_lm_config(shape | {"num_hidden_layers": 7})).requires_grad_(False)
     config = speculators_dflash(shape, aux_hidden_state_layer_ids=[2, 3, 4])
     tensors = dflash_tensors() | {"fc.weight": noise(32, 96)}
     bare = load(write(tmp_path / "bare", config, tensors), target)
@@ -141,12 +142,12 @@ def test_a_head_with_copies_is_not_trained_further(shape: dict[str, Any], tmp_pa
     ],
     ids=str,
 )
-def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: Llama, shape: dict[str, Any]) -> None:
+def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: CausalLM, shape: dict[str, Any]) -> None:
     with pytest.raises(ConfigMismatch, match=message):
         dflash_config(speculators_dflash(shape, **change), target.config)
 
 
-def test_sliding_windows_of_the_nested_layers_are_refused(target: Llama, shape: dict[str, Any]) -> None:
+def test_sliding_windows_of_the_nested_layers_are_refused(target: CausalLM, shape: dict[str, Any]) -> None:
     config = speculators_dflash(shape)
     config["transformer_layer_config"]["use_sliding_window"] = True
     with pytest.raises(ConfigMismatch, match="use_sliding_window True is not supported"):
@@ -172,7 +173,7 @@ def test_sliding_windows_of_the_nested_layers_are_refused(target: Llama, shape: 
          "verifier", "extra", "no norm"],
 )  # fmt: skip
 def test_wrong_tensor_is_refused_by_name(
-    change: dict[str, Tensor | None], message: str, target: Llama, shape: dict[str, Any], tmp_path: Path
+    change: dict[str, Tensor | None], message: str, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors: dict[str, Tensor | None] = {**dflash_tensors(), **copies(target, KNOWN), **change}
     config = speculators_dflash(shape, draft_vocab=len(KNOWN))
@@ -182,14 +183,14 @@ def test_wrong_tensor_is_refused_by_name(
 
 
 def test_a_map_is_refused_where_the_vocabulary_is_the_targets(
-    target: Llama, shape: dict[str, Any], tmp_path: Path
+    target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors = dflash_tensors() | copies(target) | {"d2t": torch.zeros(97, dtype=torch.int64)}
     with pytest.raises(WeightMismatch, match="d2t is not part of this model"):
         load(write(tmp_path, speculators_dflash(shape), tensors), target)
 
 
-def test_check_accepts_the_layout_by_its_headers(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_check_accepts_the_layout_by_its_headers(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     target_folder = write(tmp_path / "target", shape, target.state_dict())
     config = speculators_dflash(shape, draft_vocab=len(KNOWN))
     check_draft("dflash", write(tmp_path / "head", config, dflash_tensors() | copies(target, KNOWN)), target_folder)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import peagle_config
 from specdecode_worker.models.drafts import check_draft, load_draft
 from specdecode_worker.models.eagle import PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, ModelError, WeightMismatch
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.weights import load_peagle
 from support.worker.checkpoints import (
@@ -43,7 +43,7 @@ def flat(shape: dict[str, Any], **change: Any) -> dict[str, Any]:
     return shape | {"num_hidden_layers": 2, "draft_vocab_size": 40, "mask_token_id": MASK} | change
 
 
-def load(folder: Path, target: Llama) -> PEagleHead:
+def load(folder: Path, target: CausalLM) -> PEagleHead:
     return load_peagle(folder, target, dtype=torch.float32, device=CPU)
 
 
@@ -52,7 +52,7 @@ def load(folder: Path, target: Llama) -> PEagleHead:
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_head_equals_a_plain_computation(
-    fused: bool, norm_before_residual: bool, target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path
+    fused: bool, norm_before_residual: bool, target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
 ) -> None:
     tensors = peagle_tensors()
     head = load(write(tmp_path, flat(shape, norm_before_residual=norm_before_residual), tensors), target)
@@ -73,7 +73,7 @@ def test_head_equals_a_plain_computation(
     torch.testing.assert_close(head.logits(states), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_nested_config_of_speculators_is_read(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_nested_config_of_speculators_is_read(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     layer = {name: shape[name] for name in shape if name != "architectures"} | {"head_dim": 8, "num_hidden_layers": 2}
     nested = {
         "architectures": ["PEagleSpeculator"],
@@ -94,14 +94,14 @@ def test_nested_config_of_speculators_is_read(target: Llama, shape: dict[str, An
 
 
 @pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
-def test_mask_token_has_three_names(name: str, target: Llama, shape: dict[str, Any]) -> None:
+def test_mask_token_has_three_names(name: str, target: CausalLM, shape: dict[str, Any]) -> None:
     config = flat(shape, mask_token_id=None) | {name: 7}
     assert peagle_config(config, target.config).mask_token_id == 7
 
 
 @pytest.mark.parametrize("stored", [(96,), (1, 96), (1, 1, 96)], ids=str)
 def test_mask_state_may_be_stored_flat(
-    stored: tuple[int, ...], target: Llama, shape: dict[str, Any], tmp_path: Path
+    stored: tuple[int, ...], target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors = peagle_tensors()
     head = load(write(tmp_path, flat(shape), tensors | {"mask_hidden": tensors["mask_hidden"].view(stored)}), target)
@@ -122,7 +122,7 @@ def test_mask_state_may_be_stored_flat(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: Llama, shape: dict[str, Any]) -> None:
+def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: CausalLM, shape: dict[str, Any]) -> None:
     with pytest.raises(ConfigMismatch, match=message):
         peagle_config(flat(shape, **change), target.config)
 
@@ -140,7 +140,7 @@ def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: L
     ids=["shape", "nan", "dtype", "missing", "extra", "map"],
 )
 def test_wrong_tensor_is_refused_by_name(
-    name: str, tensor: torch.Tensor | None, message: str, target: Llama, shape: dict[str, Any], tmp_path: Path
+    name: str, tensor: torch.Tensor | None, message: str, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors = peagle_tensors()
     tensors.pop(name, None)
@@ -149,7 +149,7 @@ def test_wrong_tensor_is_refused_by_name(
         load(folder, target)
 
 
-def test_head_without_mask_state_is_refused(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_head_without_mask_state_is_refused(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     target_folder = write(tmp_path / "target", shape, target.state_dict())
     tensors = {name: tensor for name, tensor in peagle_tensors().items() if name != "mask_hidden"}
     folder = write(tmp_path / "head", flat(shape), tensors)

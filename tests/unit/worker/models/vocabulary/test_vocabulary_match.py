@@ -11,10 +11,10 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import expect_vocabulary, fit_vocabulary, set_vocabulary
 from specdecode_worker.models.errors import VocabularyMismatch
-from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.vocabulary import (
     MIN_COVERAGE,
     SAMPLE,
@@ -184,7 +184,7 @@ def test_missing_or_unreadable_tokenizer_is_refused(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_a_mapped_model_computes_the_logits_of_its_own_ids(shape: dict[str, Any], randomise: Any, dense: Any) -> None:
-    draft = Llama(llama_config(shape)).requires_grad_(False)
+    draft = CausalLM(causal_lm_config(shape)).requires_grad_(False)
     randomise(draft, 5)
     before = draft.logits(draft(TOKENS, torch.arange(11), dense).hidden_TE)
     set_vocabulary(draft, VocabularyMatch((96, 3, 3, 0), {3: 1, 96: 0}), 4)
@@ -202,7 +202,7 @@ def test_a_mapped_model_computes_the_logits_of_its_own_ids(shape: dict[str, Any]
 def test_fitting_preserves_the_logits_of_common_tokens(
     size: int, tied: bool, shape: dict[str, Any], randomise: Any, dense: Any
 ) -> None:
-    draft = Llama(llama_config(shape | {"tie_word_embeddings": tied})).requires_grad_(False)
+    draft = CausalLM(causal_lm_config(shape | {"tie_word_embeddings": tied})).requires_grad_(False)
     randomise(draft, 5)
 
     def logits() -> torch.Tensor:
