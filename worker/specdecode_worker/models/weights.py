@@ -50,12 +50,20 @@ def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> Unloaded
     """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
     config = replace(llama_config(read_config(folder), max_model_len), eos_token_ids=end_tokens(folder))
     checkpoint = open_checkpoint(folder)
+    if config.tie_word_embeddings and _OUTPUT in checkpoint and not _repeats_embedding(checkpoint):
+        config = replace(config, tie_word_embeddings=False)  # as in transformers, the file has the last word
     with meta_init():
         model = Llama(config)
     if not config.tie_word_embeddings:
         return UnloadedNetwork(model, checkpoint)
     # A tied checkpoint may repeat the matrix as lm_head; the embedding is used.
-    return UnloadedNetwork(model, checkpoint.without("lm_head.weight"), frozenset(("lm_head.weight",)))
+    return UnloadedNetwork(model, checkpoint.without(_OUTPUT), frozenset((_OUTPUT,)))
+
+
+def _repeats_embedding(checkpoint: Checkpoint) -> bool:
+    """Return whether lm_head is a copy of the embedding, of which both are read."""
+    name = f"model.{_EMBEDDING}"
+    return name in checkpoint and torch.equal(checkpoint.read(name), checkpoint.read(_OUTPUT))
 
 
 def load_llama(
