@@ -42,6 +42,7 @@ from specdecode_worker.contract import (
     ToolFormat,
     TreeShape,
     WorkerConfig,
+    default_served_name,
 )
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.server.errors import CannotStart
@@ -180,7 +181,7 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
     lookup = take_speculative_config(args) if args.speculative_config is not None else {}
     method, draft = method_and_draft(args)
     drafts, merge = merged_drafts(args.merge, method, args.sampler, args.draft_placement)
-    served_name = args.served_model_name or args.model.rstrip("/").rpartition("/")[2]
+    served_name = args.served_model_name or default_served_name(args.model)
     try:
         config = WorkerConfig(
             model=ModelConfig(

@@ -29,6 +29,7 @@ from specdecode_worker.contract.config import (
     NamedDraft,
     ServerConfig,
     WorkerConfig,
+    default_served_name,
     draft_passes,
 )
 from specdecode_worker.contract.names import Env, Header, Metric, Port, Route
@@ -151,6 +152,7 @@ __all__ = [
     "WorkerConfig",
     "Written",
     "candidate_first",
+    "default_served_name",
     "draft_passes",
     "suppressed_loads",
 ]

@@ -22,6 +22,14 @@ from specdecode_worker.contract.wire import (
 )
 
 
+def default_served_name(uri: str) -> str:
+    """Return the last part of a model's URI without its revision: ``hf://org/name@refs/pr/4`` is served as ``name``."""
+    path = uri.partition("://")[2] or uri
+    if uri.startswith("hf://"):
+        path = path.partition("@")[0]
+    return path.rstrip("/").rpartition("/")[2]
+
+
 class ModelConfig(Written):
     """The target: its location and how it is served."""
 
