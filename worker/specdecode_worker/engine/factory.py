@@ -41,6 +41,7 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.optimize import fuse, quantise_target
+from specdecode_worker.models.vocabulary import open_tokenizer
 from specdecode_worker.models.weights import load_llama
 from specdecode_worker.sampling.sampler import SAMPLERS
 
@@ -174,7 +175,8 @@ def _grammars(folder: Path, target: Llama) -> GrammarCompiler | None:
     path, size = folder / "tokenizer.json", target.config.vocab_size
     if not path.is_file():
         return None
-    return GrammarCompiler(path.read_text, size, tuple(token for token in target.config.eos_token_ids if token < size))
+    read = lambda: str(open_tokenizer(folder).to_str())  # noqa: E731
+    return GrammarCompiler(read, size, tuple(token for token in target.config.eos_token_ids if token < size))
 
 
 def _scheduler(config: EngineConfig, blocks: int, target: str, device: torch.device) -> Scheduler:
