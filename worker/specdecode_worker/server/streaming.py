@@ -45,7 +45,7 @@ from specdecode_worker.server.responses import (
     usage,
 )
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.tools import parser_for
+from specdecode_worker.server.tools import other_format_of, parser_for
 
 # Preparation of a generation request: parse, check, render, tokenize, start. Public and internal routes share it.
 
@@ -233,8 +233,10 @@ def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions |
         raise unsupported("this model's chat template takes no tools", "tools")
     name = service.config.server.tool_call_parser or service.model.tool_format
     if name is None:
-        raise unsupported("this model's chat template does not tell how calls are written; start the worker with "
-                          "--tool-call-parser", "tools")  # fmt: skip
+        other = other_format_of(template.tool_source)
+        what = f"writes calls in the format {other}, which has no parser here" if other else "names no format of calls"
+        raise unsupported(f"this model's chat template {what}; leave tools out, or start the worker with "
+                          "--tool-call-parser for another format that the model knows", "tools")  # fmt: skip
     functions = [tool.function.name for tool in body.tools]
     parser = partial(parser_for, name, functions, streams=body.stream and body.guides_calls)
     named = isinstance(body.tool_choice, NamedToolChoice)
