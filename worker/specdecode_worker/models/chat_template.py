@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -44,6 +44,7 @@ class ChatTemplate:
             environment = _environment()
             self._template = environment.from_string(source)
             self._with_tools = environment.from_string(self.tool_source)
+            self._forms = [_form_of_content(environment.parse(text)) for text in (source, self.tool_source)]
             self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(self.tool_source))
         except jinja2.TemplateError as error:
             raise TokenizerProblem(f"the model's chat template cannot be read: {error}") from None
@@ -72,12 +73,12 @@ class ChatTemplate:
         Raises:
             TemplateRefused: The template failed on these messages, or rendered more than MAX_RENDERED_CHARACTERS.
         """
-        template = self._with_tools if tools else self._template
+        template, form = (self._with_tools if tools else self._template), self._forms[bool(tools)]
         given = {
             **self.special_tokens,
             "documents": None,
             **variables,
-            "messages": messages,
+            "messages": [_in_form(message, form) for message in messages],
             "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -141,6 +142,53 @@ class _Generation(Extension):
 
     def _text(self, caller: Callable[[], str]) -> str:
         return caller()
+
+
+# Content of a message is a text or a list of parts. Clients send either; most templates read only texts, and others
+# iterate the parts.
+
+_Form = Literal["text", "parts", "either"]
+
+
+def _form_of_content(template: nodes.Template) -> _Form:
+    """Return the form of content that a template reads: parts if it iterates them, either if it tests for texts too."""
+    names = {macro.name: [one.name for one in macro.args] for macro in template.find_all(nodes.Macro)}
+    aliases: set[str] = set()
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name):
+            pairs = zip(names.get(call.node.name, ()), call.args, strict=False)
+            aliases |= {name for name, given in pairs if _is_content(given, aliases)}
+    for assignment in template.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, aliases):
+            aliases.add(assignment.target.name)
+    if not any(_is_content(loop.iter, aliases) for loop in template.find_all(nodes.For)):
+        return "text"
+    return "either" if any(test.name == "string" for test in template.find_all(nodes.Test)) else "parts"
+
+
+def _is_content(node: nodes.Node | None, aliases: Collection[str]) -> bool:
+    """Return whether an expression is the content of a message, perhaps filtered."""
+    match node:
+        case nodes.Filter():
+            return _is_content(node.node, aliases)
+        case nodes.Getattr():
+            return node.attr == "content"
+        case nodes.Getitem():
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        case nodes.Name():
+            return node.name in aliases
+        case _:
+            return False
+
+
+def _in_form(message: Message, form: _Form) -> Message:
+    """Return a message with its content in the form that the template reads. Joined parts have lines of their own."""
+    content = message.get("content")
+    if isinstance(content, list) and form == "text":
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+    if isinstance(content, str) and form == "parts":
+        return {**message, "content": [{"type": "text", "text": content}] if content else []}
+    return message
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -127,7 +127,7 @@ def chat_prompt(
         TextTooLong: The text has far more tokens than the context.
         TextWorkStopped: ``stopped`` was set.
     """
-    said = [message.content for message in body.messages if message.role == "user"] or [text]
+    said = [message.text for message in body.messages if message.role == "user"] or [text]
     special = body.add_special_tokens
     ids = encode_bounded(tokenizer, text, limits.max_model_len, stopped, add_special_tokens=special)
     return Prompt(ids, opening=said[0])
@@ -229,7 +229,7 @@ class PromptPreparation:
     async def chat(self, body: ChatRequest) -> Prompt:
         """Render and tokenize the conversation of a chat request."""
         messages = [message.rendered() for message in body.messages]
-        characters = sum(len(message.content) for message in body.messages)
+        characters = sum(len(message.text) for message in body.messages)
         with self._errors("messages"), self._counted(characters):
             text = await self._rendered(messages, body.shown_tools, body.chat_template_kwargs)
             work = partial(chat_prompt, self._tokenizer, text, body, self._limits)
@@ -241,7 +241,7 @@ class PromptPreparation:
         if isinstance(body, TokenizeRequest):
             field, characters = "prompt", len(body.prompt)
         else:
-            field, characters = "messages", sum(len(message.content) for message in body.messages)
+            field, characters = "messages", sum(len(message.text) for message in body.messages)
         with self._errors(field), self._counted(characters):
             text = body.prompt if isinstance(body, TokenizeRequest) else await self._conversation(body)
             special = body.add_special_tokens

@@ -536,8 +536,8 @@ class TextPart(RequestModel):
     text: str
 
 
-def _plain_text(value: Any) -> Any:
-    """Convert content to one text. OpenAI also accepts null, and a list of parts, which get lines of their own."""
+def _content(value: Any) -> Any:
+    """Check the parts of content. OpenAI also accepts null."""
     if value is None:
         return ""
     if not isinstance(value, list):
@@ -546,7 +546,7 @@ def _plain_text(value: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise ValueError(f"only parts of type 'text' are supported, got {kind!r}")
-    return "\n".join(part["text"] for part in value)
+    return value
 
 
 def _without_empty(value: Any) -> Any:
@@ -566,8 +566,13 @@ class ChatMessage(RequestModel):
     """One turn of the conversation. Content is required, except for an assistant's turn with tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_plain_text, json_schema_input_type=str | list[TextPart] | None)] = ""
+    content: Annotated[
+        str | list[TextPart], BeforeValidator(_content, json_schema_input_type=str | list[TextPart] | None)
+    ] = ""
     name: str | None = None
+    reasoning_content: Any = None
+    """Thinking of an earlier turn, for the template. Other servers name it ``reasoning``."""
+    reasoning: Any = None
     tool_calls: list[ToolCall] = Field(default=[])
     tool_call_id: str | None = None
 
@@ -601,12 +606,21 @@ class ChatMessage(RequestModel):
         result["properties"]["tool_call_id"] = {"type": "string"}
         return {"anyOf": [said, calls, result]}
 
+    @property
+    def text(self) -> str:
+        """Content as one text, of which each part has lines of its own."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
     def rendered(self) -> dict[str, Any]:
         """Return the message for the chat template.
 
         Templates test the presence of ``tool_calls``, so an empty list is left out.
         """
-        message: dict[str, Any] = {"role": _RENDERED_ROLES.get(self.role, self.role), "content": self.content}
+        parts = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
+        message: dict[str, Any] = {"role": _RENDERED_ROLES.get(self.role, self.role), "content": parts}
+        thoughts = (one for one in (self.reasoning_content, self.reasoning) if isinstance(one, str))
+        if (thought := next(thoughts, None)) is not None:
+            message |= {"reasoning_content": thought, "thinking": thought}
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls:

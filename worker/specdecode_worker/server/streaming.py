@@ -151,7 +151,7 @@ async def start_chat(service: Service, call: Call, wait: Wait) -> StartedRequest
     body = call.parse(ChatRequest)
     service.check_model_name(body.model)
     body = service.model.with_defaults(body)
-    text = "\n".join(message.content for message in body.messages)
+    text = "\n".join(message.text for message in body.messages)
     writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body))
     if call.resume is not None:
         return await _resume(service, call, call.resume, body, text, writer, wait)

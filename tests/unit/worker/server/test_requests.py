@@ -56,7 +56,7 @@ def test_invalid_prompt_forms_are_refused(prompt: Any) -> None:
 
 def test_message_content_may_be_a_list_of_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "a\nb"
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].text == "a\nb"
 
 
 def test_echoed_assistant_message_is_accepted() -> None:
@@ -85,8 +85,8 @@ def test_unknown_fields_of_messages_tools_and_functions_are_ignored() -> None:
     body = chat(messages=history, tools=tools, tool_choice=choice)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     assert [message.rendered() for message in body.messages] == [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "", "reasoning_content": "so", "thinking": "so", "tool_calls": [call]},
         {"role": "tool", "content": "4", "tool_call_id": "c"},
     ]
     assert body.shown_tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
