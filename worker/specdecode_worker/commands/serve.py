@@ -36,6 +36,7 @@ from specdecode_worker.contract import (
     ModelConfig,
     Plan,
     Port,
+    ReasoningFormat,
     Sampler,
     ServerConfig,
     TaskMatch,
@@ -89,6 +90,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generation-config", choices=("auto", "vllm"), default="auto",
                         help="auto: sampling defaults of generation_config.json; vllm: of the API")  # fmt: skip
     parser.add_argument("--tool-call-parser", choices=get_args(ToolFormat), help="default: what the template says")
+    parser.add_argument("--reasoning-parser", choices=get_args(ReasoningFormat),
+                        help="send thinking as reasoning_content (default: as content)")  # fmt: skip
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="beyond it the answer is 429")
     parser.add_argument("--request-timeout-seconds", type=float, default=_SERVER.request_timeout_seconds, metavar="S",
                         help="default deadline; X-Request-Timeout lowers it (default: %(default)s)")  # fmt: skip
