@@ -61,6 +61,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = _NOTHING,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Render the prompt text of a conversation, in any time and memory that the template takes.
 
@@ -69,11 +70,14 @@ class ChatTemplate:
             tools: Tool definitions that the model may call.
             variables: Further template variables (`chat_template_kwargs` of the request).
             add_generation_prompt: End the text with the start of the assistant's turn.
+            continue_final_message: End the text with the content of the last message.
 
         Raises:
             TemplateRefused: The template failed on these messages, or rendered more than MAX_RENDERED_CHARACTERS.
         """
         template, form = (self._with_tools if tools else self._template), self._forms[bool(tools)]
+        if continue_final_message:
+            messages = [*messages[:-1], _marked(messages[-1])]
         given = {
             **self.special_tokens,
             "documents": None,
@@ -83,11 +87,12 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return _joined(template.generate(given))
+            text = _joined(template.generate(given))
         except MemoryError:
             raise TemplateRefused("the model's chat template needs too much memory for these messages") from None
         except Exception as error:  # a template is untrusted code and can raise anything
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from None
+        return _before_mark(text) if continue_final_message else text
 
 
 def find_template(folder: Path, given: str | None = None) -> ChatTemplate | None:
@@ -189,6 +194,27 @@ def _in_form(message: Message, form: _Form) -> Message:
     if isinstance(content, str) and form == "parts":
         return {**message, "content": [{"type": "text", "text": content}] if content else []}
     return message
+
+
+# The last message is continued as in transformers: a mark behind its content says where the rendered text ends. A
+# template that trims content trims the space of the mark, and with it the text's own.
+
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+def _marked(message: Message) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _MARK}
+    return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]}
+
+
+def _before_mark(text: str) -> str:
+    """Return the text before the last mark. Raises TemplateRefused without one."""
+    before, mark, rest = text.rpartition(_MARK.strip())
+    if not mark:
+        raise TemplateRefused("the model's chat template leaves out the last message, which is to be continued")
+    return before if rest.startswith(" ") else before.rstrip()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

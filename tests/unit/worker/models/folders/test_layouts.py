@@ -63,6 +63,14 @@ def test_texts_and_ids_are_those_of_transformers(tmp_path: Path, name: str) -> N
             ids = theirs.encode(text, add_special_tokens=False)
             assert ours.encode_rendered(text) == trained.encode(text) == ids, case
             assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids), case
+    messages = [USER, {"role": "assistant", "content": "The sky is "}]
+    try:
+        text = theirs.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    except Exception:
+        text = None
+    if text is not None:
+        given = {"add_generation_prompt": False, "continue_final_message": True}
+        assert template.render(messages, **given) == text
     for text in ("the hell", " [INST] a", "Åre <tool_call>", ""):
         assert ours.encode(text) == theirs.encode(text), text
 
