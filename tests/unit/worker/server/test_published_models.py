@@ -217,6 +217,8 @@ def test_the_template_is_rendered(asked: Asked) -> None:
     """It has the tag ``generation``. One of the workers gets it by a flag, and its folder has a broken one."""
     answer = httpx.post(f"{asked.worker.public}/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
     text = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert httpx.post(f"{asked.worker.public}/tokenize", json={"messages": parts}).json() == answer.json()
     assert answer.json()["tokens"] == tokenizer_of(asked.kind).encode(text).ids
 
 
