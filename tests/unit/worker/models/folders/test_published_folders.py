@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specdecode_worker.models.errors import TemplateRefused
 from specdecode_worker.server.tokenizer import Tokenizer
 from specdecode_worker.training.conversations import Chat
-from support.published.layouts import layouts, write_layout
+from support.published.folders import layouts, write_layout
 
 LAYOUTS = layouts()
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {
