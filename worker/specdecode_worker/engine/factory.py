@@ -175,8 +175,12 @@ def _grammars(folder: Path, target: Llama) -> GrammarCompiler | None:
     path, size = folder / "tokenizer.json", target.config.vocab_size
     if not path.is_file():
         return None
-    read = lambda: str(open_tokenizer(folder).to_str())  # noqa: E731
-    return GrammarCompiler(read, size, tuple(token for token in target.config.eos_token_ids if token < size))
+
+    def tokenizer_json() -> str:
+        return str(open_tokenizer(folder).to_str())
+
+    ends = tuple(token for token in target.config.eos_token_ids if token < size)
+    return GrammarCompiler(tokenizer_json, size, ends)
 
 
 def _scheduler(config: EngineConfig, blocks: int, target: str, device: torch.device) -> Scheduler:

@@ -173,7 +173,10 @@ def listed_tokens(folder: Path) -> dict[int, Mapping[str, Any]]:
     """Return the added tokens that tokenizer_config.json lists, by id in ascending order. Raises ConfigMismatch."""
     listed = read_optional(folder / "tokenizer_config.json").get("added_tokens_decoder")
     found = listed.items() if isinstance(listed, Mapping) else ()
-    return {int(i): token for i, token in sorted(found, key=lambda one: int(one[0])) if _token_text(token)}
+    tokens = {
+        int(i): token for i, token in found if i.isdecimal() and isinstance(token, Mapping) and _token_text(token)
+    }
+    return dict(sorted(tokens.items()))
 
 
 def read_optional(path: Path) -> Mapping[str, Any]:

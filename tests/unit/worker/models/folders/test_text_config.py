@@ -88,6 +88,8 @@ def test_tokens_that_only_the_files_beside_it_name_are_whole(tmp_path: Path) -> 
     text = "a<|late|> <tag>b<|pad|></s>"
     ids = theirs.encode(text, add_special_tokens=False)
     assert ids[1] == 267
+    given["added_tokens_decoder"] = {"x": {"content": "no"}, "268": "no", "269": {}, **LISTED}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.encode(text) == Chat(tmp_path).encode(text) == read_tokenizer(tmp_path).encode(text).ids == ids
     assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a <tag>b</s>"
