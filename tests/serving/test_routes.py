@@ -239,7 +239,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"stop": ["a"] * 5}, "stop", "invalid_value"),
     ({"stop": ""}, "stop", "invalid_value"),
     ({"prompt": "x"}, "prompt", "unsupported_parameter"),
-    ({"bad_words": ["x"]}, "bad_words", "unsupported_parameter"),
+    ({"bad_words": ["x"], "ignore_eos": True}, "bad_words", "unsupported_parameter"),
     ({"stream_options": {"include_usage": True}}, "stream_options", None),
     ({"messages": []}, "messages", "invalid_value"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "invalid_value"),
@@ -497,3 +497,17 @@ async def test_dead_engine_ends_streams_and_fails_health(client: httpx.AsyncClie
     assert events((await stream).text)[-1]["error"]["code"] == "engine_error"
     assert "planted" in await service.engine.ended
     assert (await client.post("/v1/completions", json=PROMPT)).status_code == 503
+
+
+async def test_a_format_of_calls_without_a_parser_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Qwen3-Coder's template asks for XML between the tags of Hermes."""
+    small_model.write_tokenizer(tmp_path, template="{{ tools }}<tool_call>\n<function=name>\n</function>\n</tool_call>")
+    async with over_fake_engine(tmp_path) as service:
+        assert "qwen3_coder: requests with tools are refused" in caplog.text
+        transport = httpx.ASGITransport(public_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+            tools = [{"type": "function", "function": {"name": "f"}}]
+            refused = await client.post("/v1/chat/completions", json={**CHAT, "tools": tools})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+            assert "the format qwen3_coder, which has no parser here" in refused.json()["error"]["message"]
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200

@@ -159,6 +159,8 @@ def _joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _join(choice: dict[str, Any], part: dict[str, Any]) -> None:
     delta = part.get("delta", {"content": part.get("text")})
     choice["text"] += delta.get("content") or ""
+    if "reasoning_content" in delta:
+        choice["thought"] = choice.get("thought", "") + delta["reasoning_content"]
     if "role" in delta:
         choice.setdefault("roles", []).append(delta["role"])
     for call in delta.get("tool_calls", ()):

@@ -8,7 +8,15 @@ from typing import Literal
 
 from specdecode_operator.api.v1alpha1 import ResourcesSpec, Spec
 from specdecode_operator.errors import SpecError
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, ServerConfig, WorkerConfig
+from specdecode_worker.contract import (
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    NamedDraft,
+    ServerConfig,
+    WorkerConfig,
+    default_served_name,
+)
 
 CACHE_DIR = "/var/cache/specdecode"
 CAPTURES_DIR = "/var/lib/specdecode/captures"
@@ -111,11 +119,6 @@ def unpinned_uris(spec: Spec) -> list[str]:
 def is_pinned(uri: str) -> bool:
     """Return whether an hf:// URI names a commit."""
     return _PINNED.search(uri) is not None
-
-
-def default_served_name(uri: str) -> str:
-    """Return the last part of the URI: ``hf://org/name@revision`` is served as ``name``."""
-    return uri.partition("://")[2].rstrip("/").rsplit("/", 1)[-1].partition("@")[0]
 
 
 def threads(spec: Spec) -> int | None:

@@ -18,7 +18,7 @@ import pytest_asyncio
 from specdecode_worker.contract import DraftConfig
 from specdecode_worker.contract.internal_stream import Error, OpenStream
 from support import small_model
-from support.internal_client import Journal
+from support.internal_client import Journal, answer_of
 from support.numbered_client import check_rests
 from support.stream_workers import StreamWorker, check_cuts, start_worker
 from support.worker_process import worker_config
@@ -101,6 +101,13 @@ CASES: dict[str, dict[str, Any]] = {
         "tools": PLANNED, "tool_choice": {"type": "function", "function": {"name": "go"}}, "max_tokens": 70,
         "ignore_eos": False, "logprobs": True,
     },
+    "bad words": {"bad_words": ["a", "\u00e9", " t"], "ignore_eos": False, "temperature": 0.9},
+    "allowed tokens": {"allowed_token_ids": small_model.byte_tokenizer().encode("abc ").ids, "presence_penalty": 1},
+    "end of a prompt": {"prompt": "once upon", "truncate_prompt_tokens": 4, "echo": True, "logprobs": 1},
+    "thinking": {
+        "messages": [{"role": "user", "content": "tell me"}, {"role": "assistant", "content": "<think>"}],
+        "continue_final_message": True, "add_generation_prompt": False, "logprobs": True, "logit_bias": bias("</t", 9),
+    },
     "special tokens": {"skip_special_tokens": False, "logit_bias": bias("\u20ac", 9, t256=9)},
 }  # fmt: skip
 
@@ -117,7 +124,7 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
     config = config.model_copy(
         update={
             "model": config.model.model_copy(update={"dtype": "float32"}),
-            "server": config.server.model_copy(update={"max_waiting": 4 * AT_ONCE}),
+            "server": config.server.model_copy(update={"max_waiting": 4 * AT_ONCE, "reasoning_parser": "qwen3"}),
         }
     )
     draft = DraftConfig(method="draft-model", uri=f"file://{folder}", required=True)
@@ -134,7 +141,7 @@ def request_of(name: str, *, stream: bool) -> OpenStream:
     fields = dict(CASES[name])
     route = COMPLETIONS if "prompt" in fields else CHAT
     body = {"model": "small", "max_tokens": TOKENS, "seed": 77, "ignore_eos": True, "stream": stream, **fields}
-    if route == CHAT:
+    if route == CHAT and "messages" not in body:
         body["messages"] = [{"role": "user", "content": f"tell me, {name}"}]
     if not stream:
         body.pop("stream_options", None)
@@ -163,8 +170,17 @@ async def test_rest_after_every_event_completes_the_stream(
     assert await check_rests(request, drafting, plain) >= 1
 
 
+async def test_thinking_is_apart(workers: tuple[StreamWorker, StreamWorker]) -> None:
+    for stream in (True, False):
+        journal = await Journal(request_of("thinking", stream=stream)).follow(workers[1].client)
+        choice = answer_of(journal.body, stream=stream)["choices"][0]
+        message = {"reasoning_content": choice["thought"], "content": choice["text"]} if stream else choice["message"]
+        assert len(message["reasoning_content"]) > 3
+        assert not message["content"]
+
+
 async def test_the_drafting_worker_drafts(workers: tuple[StreamWorker, StreamWorker]) -> None:
-    journal = await Journal(request_of("sampled", stream=True)).follow(workers[1].client)
+    journal = await Journal(request_of("completion", stream=True)).follow(workers[1].client)
     assert max(len(step.ids) for step in journal.steps) > 1
     assert {len(step.ids) for step in journal.steps} != {1}
 

@@ -36,12 +36,14 @@ from specdecode_worker.contract import (
     ModelConfig,
     Plan,
     Port,
+    ReasoningFormat,
     Sampler,
     ServerConfig,
     TaskMatch,
     ToolFormat,
     TreeShape,
     WorkerConfig,
+    default_served_name,
 )
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.server.errors import CannotStart
@@ -88,6 +90,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generation-config", choices=("auto", "vllm"), default="auto",
                         help="auto: sampling defaults of generation_config.json; vllm: of the API")  # fmt: skip
     parser.add_argument("--tool-call-parser", choices=get_args(ToolFormat), help="default: what the template says")
+    parser.add_argument("--reasoning-parser", choices=get_args(ReasoningFormat),
+                        help="send thinking as reasoning_content (default: as content)")  # fmt: skip
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="beyond it the answer is 429")
     parser.add_argument("--request-timeout-seconds", type=float, default=_SERVER.request_timeout_seconds, metavar="S",
                         help="default deadline; X-Request-Timeout lowers it (default: %(default)s)")  # fmt: skip
@@ -180,7 +184,7 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
     lookup = take_speculative_config(args) if args.speculative_config is not None else {}
     method, draft = method_and_draft(args)
     drafts, merge = merged_drafts(args.merge, method, args.sampler, args.draft_placement)
-    served_name = args.served_model_name or args.model.rstrip("/").rpartition("/")[2]
+    served_name = args.served_model_name or default_served_name(args.model)
     try:
         config = WorkerConfig(
             model=ModelConfig(

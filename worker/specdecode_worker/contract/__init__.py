@@ -29,6 +29,7 @@ from specdecode_worker.contract.config import (
     NamedDraft,
     ServerConfig,
     WorkerConfig,
+    default_served_name,
     draft_passes,
 )
 from specdecode_worker.contract.names import Env, Header, Metric, Port, Route
@@ -70,6 +71,7 @@ from specdecode_worker.contract.wire import (
     Method,
     Mode,
     Placement,
+    ReasoningFormat,
     Received,
     Sampler,
     TargetQuantization,
@@ -128,6 +130,7 @@ __all__ = [
     "PlanRow",
     "PlanState",
     "Port",
+    "ReasoningFormat",
     "Received",
     "Report",
     "RequestCell",
@@ -151,6 +154,7 @@ __all__ = [
     "WorkerConfig",
     "Written",
     "candidate_first",
+    "default_served_name",
     "draft_passes",
     "suppressed_loads",
 ]

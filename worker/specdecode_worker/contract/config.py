@@ -15,12 +15,21 @@ from specdecode_worker.contract.wire import (
     Dtype,
     Method,
     Placement,
+    ReasoningFormat,
     Sampler,
     TargetQuantization,
     TaskName,
     ToolFormat,
     Written,
 )
+
+
+def default_served_name(uri: str) -> str:
+    """Return the last part of a model's URI without its revision: ``hf://org/name@refs/pr/4`` is served as ``name``."""
+    path = uri.partition("://")[2] or uri
+    if uri.startswith("hf://"):
+        path = path.partition("@")[0]
+    return path.rstrip("/").rpartition("/")[2]
 
 
 class ModelConfig(Written):
@@ -206,6 +215,8 @@ class ServerConfig(Written):
     """Sampling defaults: ``auto`` takes those of the model's generation_config.json, ``vllm`` those of the API."""
     tool_call_parser: ToolFormat | None = None
     """Format of the model's tool calls. None infers it from the chat template."""
+    reasoning_parser: ReasoningFormat | None = None
+    """How the model marks its thinking, which then leaves as ``reasoning_content``. None leaves it in the content."""
     header_timeout_seconds: float = Field(default=10, gt=0)
     """Time for the headers of a request, from the start of its connection or the first byte of a later request."""
     body_timeout_seconds: float = Field(default=30, gt=0)

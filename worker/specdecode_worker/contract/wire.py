@@ -38,6 +38,8 @@ distribution of plain decoding.
 """
 ToolFormat = Literal["hermes", "llama3_json", "pythonic"]
 """Format of a model's tool calls, by vLLM's names of the parsers."""
+ReasoningFormat = Literal["deepseek_r1", "qwen3"]
+"""How a model marks its thinking, by vLLM's names of the parsers."""
 Mode = Literal["Off", "Static", "Advisory", "Auto"]
 Dtype = Literal["float32", "bfloat16"]
 TargetQuantization = Literal["fp8", "int8"]

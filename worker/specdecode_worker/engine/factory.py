@@ -41,6 +41,7 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.optimize import fuse, quantise_target
+from specdecode_worker.models.vocabulary import open_tokenizer
 from specdecode_worker.models.weights import load_causal_lm
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,12 @@ def _grammars(folder: Path, target: CausalLM) -> GrammarCompiler | None:
     path, size = folder / "tokenizer.json", target.config.vocab_size
     if not path.is_file():
         return None
-    return GrammarCompiler(path.read_text, size, tuple(token for token in target.config.eos_token_ids if token < size))
+
+    def tokenizer_json() -> str:
+        return str(open_tokenizer(folder).to_str())
+
+    ends = tuple(token for token in target.config.eos_token_ids if token < size)
+    return GrammarCompiler(tokenizer_json, size, ends)
 
 
 def _scheduler(config: EngineConfig, blocks: int, target: str, device: torch.device) -> Scheduler:

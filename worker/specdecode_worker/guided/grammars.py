@@ -236,6 +236,12 @@ def regex_grammar(pattern: str) -> str:
     return str(LLMatcher.grammar_from_regex(pattern))
 
 
+def text_without(words: Sequence[str]) -> str:
+    """Return the grammar of the texts that contain none of some words, whatever tokens write them."""
+    letters = ("".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in word) for word in words)
+    return lark_grammar(f"start: TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)({'|'.join(letters)})(?s:.*)/")
+
+
 def choice_grammar(choices: Sequence[str]) -> str:
     """Return the grammar of a list of texts."""
     return lark_grammar("start: " + " | ".join(json.dumps(choice) for choice in choices))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -44,6 +44,7 @@ class ChatTemplate:
             environment = _environment()
             self._template = environment.from_string(source)
             self._with_tools = environment.from_string(self.tool_source)
+            self._forms = [_form_of_content(environment.parse(text)) for text in (source, self.tool_source)]
             self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(self.tool_source))
         except jinja2.TemplateError as error:
             raise TokenizerProblem(f"the model's chat template cannot be read: {error}") from None
@@ -60,6 +61,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = _NOTHING,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Render the prompt text of a conversation, in any time and memory that the template takes.
 
@@ -68,25 +70,29 @@ class ChatTemplate:
             tools: Tool definitions that the model may call.
             variables: Further template variables (`chat_template_kwargs` of the request).
             add_generation_prompt: End the text with the start of the assistant's turn.
+            continue_final_message: End the text with the content of the last message.
 
         Raises:
             TemplateRefused: The template failed on these messages, or rendered more than MAX_RENDERED_CHARACTERS.
         """
-        template = self._with_tools if tools else self._template
+        template, form = (self._with_tools if tools else self._template), self._forms[bool(tools)]
+        if continue_final_message:
+            messages = [*messages[:-1], _marked(messages[-1])]
         given = {
             **self.special_tokens,
             "documents": None,
             **variables,
-            "messages": messages,
+            "messages": [_in_form(message, form) for message in messages],
             "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return _joined(template.generate(given))
+            text = _joined(template.generate(given))
         except MemoryError:
             raise TemplateRefused("the model's chat template needs too much memory for these messages") from None
         except Exception as error:  # a template is untrusted code and can raise anything
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from None
+        return _before_mark(text) if continue_final_message else text
 
 
 def find_template(folder: Path, given: str | None = None) -> ChatTemplate | None:
@@ -141,6 +147,74 @@ class _Generation(Extension):
 
     def _text(self, caller: Callable[[], str]) -> str:
         return caller()
+
+
+# Content of a message is a text or a list of parts. Clients send either; most templates read only texts, and others
+# iterate the parts.
+
+_Form = Literal["text", "parts", "either"]
+
+
+def _form_of_content(template: nodes.Template) -> _Form:
+    """Return the form of content that a template reads: parts if it iterates them, either if it tests for texts too."""
+    names = {macro.name: [one.name for one in macro.args] for macro in template.find_all(nodes.Macro)}
+    aliases: set[str] = set()
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name):
+            pairs = zip(names.get(call.node.name, ()), call.args, strict=False)
+            aliases |= {name for name, given in pairs if _is_content(given, aliases)}
+    for assignment in template.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, aliases):
+            aliases.add(assignment.target.name)
+    if not any(_is_content(loop.iter, aliases) for loop in template.find_all(nodes.For)):
+        return "text"
+    return "either" if any(test.name == "string" for test in template.find_all(nodes.Test)) else "parts"
+
+
+def _is_content(node: nodes.Node | None, aliases: Collection[str]) -> bool:
+    """Return whether an expression is the content of a message, perhaps filtered."""
+    match node:
+        case nodes.Filter():
+            return _is_content(node.node, aliases)
+        case nodes.Getattr():
+            return node.attr == "content"
+        case nodes.Getitem():
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        case nodes.Name():
+            return node.name in aliases
+        case _:
+            return False
+
+
+def _in_form(message: Message, form: _Form) -> Message:
+    """Return a message with its content in the form that the template reads. Joined parts have lines of their own."""
+    content = message.get("content")
+    if isinstance(content, list) and form == "text":
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+    if isinstance(content, str) and form == "parts":
+        return {**message, "content": [{"type": "text", "text": content}] if content else []}
+    return message
+
+
+# The last message is continued as in transformers: a mark behind its content says where the rendered text ends. A
+# template that trims content trims the space of the mark, and with it the text's own.
+
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+def _marked(message: Message) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _MARK}
+    return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]}
+
+
+def _before_mark(text: str) -> str:
+    """Return the text before the last mark. Raises TemplateRefused without one."""
+    before, mark, rest = text.rpartition(_MARK.strip())
+    if not mark:
+        raise TemplateRefused("the model's chat template leaves out the last message, which is to be continued")
+    return before if rest.startswith(" ") else before.rstrip()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -147,7 +147,7 @@ def refuse_unknown(fields: Fields) -> None:
     if fields.text("hidden_act", "silu") != "silu":
         raise ConfigMismatch(f"hidden_act {fields.raw['hidden_act']!r} is not supported; only silu is")
     for name in ("quantization_config", "compression_config"):
-        if fields.has(name):
+        if fields.raw.get(name):
             raise ConfigMismatch(f"{fields.where}: {name}: quantised weights are not supported; take the bf16 model")
     fields.refuse("logit_scale", 1)
 
@@ -353,6 +353,9 @@ def flattened_fields(raw: Mapping[str, Any], kind: str) -> Fields:
 def head_blocks(fields: Fields, target: CausalLMConfig) -> dict[str, Any]:
     """Return the fields of BlockConfig for a head. Positions follow the target's. Raise ConfigMismatch if invalid."""
     refuse_unknown(fields)
+    fields.refuse("use_sliding_window")
+    if other := set(fields.texts("layer_types")) - {"full_attention"}:
+        raise ConfigMismatch(f"{fields.where}: layer_types {sorted(other)} are not supported")
     # Heads declare a short limit that only describes their training text. Positions follow the target's.
     known = {**fields.raw, "max_position_embeddings": target.max_position_embeddings}
     bias = fields.flag("attention_bias")
@@ -502,12 +505,10 @@ def _refuse_variants(fields: Fields, nested: Fields) -> None:
     """Raise ConfigMismatch for variants of the architecture that are not supported."""
     for name in ("use_swa", "attention_sink_bias", "causal", "projector_type"):
         nested.refuse(name)
-    for name in ("is_causal", "use_sliding_window", "add_swa_attention_sink_bias", "sample_from_anchor"):
+    for name in ("is_causal", "add_swa_attention_sink_bias", "sample_from_anchor"):
         fields.refuse(name)
     for each in (nested, fields):
         each.refuse("input_embedding_scale", 1)
-    if other := set(fields.texts("layer_types")) - {"full_attention"}:
-        raise ConfigMismatch(f"config.json: layer_types {sorted(other)} are not supported")
 
 
 def _zlab_fields(fields: Fields, nested: Fields, target: CausalLMConfig) -> dict[str, Any]:

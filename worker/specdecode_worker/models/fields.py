@@ -169,6 +169,16 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return {name: text for name, token in named.items() if (text := _token_text(token))}
 
 
+def listed_tokens(folder: Path) -> dict[int, Mapping[str, Any]]:
+    """Return the added tokens that tokenizer_config.json lists, by id in ascending order. Raises ConfigMismatch."""
+    listed = read_optional(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    found = listed.items() if isinstance(listed, Mapping) else ()
+    tokens = {
+        int(i): token for i, token in found if i.isdecimal() and isinstance(token, Mapping) and _token_text(token)
+    }
+    return dict(sorted(tokens.items()))
+
+
 def read_optional(path: Path) -> Mapping[str, Any]:
     """Read a JSON object; empty if the file is missing or holds another type. Raises ConfigMismatch."""
     try:
@@ -190,7 +200,8 @@ def _token_text(token: Any) -> str:
 def _token_id(folder: Path, text: str) -> int | None:
     """Return the id of a token of tokenizer.json; None if it has no such token."""
     tokenizer = read_optional(folder / "tokenizer.json")
-    added = {token.get("content"): token.get("id") for token in tokenizer.get("added_tokens") or ()}
+    added = {token["content"]: index for index, token in listed_tokens(folder).items()}
+    added |= {token.get("content"): token.get("id") for token in tokenizer.get("added_tokens") or ()}
     vocabulary = (tokenizer.get("model") or {}).get("vocab")
     token = added.get(text, vocabulary.get(text) if isinstance(vocabulary, Mapping) else None)
     return token if isinstance(token, int) else None

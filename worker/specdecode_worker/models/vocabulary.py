@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from specdecode_worker.models.errors import VocabularyMismatch
+from specdecode_worker.models.fields import listed_tokens, special_tokens
 
 # Bytes of single tokens, for log-probabilities and for drafts of another vocabulary.
 #
@@ -167,11 +168,31 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     if not path.is_file():
         raise VocabularyMismatch(f"{path} does not exist; without it nothing says which tokens target and draft share")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = open_tokenizer(folder)
     except Exception as error:  # the library raises no narrower type
         raise VocabularyMismatch(f"{path} cannot be read: {error}") from None
+    return tokenizer
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """Read tokenizer.json without its padding and truncation, and add the tokens that only the files beside it name.
+
+    As in transformers, those are the tokens of ``added_tokens_decoder``, and the special tokens with a name. They get
+    the ids behind the vocabulary. Raises Exception, as the library does, or ConfigMismatch.
+    """
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    named = set(special_tokens(folder).values())
+    for listed in listed_tokens(folder).values():
+        if (text := listed["content"]) not in added:
+            added.add(text)
+            flags = {name: bool(listed.get(name)) for name in ("single_word", "lstrip", "rstrip")}
+            special = bool(listed.get("special")) or text in named
+            normalized = bool(listed.get("normalized", not special))
+            tokenizer.add_tokens([AddedToken(text, normalized=normalized, special=special, **flags)])
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in sorted(named - added)])
     return tokenizer
 
 

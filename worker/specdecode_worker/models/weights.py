@@ -51,12 +51,20 @@ def prepare_causal_lm(folder: Path, *, max_model_len: int | None = None) -> Unlo
     config = causal_lm_config(read_config(folder), max_model_len)
     config = replace(config, eos_token_ids=end_tokens(folder, config.eos_token_ids))
     checkpoint = open_checkpoint(folder, architecture_of(config).tensor_name)
+    if config.tie_word_embeddings and _OUTPUT in checkpoint and not _repeats_embedding(checkpoint):
+        config = replace(config, tie_word_embeddings=False)  # as in transformers, the file has the last word
     with meta_init():
         model = new_network(config)
     if not config.tie_word_embeddings:
         return UnloadedNetwork(model, checkpoint)
     # A tied checkpoint may repeat the matrix as lm_head; the embedding is used.
-    return UnloadedNetwork(model, checkpoint.without("lm_head.weight"), frozenset(("lm_head.weight",)))
+    return UnloadedNetwork(model, checkpoint.without(_OUTPUT), frozenset((_OUTPUT,)))
+
+
+def _repeats_embedding(checkpoint: Checkpoint) -> bool:
+    """Return whether lm_head is a copy of the embedding, of which both are read."""
+    name = f"model.{_EMBEDDING}"
+    return name in checkpoint and torch.equal(checkpoint.read(name), checkpoint.read(_OUTPUT))
 
 
 def load_causal_lm(

@@ -130,6 +130,7 @@ class TemplatePool:
         variables: Mapping[str, Any],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Render the prompt text of a conversation, like ``ChatTemplate.render`` but within limits.
 
@@ -144,6 +145,7 @@ class TemplatePool:
             "tools": tools,
             "variables": variables,
             "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
         }
         renderer = self._idle.get()
         try:

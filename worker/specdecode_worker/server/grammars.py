@@ -302,7 +302,7 @@ class AnswerGrammars:
             BadRequest: The grammar cannot be used; the error names the field at fault.
             TooManyWaiting: Other compilations take too long.
         """
-        if not body.has_format and not (isinstance(body, ChatRequest) and body.guides_calls):
+        if not body.prescribes_answer and not body.bad_words:
             return ""
         try:
             work = asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, body)
@@ -332,8 +332,9 @@ class AnswerGrammars:
             return grammars.json_grammar(schema.schema_, exact=bool(schema.strict))
         if isinstance(answer_format, JsonObjectFormat):
             return grammars.json_grammar({"type": "object"})
-        assert body.structured_outputs is not None
-        return _structured(body.structured_outputs)
+        if body.structured_outputs is not None:
+            return _structured(body.structured_outputs)
+        return grammars.text_without(body.bad_words)
 
     def _calls(self, body: ChatRequest) -> str:
         assert self._tool_format is not None, "the route has checked that the model can call tools"
@@ -408,6 +409,6 @@ def _field(body: GenerationRequest) -> str:
         return "response_format.json_schema.schema"
     wanted = body.structured_outputs
     if wanted is None:
-        return "response_format"
+        return "response_format" if body.has_format else "bad_words"
     kinds = {"json": wanted.json_, "regex": wanted.regex, "choice": wanted.choice, "grammar": wanted.grammar}
     return "structured_outputs." + next((kind for kind, value in kinds.items() if value is not None), "json_object")

@@ -26,7 +26,7 @@ from specdecode_worker.server.chat_template import (
 )
 from specdecode_worker.server.errors import BadRequest, TooManyWaiting, Unavailable
 from specdecode_worker.server.grammars import AnswerGrammars
-from specdecode_worker.server.request_terms import ModelLimits, token_limit, token_limits
+from specdecode_worker.server.request_terms import ModelLimits, token_limit, token_limits, truncated
 from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -97,6 +97,7 @@ def completion_prompts(
             ids = encode_bounded(tokenizer, given, context, stopped, add_special_tokens=special)
         else:
             ids = given
+        ids = truncated(body, ids, limits)
         token_limit(body, ids, limits)
         all_ids.append(ids)
     token_limits(body, all_ids, limits)
@@ -113,7 +114,8 @@ def prompts_of_ids(
     """
     prompts = []
     for given, ids in zip(body.prompt, all_ids, strict=True):
-        echo = _echo(tokenizer, ids, given, body, stopped) if body.echo else None
+        shown = given if body.truncate_prompt_tokens is None else list(ids)
+        echo = _echo(tokenizer, ids, shown, body, stopped) if body.echo else None
         prompts.append(Prompt(ids, echo, given if isinstance(given, str) else " ".join(map(str, ids))))
     return prompts
 
@@ -127,10 +129,10 @@ def chat_prompt(
         TextTooLong: The text has far more tokens than the context.
         TextWorkStopped: ``stopped`` was set.
     """
-    said = [message.content for message in body.messages if message.role == "user"] or [text]
+    said = [message.text for message in body.messages if message.role == "user"] or [text]
     special = body.add_special_tokens
     ids = encode_bounded(tokenizer, text, limits.max_model_len, stopped, add_special_tokens=special)
-    return Prompt(ids, opening=said[0])
+    return Prompt(truncated(body, ids, limits), opening=said[0])
 
 
 def _echo(
@@ -229,9 +231,9 @@ class PromptPreparation:
     async def chat(self, body: ChatRequest) -> Prompt:
         """Render and tokenize the conversation of a chat request."""
         messages = [message.rendered() for message in body.messages]
-        characters = sum(len(message.content) for message in body.messages)
+        characters = sum(len(message.text) for message in body.messages)
         with self._errors("messages"), self._counted(characters):
-            text = await self._rendered(messages, body.shown_tools, body.chat_template_kwargs)
+            text = await self._rendered(messages, body.shown_tools, body)
             work = partial(chat_prompt, self._tokenizer, text, body, self._limits)
             prompt = await self._threads.run(lane_of(len(text)), work)
         return replace(prompt, grammar=await self._grammars.of(body))
@@ -241,7 +243,7 @@ class PromptPreparation:
         if isinstance(body, TokenizeRequest):
             field, characters = "prompt", len(body.prompt)
         else:
-            field, characters = "messages", sum(len(message.content) for message in body.messages)
+            field, characters = "messages", sum(len(message.text) for message in body.messages)
         with self._errors(field), self._counted(characters):
             text = body.prompt if isinstance(body, TokenizeRequest) else await self._conversation(body)
             special = body.add_special_tokens
@@ -267,17 +269,13 @@ class PromptPreparation:
     async def _conversation(self, body: TokenizeChatRequest) -> str:
         messages = [message.rendered() for message in body.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        return await self._rendered(
-            messages, tools, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
-        )
+        return await self._rendered(messages, tools, body)
 
     async def _rendered(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool = True,
+        body: ChatRequest | TokenizeChatRequest,
     ) -> str:
         templates = self._templates
         if templates is None:
@@ -285,7 +283,13 @@ class PromptPreparation:
             raise AssertionError("a model without template pool has no template")
         return await self._threads.run(
             Lane.TEMPLATE,
-            lambda _stopped: templates.render(messages, tools, variables, add_generation_prompt=add_generation_prompt),
+            lambda _stopped: templates.render(
+                messages,
+                tools,
+                body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+            ),
         )
 
     @contextlib.contextmanager

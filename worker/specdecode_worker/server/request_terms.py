@@ -23,6 +23,9 @@ An answer holds up to 400 bytes for each of them while it is collected and encod
 """
 # A request without max_tokens gets fewer tokens rather than an error, as long as this many are left.
 _LEAST_DEFAULT_TOKENS = 4096
+# Bias of the only allowed tokens: in fp32, exp(-200 + x) is 0 for differences x of logits up to 95, which models stay
+# far below, and the tokens' own logits keep a precision of 2e-5.
+_ALLOWED_BIAS = 200.0
 _SEEDS = 2**63
 # Increment of SplitMix64: 2**64 divided by the golden ratio, rounded to an odd number.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -59,6 +62,7 @@ def check_ids(request: GenerationRequest, limits: ModelLimits) -> None:
     """Raise BadRequest if the stop tokens or the logit bias contain an id outside the vocabulary."""
     _check_tokens(request.stop_token_ids, "stop_token_ids", limits)
     _check_tokens(map(int, request.logit_bias), "logit_bias", limits)
+    _check_tokens(request.allowed_token_ids or (), "allowed_token_ids", limits)
 
 
 def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: ModelLimits) -> int:
@@ -83,6 +87,14 @@ def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Model
         _check_tokens(prompt, field, limits)
     # The engine emits at least one token; for max_tokens 0 (echo only) the client does not get it.
     return limits.max_model_len - len(prompt) if request.token_limit is None else max(request.token_limit, 1)
+
+
+def truncated(request: GenerationRequest, prompt: list[int], limits: ModelLimits) -> list[int]:
+    """Return the last tokens of a prompt that ``truncate_prompt_tokens`` keeps."""
+    kept = request.truncate_prompt_tokens
+    if kept == -1:
+        kept = max(limits.max_model_len - max(request.token_limit or 1, request.min_tokens, 1), 1)
+    return prompt if kept is None else prompt[-kept:]
 
 
 def token_limits(request: GenerationRequest, prompts: Sequence[Sequence[int]], limits: ModelLimits) -> list[int]:
@@ -142,7 +154,10 @@ def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Model
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         repetition_penalty=request.repetition_penalty,
-        logit_bias=tuple((int(token), bias) for token, bias in request.logit_bias.items()),
+        logit_bias=(
+            *((int(token), bias) for token, bias in request.logit_bias.items()),
+            *((token, _ALLOWED_BIAS) for token in sorted(set(request.allowed_token_ids or ()))),
+        ),
         min_tokens=request.min_tokens,
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,

@@ -109,7 +109,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "use_beam_search": (False,),
-    "truncate_prompt_tokens": (),
     "reasoning_effort": ("none",),
     "include_reasoning": (True,),
     "thinking_token_budget": (),
@@ -117,8 +116,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "audio": (),
     "priority": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "logits_processors": ([],),
     "repetition_detection": (),
     "guided_json": (),
@@ -402,6 +399,8 @@ class ToolCall(RequestModel):
 MAX_STOPS = 4
 MAX_CHOICES = 128
 MAX_BIASES = 1024
+"""Most tokens of logit_bias, and of allowed_token_ids, which become biases."""
+MAX_BAD_WORDS = 64
 MAX_LOGPROBS = 20
 MAX_CACHE_SALT = 256
 
@@ -457,6 +456,12 @@ class GenerationRequest(RequestBody):
     logit_bias: dict[BiasedToken, Bias] = Field(
         default={}, max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}
     )
+    bad_words: list[StopText] = Field(default=[], max_length=MAX_BAD_WORDS)
+    """Texts that the answer must not contain."""
+    allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=MAX_BIASES)
+    """The only tokens of the answer, as in vLLM. It ends by itself only if an end token is among them."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    """Number of tokens at the end of the prompt to keep, as in vLLM; -1 keeps as many as fit."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Stops = Field(default=[])
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
@@ -498,6 +503,23 @@ class GenerationRequest(RequestBody):
         return formatted or self.structured_outputs is not None
 
     @property
+    def prescribes_answer(self) -> bool:
+        """True if a field other than ``bad_words`` needs a grammar of the answer."""
+        return self.has_format
+
+    def _check_token_rules(self) -> None:
+        """Raise BadRequest for bad_words or allowed_token_ids with fields that they cannot be combined with."""
+        for name, others in (
+            ("bad_words", {"ignore_eos": self.ignore_eos, "another format of the answer": self.prescribes_answer}),
+            ("allowed_token_ids", {
+                "bad_words": self.bad_words, "another format of the answer": self.prescribes_answer,
+                # A penalty that grows with the text would exceed the bias that favors the allowed tokens.
+                "a positive frequency_penalty": self.frequency_penalty > 0}),
+        ):  # fmt: skip
+            if getattr(self, name) and (other := next((what for what, given in others.items() if given), None)):
+                raise unsupported(f"{name} and {other} are not supported together; leave one out", name)
+
+    @property
     def task(self) -> str | None:
         """Task label that the client set in ``metadata``."""
         label = self.metadata.get("task")
@@ -514,6 +536,10 @@ class GenerationRequest(RequestBody):
                     "response_format and structured_outputs exclude each other", param="structured_outputs",
                     code="invalid_value",
                 )  # fmt: skip
+        self._check_token_rules()
+        if self.truncate_prompt_tokens == 0:
+            raise BadRequest("truncate_prompt_tokens must be -1, or at least 1", param="truncate_prompt_tokens",
+                             code="invalid_value")  # fmt: skip
         if self.token_limit is not None and self.min_tokens > self.token_limit:
             raise BadRequest(
                 f"min_tokens is {self.min_tokens}, above the limit of {self.token_limit} tokens",
@@ -536,8 +562,8 @@ class TextPart(RequestModel):
     text: str
 
 
-def _plain_text(value: Any) -> Any:
-    """Convert content to one text. OpenAI also accepts null, and a list of parts, which get lines of their own."""
+def _content(value: Any) -> Any:
+    """Check the parts of content. OpenAI also accepts null."""
     if value is None:
         return ""
     if not isinstance(value, list):
@@ -546,7 +572,7 @@ def _plain_text(value: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise ValueError(f"only parts of type 'text' are supported, got {kind!r}")
-    return "\n".join(part["text"] for part in value)
+    return value
 
 
 def _without_empty(value: Any) -> Any:
@@ -566,8 +592,13 @@ class ChatMessage(RequestModel):
     """One turn of the conversation. Content is required, except for an assistant's turn with tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_plain_text, json_schema_input_type=str | list[TextPart] | None)] = ""
+    content: Annotated[
+        str | list[TextPart], BeforeValidator(_content, json_schema_input_type=str | list[TextPart] | None)
+    ] = ""
     name: str | None = None
+    reasoning_content: Any = None
+    """Thinking of an earlier turn, for the template. Other servers name it ``reasoning``."""
+    reasoning: Any = None
     tool_calls: list[ToolCall] = Field(default=[])
     tool_call_id: str | None = None
 
@@ -601,12 +632,21 @@ class ChatMessage(RequestModel):
         result["properties"]["tool_call_id"] = {"type": "string"}
         return {"anyOf": [said, calls, result]}
 
+    @property
+    def text(self) -> str:
+        """Content as one text, of which each part has lines of its own."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
     def rendered(self) -> dict[str, Any]:
         """Return the message for the chat template.
 
         Templates test the presence of ``tool_calls``, so an empty list is left out.
         """
-        message: dict[str, Any] = {"role": _RENDERED_ROLES.get(self.role, self.role), "content": self.content}
+        parts = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
+        message: dict[str, Any] = {"role": _RENDERED_ROLES.get(self.role, self.role), "content": parts}
+        thoughts = (one for one in (self.reasoning_content, self.reasoning) if isinstance(one, str))
+        if (thought := next(thoughts, None)) is not None:
+            message |= {"reasoning_content": thought, "thinking": thought}
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls:
@@ -634,6 +674,10 @@ class ChatRequest(GenerationRequest):
     """Add the special tokens of the tokenizer to the rendered template, which has its own."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Further variables of the chat template, as in vLLM."""
+    add_generation_prompt: bool = True
+    """Render the start of the assistant's turn."""
+    continue_final_message: bool = False
+    """Continue the last message instead; ``add_generation_prompt`` must be false."""
 
     @property
     def token_limit(self) -> int | None:
@@ -670,6 +714,11 @@ class ChatRequest(GenerationRequest):
         """True if a grammar assures that calls in the answer are valid."""
         return bool(self.forced_tools) or (self.has_strict_tools and not self.has_format)
 
+    @property
+    def prescribes_answer(self) -> bool:
+        """True if a format or calls need a grammar of the answer."""
+        return self.has_format or self.guides_calls
+
     def _check_tool_choice(self) -> None:
         """Raise BadRequest for a tool_choice without the tool, or for strict functions together with another format."""
         if self.tool_choice not in ("none", "auto") and not self.forced_tools:
@@ -686,8 +735,19 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
         self._check_tool_choice()
+        check_continuation(self)
         if taken := sorted(self.chat_template_kwargs.keys() & _TAKEN_VARIABLES):
             raise BadRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
+
+
+def check_continuation(body: ChatRequest | TokenizeChatRequest) -> None:
+    """Raise BadRequest if the last message is to be continued, and followed by another turn or without text."""
+    if body.continue_final_message and (body.add_generation_prompt or not body.messages[-1].text):
+        raise BadRequest(
+            "continue_final_message needs add_generation_prompt to be false, and a last message with content",
+            param="continue_final_message",
+            code="invalid_value",
+        )
 
 
 # Request body of /v1/completions.
@@ -811,10 +871,15 @@ class TokenizeChatRequest(RequestBody):
     model: str | None = None
     messages: Messages
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = False
     return_token_strs: bool = False
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] = Field(default={})
+
+    def check(self) -> None:
+        """Raise BadRequest if the last message is to be continued and followed by another turn."""
+        check_continuation(self)
 
 
 class DetokenizeRequest(RequestBody):

@@ -12,6 +12,7 @@ import msgspec
 
 from specdecode_worker.core.messages import Logprobs
 from specdecode_worker.models.vocabulary import Vocabulary
+from specdecode_worker.server.reasoning import ReasoningParser
 from specdecode_worker.server.tools import ArgumentsDelta, CallStart, Delta, TextDelta, ToolParser, text_deltas
 
 # Parts of a response, before they are formatted for a route.
@@ -250,6 +251,9 @@ class ResponseWriter:
             "metrics": metrics(took, self._context.num_spec_tokens),
         }
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Prepare for the answer to a prompt, whose end says how the answer is to be read."""
+
     def opening(self, index: int) -> Json | None:
         """Return the chunk before any text; None if the route has none."""
         return None
@@ -300,20 +304,32 @@ class ToolCallOptions:
     """True if the request names the function to call. The turn then ends as text does, as with OpenAI."""
 
 
+ReasoningOf = Callable[[Sequence[int]], Callable[[], ReasoningParser]]
+"""Function from the ids of a prompt to a function that makes parsers of thinking."""
+
+
 class ChatWriter(ResponseWriter):
     """Formatter of chat completion objects. Each choice is one turn of the assistant."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, context: ResponseContext, tools: ToolCallOptions | None = None) -> None:
+    def __init__(
+        self, context: ResponseContext, tools: ToolCallOptions | None = None, reasoning: ReasoningOf | None = None
+    ) -> None:
         super().__init__(context)
-        self._tools = tools
+        self._tools, self._reasoning_of = tools, reasoning
+        self._reasoning: Callable[[], ReasoningParser] | None = None
         self._turns: dict[int, _Turn] = {}
 
     @property
     def holds_back_text(self) -> bool:
-        """True if the request offers tools."""
-        return self._tools is not None
+        """True if the request offers tools, or answers can begin with thinking."""
+        return self._tools is not None or self._reasoning_of is not None
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Choose how to read the beginning of the answer."""
+        if self._reasoning_of is not None:
+            self._reasoning = self._reasoning_of(prompt)
 
     def opening(self, index: int) -> Json | None:
         """Return the first chunk of a choice, which has the role."""
@@ -348,7 +364,7 @@ class ChatWriter(ResponseWriter):
         }
 
     def _turn(self, index: int) -> _Turn:
-        return _Turn(self._tools, f"{self._context.request_id}/{index}")
+        return _Turn(self._tools, self._reasoning, f"{self._context.request_id}/{index}")
 
     def _part(self, index: int, delta: Json, scored: Sequence[ScoredToken], finish_reason: str | None) -> Json:
         logprobs = self._logprobs(scored) if scored else None
@@ -361,9 +377,13 @@ class ChatWriter(ResponseWriter):
 class _Turn:
     """State of one choice: separates the text into content and tool calls, and collects the message."""
 
-    def __init__(self, tools: ToolCallOptions | None, identity: str) -> None:
+    def __init__(
+        self, tools: ToolCallOptions | None, reasoning: Callable[[], ReasoningParser] | None, identity: str
+    ) -> None:
         """Start with empty text. ``identity`` distinguishes the choice from all others; call ids depend on it."""
         self._identity = identity
+        self._reasoning = None if reasoning is None else reasoning()
+        self._thought = ""
         self._parser = tools.parser() if tools is not None else None
         self._most_calls = None if tools is None or tools.parallel else 1
         self._reason_of_calls = "stop" if tools is not None and tools.named else "tool_calls"
@@ -375,15 +395,20 @@ class _Turn:
 
     def read(self, text: str, *, last: bool) -> list[Json]:
         """Return OpenAI's deltas for new text; ``last`` ends the text."""
+        thought, text = ("", text) if self._reasoning is None else self._reasoning.push(text, last=last)
+        self._thought += thought
         if self._parser is None:
             deltas: list[Delta] = text_deltas(text)
         else:
             deltas = self._parser.push(text) + (self._parser.end() if last else [])
-        return [delta_json for delta in deltas if (delta_json := self._to_json(delta)) is not None]
+        read = [delta_json for delta in deltas if (delta_json := self._to_json(delta)) is not None]
+        return [{"reasoning_content": thought}, *read] if thought else read
 
     def message(self) -> Json:
         """Return the complete message of the assistant."""
         message: Json = {"role": "assistant", "content": self._text, "refusal": None}
+        if self._reasoning is not None:
+            message |= {"content": self._text or None, "reasoning_content": self._thought or None}
         if self._calls:
             message |= {"content": self._text or None, "tool_calls": self._calls}
         return message

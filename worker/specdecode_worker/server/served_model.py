@@ -88,6 +88,7 @@ def compatibility_key(config: WorkerConfig, model: Model) -> str:
         "tensor_parallel_size": config.engine.tensor_parallel_size,
         "grammars": metadata.version("llguidance"),
         "tool_call_parser": config.server.tool_call_parser,
+        "reasoning_parser": config.server.reasoning_parser,
         "version": VERSION,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:_KEY_DIGITS]

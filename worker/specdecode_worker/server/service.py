@@ -34,6 +34,7 @@ from specdecode_worker.server.request_terms import (
 )
 from specdecode_worker.server.requests import GenerationRequest, IgnoredFieldLog, parse_contract
 from specdecode_worker.server.served_model import Model, compatibility_key
+from specdecode_worker.server.tools import other_format_of
 
 log = logging.getLogger(__name__)
 
@@ -230,6 +231,9 @@ class Service:
         tool_format = self.config.server.tool_call_parser or model.tool_format
         grammars = AnswerGrammars(model.grammar_compiler(), tool_format)
         self._prompts = PromptPreparation(model.tokenizer, model.limits, grammars)
+        template = model.tokenizer.template
+        if tool_format is None and template is not None and (other := other_format_of(template.tool_source)):
+            log.warning("the chat template writes calls in the format %s: requests with tools are refused", other)
         if unembedded := model.limits.unembedded:
             token, text = next(iter(unembedded.items()))
             log.warning(

@@ -19,6 +19,7 @@ from specdecode_worker.contract.internal_stream import Resume
 from specdecode_worker.server.errors import ApiError, ModelNotFound
 from specdecode_worker.server.generation import Generation, continued_choices, earlier_choices
 from specdecode_worker.server.prompts import Prompt
+from specdecode_worker.server.reasoning import reasoning_parser
 from specdecode_worker.server.request_capture import capture_permitted
 from specdecode_worker.server.request_terms import RequestTerms
 from specdecode_worker.server.requests import (
@@ -38,6 +39,7 @@ from specdecode_worker.server.responses import (
     ChoicePiece,
     CompletionWriter,
     Json,
+    ReasoningOf,
     ResponseContext,
     ResponseWriter,
     ToolCallOptions,
@@ -45,7 +47,7 @@ from specdecode_worker.server.responses import (
     usage,
 )
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.tools import parser_for
+from specdecode_worker.server.tools import other_format_of, parser_for
 
 # Preparation of a generation request: parse, check, render, tokenize, start. Public and internal routes share it.
 
@@ -151,8 +153,8 @@ async def start_chat(service: Service, call: Call, wait: Wait) -> StartedRequest
     body = call.parse(ChatRequest)
     service.check_model_name(body.model)
     body = service.model.with_defaults(body)
-    text = "\n".join(message.content for message in body.messages)
-    writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body))
+    text = "\n".join(message.text for message in body.messages)
+    writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body), _reasoning(service, body))
     if call.resume is not None:
         return await _resume(service, call, call.resume, body, text, writer, wait)
     with service.preparing(body, 1, call.terms.client) as preparation:
@@ -186,6 +188,7 @@ def _start(
     capture = capture_permitted(call.capture, body)
     task = service.plans.task(call.task, body.task, text)
     generations = service.start(body, prompts, task, capture=capture, terms=call.terms)
+    writer.begin(prompts[0].ids)
     return StartedRequest(body, prompts, generations, writer)
 
 
@@ -205,6 +208,7 @@ async def _resume(
         choices = await wait(preparation.replay(sum(len(one.progress.ids) for one in earlier), work))
     task = service.plans.task(call.task, body.task, text)
     generations = service.resume(body, choices, task, terms=call.terms)
+    writer.begin(prompts[0].ids)
     return StartedRequest(body, prompts, generations, writer)
 
 
@@ -233,12 +237,25 @@ def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions |
         raise unsupported("this model's chat template takes no tools", "tools")
     name = service.config.server.tool_call_parser or service.model.tool_format
     if name is None:
-        raise unsupported("this model's chat template does not tell how calls are written; start the worker with "
-                          "--tool-call-parser", "tools")  # fmt: skip
+        other = other_format_of(template.tool_source)
+        what = f"writes calls in the format {other}, which has no parser here" if other else "names no format of calls"
+        raise unsupported(f"this model's chat template {what}; leave tools out, or start the worker with "
+                          "--tool-call-parser for another format that the model knows", "tools")  # fmt: skip
     functions = [tool.function.name for tool in body.tools]
     parser = partial(parser_for, name, functions, streams=body.stream and body.guides_calls)
     named = isinstance(body.tool_choice, NamedToolChoice)
     return ToolCallOptions(parser, parallel=body.parallel_tool_calls, named=named)
+
+
+def _reasoning(service: Service, body: ChatRequest) -> ReasoningOf | None:
+    """Return the function from a prompt to the parser of thinking; None if answers have none.
+
+    An answer that must follow a format or be a call has no thinking before it.
+    """
+    name = service.config.server.reasoning_parser
+    if name is None or body.has_format or body.forced_tools:
+        return None
+    return partial(reasoning_parser, name, service.model.tokenizer)
 
 
 # Streaming responses: merges the pieces of all choices into server-sent events.

@@ -15,7 +15,7 @@ from tokenizers import models
 from specdecode_worker.guided.grammars import TEXT_TAGS
 from specdecode_worker.models.chat_template import ChatTemplate, Message, find_template
 from specdecode_worker.models.errors import TokenizerProblem
-from specdecode_worker.models.vocabulary import Vocabulary
+from specdecode_worker.models.vocabulary import Vocabulary, open_tokenizer
 
 # Upper bound of the bytes per token, by which a text that is too long is refused without tokenizing it.
 #
@@ -113,7 +113,7 @@ class Tokenizer:
     def __init__(self, model: tokenizers.Tokenizer, template: ChatTemplate | None, digest: str = "") -> None:
         self._model = model
         self.digest = digest
-        """Digest of tokenizer.json and of the chat template."""
+        """Digest of the tokenizer and of the chat template."""
         self.template = template
         """Chat template; None for a base model."""
         self.vocabulary = Vocabulary(model)
@@ -130,17 +130,15 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerProblem(f"{path} does not exist; only fast tokenizers (tokenizer.json) are read")
         try:
-            model = with_text_tags(tokenizers.Tokenizer.from_file(str(path)))
+            model = with_text_tags(open_tokenizer(folder))
         except Exception as error:  # the library raises plain Exception
             raise TokenizerProblem(f"{path} cannot be read: {error}") from None
-        model.no_padding()
-        model.no_truncation()
         chat_template = find_template(folder, template)
-        return cls(model, chat_template, _digest(path, chat_template))
+        return cls(model, chat_template, _digest(path, model, chat_template))
 
     @property
     def json(self) -> str:
-        """Contents of tokenizer.json, without padding and truncation."""
+        """Contents of tokenizer.json, without padding and truncation, and with tokens of the files beside it."""
         return str(self._model.to_str())
 
     @property
@@ -241,8 +239,9 @@ def with_text_tags(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(document))
 
 
-def _digest(path: Path, template: ChatTemplate | None) -> str:
-    parts = path.read_bytes(), b"" if template is None else template.digest_source.encode()
+def _digest(path: Path, model: tokenizers.Tokenizer, template: ChatTemplate | None) -> str:
+    added = repr(sorted(model.get_added_tokens_decoder().items())).encode()
+    parts = path.read_bytes(), added, b"" if template is None else template.digest_source.encode()
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 

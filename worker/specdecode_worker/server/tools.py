@@ -419,8 +419,10 @@ class Llama3JsonParser:
 # Parser of the pythonic tool call format of Llama 3.2 and 4.
 #
 # The whole output is a Python list of calls, such as [get_weather(city="Oslo"), now()]. It is parsed once it is
-# complete, because only then a list of calls can be distinguished from text in brackets.
+# complete, because only then a list of calls can be distinguished from text in brackets. Llama 4 may write it between
+# two markers.
 
+_START, _END = "<|python_start|>", "<|python_end|>"
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -435,8 +437,8 @@ class PythonicParser:
     def push(self, text: str) -> list[Delta]:
         """Add text. It is returned at once if the output does not begin with a bracket, else held until ``end``."""
         self._held += text
-        begin = self._held.lstrip()
-        self._text_only = self._text_only or (bool(begin) and begin[0] != "[")
+        begin = self._held.lstrip().removeprefix(_START).lstrip()
+        self._text_only = self._text_only or (bool(begin) and begin[0] != "[" and not _START.startswith(begin))
         if not self._text_only:
             return []
         shown, self._held = self._held, ""
@@ -446,7 +448,8 @@ class PythonicParser:
         """Return the calls of the complete output, or its text if it is no list of valid calls."""
         text, self._held = self._held, ""
         try:
-            return [delta for call in _calls(text) for delta in self._deltas(call)]
+            calls = text.strip().removeprefix(_START).removesuffix(_END)
+            return [delta for call in _calls(calls) for delta in self._deltas(call)]
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return text_deltas(text)
 
@@ -496,11 +499,19 @@ _MARKS: tuple[tuple[str, ToolFormat], ...] = (
     ("[func_name1(", "pythonic"),
     ('"parameters":', "llama3_json"),
 )
+_OTHERS = (("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("[TOOL_CALLS]", "mistral"))
+"""Text that identifies formats without a parser here, which come first: some of them have the tags of Hermes too."""
 
 
 def format_of(template_source: str) -> ToolFormat | None:
-    """Return the tool call format that a chat template asks for; None if it cannot be recognized."""
-    return next((name for mark, name in _MARKS if mark in template_source), None)
+    """Return the tool call format that a chat template asks for; None if it is unknown or has no parser."""
+    marks = () if other_format_of(template_source) else _MARKS
+    return next((name for mark, name in marks if mark in template_source), None)
+
+
+def other_format_of(template_source: str) -> str | None:
+    """Return vLLM's name of the format that a chat template asks for, if it has no parser here."""
+    return next((name for mark, name in _OTHERS if mark in template_source), None)
 
 
 def parser_for(name: ToolFormat, functions: Sequence[str], *, streams: bool = False) -> ToolParser:

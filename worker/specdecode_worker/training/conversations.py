@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from specdecode_worker.models.chat_template import find_template
+from specdecode_worker.models.vocabulary import open_tokenizer
 from specdecode_worker.training.errors import TrainingError
 
 # The target's tokenizer and chat template for training, which converts whole conversations at once.
@@ -31,7 +31,7 @@ class Chat:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.tokenizer = open_tokenizer(folder)
         template = find_template(folder)
         if template is None:
             raise TrainingError(f"{folder} has no chat template; training needs a chat model")

@@ -11,7 +11,7 @@ from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import SpecError
-from specdecode_operator.manifests.config import cores, default_served_name
+from specdecode_operator.manifests.config import cores
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
@@ -107,10 +107,19 @@ def test_quantised_weights_are_configured_for_each_network() -> None:
 
 @pytest.mark.parametrize(
     ("uri", "name"),
-    [("hf://org/Llama-3@main", "Llama-3"), ("pvc://claim/a/b", "b"), ("file:///m/x/", "x"), ("embedded://e", "e")],
+    [
+        ("hf://org/Llama-3@main", "Llama-3"),
+        ("hf://org/Llama-3@refs/pr/4", "Llama-3"),
+        ("pvc://claim/a/b", "b"),
+        ("file:///m/x/", "x"),
+        ("embedded://e", "e"),
+    ],
 )
-def test_served_name_is_the_last_part(uri: str, name: str) -> None:
-    assert default_served_name(uri) == name
+def test_served_name_is_the_last_part_without_a_revision(uri: str, name: str) -> None:
+    assert (
+        WorkerConfig.model_validate_json(environment(template(model={"uri": uri}))[Env.config]).model.served_name
+        == name
+    )
 
 
 @pytest.mark.parametrize(("quantity", "count"), [("1", 1), ("500m", 1), ("3900m", 3), (2, 2), ("1.5", 1)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import eagle3_config
+from specdecode_worker.models.config import eagle3_config, eagle_config
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.optimize import fuse
@@ -133,6 +133,25 @@ def test_layer_ids_of_both_conventions_are_read_and_logged(
         config = eagle3_config(shape | {"eagle_aux_hidden_state_layer_ids": written}, target.config)
     assert config.aux_layers == read
     assert f"name {word} of layers: reading the inputs of layers {list(read)}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "window", [{"layer_types": ["sliding_attention"], "sliding_window": 4}, {"use_sliding_window": True}], ids=str
+)
+@pytest.mark.parametrize("read", [eagle3_config, eagle_config])
+def test_windows_of_a_head_are_refused(
+    read: Any, window: dict[str, Any], target: CausalLM, shape: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigMismatch, match=r"layer_types|use_sliding_window"):
+        read(shape | window, target.config)
+    neutral = {"layer_types": ["full_attention"], "sliding_window": 4, "use_sliding_window": False}
+    assert read(shape | neutral, target.config) == read(shape, target.config)
+
+
+def test_an_empty_quantization_config_means_none(target: CausalLM, shape: dict[str, Any]) -> None:
+    assert eagle3_config(shape | {"quantization_config": {}}, target.config) == eagle3_config(shape, target.config)
+    with pytest.raises(ConfigMismatch, match="quantised"):
+        eagle3_config(shape | {"quantization_config": {"quant_method": "fp8"}}, target.config)
 
 
 def test_norms_that_exclude_each_other_are_refused(target: CausalLM, shape: dict[str, Any]) -> None:

@@ -289,10 +289,20 @@ def test_tied_targets_may_or_may_not_repeat_the_matrix(target: CausalLM, shape: 
     tensors = target.state_dict()
     config = shape | {"tie_word_embeddings": True}
     without = load_target(write(tmp_path / "a", config, {k: v for k, v in tensors.items() if k != "lm_head.weight"}))
-    repeated = load_target(write(tmp_path / "b", config, tensors))
+    copied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    repeated = load_target(write(tmp_path / "b", config, copied))
     for model in (without, repeated):
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
+
+
+def test_another_output_matrix_in_a_tied_checkpoint_is_used(
+    target: CausalLM, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded = load_target(write(tmp_path, shape | {"tie_word_embeddings": True}, target.state_dict()))
+    assert not loaded.config.tie_word_embeddings, "engine and memory plan count both matrices"
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert torch.equal(loaded.state_dict()[name], target.state_dict()[name])
 
 
 def test_weights_in_several_files_load_without_old_rotary_frequencies(target_folder: Path) -> None:

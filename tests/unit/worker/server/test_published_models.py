@@ -154,10 +154,71 @@ def test_an_answer_ends_at_the_end_tokens_of_all_files(asked: Asked, end: int) -
     assert answer["usage"]["completion_tokens"] == 1
 
 
+TEXTS: dict[str, str] = {}
+"""Texts of requests, which must be the same with and without speculation."""
+
+
+def same_text(asked: Asked, name: str, text: str) -> str:
+    assert TEXTS.setdefault(f"{name} {asked.kind}", text) == text
+    return text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_words_are_in_no_answer(asked: Asked, temperature: float) -> None:
+    def say(words: list[str]) -> str:
+        fields = {"bad_words": words, "temperature": temperature, "max_tokens": 60, "min_tokens": 30}
+        text: str = asked.choice(**fields)["message"]["content"]
+        return same_text(asked, f"{words} {temperature}", text)
+
+    words: list[str] = []
+    for start in (0, 3, 9):
+        text = say(words)
+        assert not any(word in text for word in words)
+        words.append(text[start : start + 2])
+    assert all(words), "there was nothing to forbid"
+
+
+def test_other_tokens_than_the_allowed_ones_are_not_sampled(asked: Asked) -> None:
+    allowed = small_model.byte_tokenizer().encode("abc ").ids
+    fields = {"allowed_token_ids": allowed, "temperature": 1.0, "max_tokens": 80, "repetition_penalty": 1.5}
+    text = same_text(asked, "allowed", asked.choice(**fields)["message"]["content"])
+    assert len(text) == 80
+    assert set(text) <= set("abc ")
+    assert len(set(text)) > 2, "their own probabilities count"
+
+
+def test_the_end_of_a_prompt_is_kept(asked: Asked) -> None:
+    def complete(**fields: Any) -> Any:
+        body = {"model": "small", "prompt": "abcdef", "max_tokens": 8, "temperature": 0}
+        return httpx.post(f"{asked.worker.public}/v1/completions", json=body | fields, timeout=60).json()
+
+    cut, short = complete(truncate_prompt_tokens=3, echo=True), complete(prompt="def", echo=True)
+    assert cut["choices"][0]["text"] == short["choices"][0]["text"]
+    assert cut["usage"]["prompt_tokens"] == 3
+    long = complete(prompt="x" * 3000, truncate_prompt_tokens=-1)
+    assert long["usage"]["prompt_tokens"] == 2048 - 8
+    chat = asked.chat(truncate_prompt_tokens=5, max_tokens=4).json()
+    assert chat["usage"]["prompt_tokens"] == 5
+
+
+def test_the_last_message_is_continued(asked: Asked) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The sky "}]
+    fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    prompt = "<|start|>user\nhi<|end|>\n<|start|>assistant\nThe sky "
+    ids = httpx.post(f"{asked.worker.public}/tokenize", json=fields).json()["tokens"]
+    assert ids == tokenizer_of(asked.kind).encode(prompt).ids
+    body = {"model": "small", "prompt": prompt, "max_tokens": 20, "seed": 3, "temperature": 0}
+    completion = httpx.post(f"{asked.worker.public}/v1/completions", json=body, timeout=60).json()
+    continued = asked.choice(**fields, max_tokens=20, temperature=0)["message"]["content"]
+    assert continued == completion["choices"][0]["text"]
+
+
 def test_the_template_is_rendered(asked: Asked) -> None:
     """It has the tag ``generation``. One of the workers gets it by a flag, and its folder has a broken one."""
     answer = httpx.post(f"{asked.worker.public}/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
     text = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert httpx.post(f"{asked.worker.public}/tokenize", json={"messages": parts}).json() == answer.json()
     assert answer.json()["tokens"] == tokenizer_of(asked.kind).encode(text).ids
 
 

@@ -32,6 +32,7 @@ def chat(**fields: Any) -> ChatRequest:
     [
         ({"logit_bias": {"258": 1}}, r"logit_bias: the token '\[PAD\]' \(258\)"),
         ({"stop_token_ids": [258]}, r"stop_token_ids: the token '\[PAD\]' \(258\)"),
+        ({"allowed_token_ids": [1, 258]}, r"allowed_token_ids: the token '\[PAD\]' \(258\)"),
         ({"stop_token_ids": [999]}, "stop_token_ids: there is no token 999"),
     ],
 )

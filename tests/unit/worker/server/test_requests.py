@@ -56,7 +56,7 @@ def test_invalid_prompt_forms_are_refused(prompt: Any) -> None:
 
 def test_message_content_may_be_a_list_of_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "a\nb"
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].text == "a\nb"
 
 
 def test_echoed_assistant_message_is_accepted() -> None:
@@ -85,8 +85,8 @@ def test_unknown_fields_of_messages_tools_and_functions_are_ignored() -> None:
     body = chat(messages=history, tools=tools, tool_choice=choice)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     assert [message.rendered() for message in body.messages] == [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "", "reasoning_content": "so", "thinking": "so", "tool_calls": [call]},
         {"role": "tool", "content": "4", "tool_call_id": "c"},
     ]
     assert body.shown_tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -127,8 +127,7 @@ def test_unknown_fields_of_a_body_are_ignored_and_named() -> None:
 
 
 UNSUPPORTED = [
-    ("truncate_prompt_tokens", 5), ("bad_words", ["a"]), ("allowed_token_ids", [1]), ("guided_json", {}),
-    ("chat_template", "x"), ("continue_final_message", True), ("return_token_ids", True), ("logits_processors", ["a"]),
+    ("guided_json", {}), ("chat_template", "x"), ("return_token_ids", True), ("logits_processors", ["a"]),
     ("documents", [{"text": "a"}]), ("include_reasoning", False), ("functions", [{"name": "f"}]), ("prompt_embeds", ""),
 ]  # fmt: skip
 
@@ -141,6 +140,34 @@ def test_fields_that_would_change_the_answer_are_refused_by_name(name: str, valu
         assert (refused.value.param, refused.value.error_code) == (name, "unsupported_parameter")
     with pytest.raises(BadRequest, match="send structured_outputs"):
         chat(guided_regex="a")
+
+
+REGEX = {"structured_outputs": {"regex": "a"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"bad_words": ["a"], "ignore_eos": True}, "bad_words"),
+        ({"bad_words": ["a"], **REGEX}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"bad_words": ["a"], "tools": [TOOL], "tool_choice": "required"}, "bad_words"),
+        ({"allowed_token_ids": [1], "bad_words": ["a"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1], "frequency_penalty": 0.1}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1], "response_format": {"type": "json_object"}}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": False,
+          "messages": [{"role": "assistant", "content": ""}]}, "continue_final_message"),
+    ],
+)  # fmt: skip
+def test_rules_about_tokens_exclude_others(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        chat(**fields)
+    assert refused.value.param == param
 
 
 def test_ignored_fields_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

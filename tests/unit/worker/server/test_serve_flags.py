@@ -30,6 +30,11 @@ def test_tree_draft_sets_its_width() -> None:
     assert (plan.initial.nodes, plan.max_depth, plan.top_k) == (20, 3, 4)
 
 
+@pytest.mark.parametrize("uri", ["hf://o/n", "hf://o/n@main", "hf://o/n@refs/pr/4", "file:///m@1/n/"])
+def test_the_served_name_has_no_revision(uri: str) -> None:
+    assert read("--model", uri)[0].model.served_name == "n"
+
+
 def test_target_without_a_draft_is_served_without_speculation() -> None:
     config, plan = read("--model", "file:///models/llama", "--served-model-name", "x")
     assert (config.draft.method, config.model.served_name, plan) == ("none", "x", Plan())

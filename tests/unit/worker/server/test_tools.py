@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from specdecode_worker.contract import ToolFormat
 from specdecode_worker.models.chat_template import ChatTemplate
 from specdecode_worker.server.requests import ChatRequest
-from specdecode_worker.server.tools import ArgumentsDelta, CallStart, Delta, TextDelta, format_of, parser_for
+from specdecode_worker.server.tools import (
+    ArgumentsDelta,
+    CallStart,
+    Delta,
+    TextDelta,
+    format_of,
+    other_format_of,
+    parser_for,
+)
 
 FUNCTIONS = ["weather", "now"]
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo }", "days": [1, {"a": "\\""}]}}\n</tool_call>'
@@ -116,6 +124,11 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
         "pythonic", "[weather(city='Oslo', days=[1, 2]), now()]", "",
         [("weather", '{"city": "Oslo", "days": [1, 2]}'), ("now", "{}")],
     ),
+    "pythonic: Llama 4": ("pythonic", "<|python_start|>[now(a=1)]<|python_end|>\n", "", [("now", '{"a": 1}')]),
+    "pythonic: no end marker": ("pythonic", " <|python_start|> [now()]", "", [("now", "{}")]),
+    "pythonic: no start marker": ("pythonic", "[now()] <|python_end|>", "", [("now", "{}")]),
+    "pythonic: text between markers": ("pythonic", *["<|python_start|>print(1)<|python_end|>"] * 2, []),
+    "pythonic: cut marker": ("pythonic", *["<|python_st"] * 2, []),
     "pythonic: a list": ("pythonic", "[1, 2]", "[1, 2]", []),
     "pythonic: text": ("pythonic", "one [two]", "one [two]", []),
     "pythonic: not offered": ("pythonic", "[later()]", "[later()]", []),
@@ -176,6 +189,7 @@ def test_other_arguments_wait_for_the_end_of_their_call() -> None:
 PIECES = (
     *("<tool_call>", "</tool_call>", "{", "}", "[", "]", '"', "'", ",", ":", "\\", "\n", "\x00", " ", "<", ";", ")"),
     *("null", "NaN", "1e999", "-1", "true", "\\ud800", "é", "now", "weather(", "now(a=1)", "<|python_tag|>"),
+    *("<|python_start|>", "<|python_end|>"),
     *("name", "parameters", "arguments", '{"name": "now", "', '": {"a": ', NOW, LLAMA),
 )
 
@@ -194,7 +208,7 @@ def test_random_outputs_are_calls_or_text(name: ToolFormat) -> None:
         whole = {
             "hermes": f"{marks[1]}<tool_call>\n{call}\n</tool_call>{marks[2]}",
             "llama3_json": f"{call}{draw.choice(['', f'; {call}', marks[1]])}",
-            "pythonic": f"[now(a='{marks[0]}', b=[1])]",
+            "pythonic": draw.choice(("{}", "<|python_start|>{}<|python_end|>")).format(f"[now(a='{marks[0]}', b=[1])]"),
         }[name]
         text = mutated(draw, whole, marks[3]) if draw.random() < 0.9 else whole
         cuts = sorted(draw.sample(range(len(text) + 1), min(len(text), draw.randrange(6))))
@@ -235,3 +249,11 @@ def test_tool_format_is_derived_from_the_template() -> None:
     assert format_of('respond in {"name": function name, "parameters": dictionary}') == "llama3_json"
     assert format_of("[func_name1(params_name1=params_value1), func_name2(params)]") == "pythonic"
     assert format_of("nothing") is None
+
+
+def test_formats_without_a_parser_are_named() -> None:
+    """Qwen3-Coder's template has the tags of Hermes around XML."""
+    coder = "<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert (format_of(coder), other_format_of(coder)) == (None, "qwen3_coder")
+    assert (format_of("[TOOL_CALLS]"), other_format_of("[TOOL_CALLS]")) == (None, "mistral")
+    assert other_format_of('<tool_call>{"name": NAME}</tool_call>') is None

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.fields import Fields, end_tokens, read_config, sampling_defaults
+from specdecode_worker.models.vocabulary import read_tokenizer
 from specdecode_worker.models.weights import load_causal_lm
+from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.training.conversations import Chat
 from support import small_model
 from support.published.tokens import TOKENS, tokenizer_of
 
@@ -73,3 +77,26 @@ def test_sampling_defaults_are_the_fields_that_vllm_reads(tmp_path: Path) -> Non
     given = {"temperature": 0.6, "top_p": None, "top_k": 50, "do_sample": True, "bos_token_id": 1, "max_length": 20}
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
     assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 50}
+
+
+LISTED = {"267": {"content": "<|late|>", "special": True}, "266": {"content": "<tag>", "normalized": False}}
+
+
+def test_tokens_that_only_the_files_beside_it_name_are_whole(tmp_path: Path) -> None:
+    """As in transformers, which serving, training, grammars and the match of vocabularies must not differ from."""
+    tokenizer_of("text").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    given = {"added_tokens_decoder": LISTED, "eos_token": "<|late|>", "pad_token": "<|pad|>", "chat_template": "x"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = "a<|late|> <tag>b<|pad|></s>"
+    ids = theirs.encode(text, add_special_tokens=False)
+    assert ids[1] == 267
+    given["added_tokens_decoder"] = {"x": {"content": "no"}, "268": "no", "269": {}, **LISTED}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode(text) == Chat(tmp_path).encode(text) == read_tokenizer(tmp_path).encode(text).ids == ids
+    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a <tag>b</s>"
+    assert end_tokens(tmp_path) == (267,)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert Tokenizer.from_folder(tmp_path).digest != tokenizer.digest
