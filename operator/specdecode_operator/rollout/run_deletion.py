@@ -53,7 +53,7 @@ def needed_drafts(deployment: Deployment, record: DraftRecord, place: str, uris:
         place: URI below which the drafts lie.
         uris: URIs of all drafts of the spec.
     """
-    candidate = deployment.spec.rollout.draft.candidate
+    candidate = deployment.spec.draft_rollout.candidate
     known = {record.current, record.candidate, record.previous or "", record.spec_hash}
     known |= {entry.hash for entry in record.lineage} | set(record.uris)
     if candidate is not None:

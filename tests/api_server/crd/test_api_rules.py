@@ -1,4 +1,4 @@
-"""Rules of the resource on the API server: the same examples that the validators get in tests/unit/operator/api.
+"""Rules of the resource on the API server.
 
 A real API server judges the CEL rules, in server-side dry runs.
 """
@@ -6,19 +6,29 @@ A real API server judges the CEL rules, in server-side dry runs.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from specdecode_operator.api.v1alpha1 import PLURAL, VERSION
 from support.kind_copy import KindCopy
-from support.kube import KubectlError
+from support.kube import ROOT, KubectlError
 from support.operators.api_examples import BAD, GOOD, NAMES, TYPOS, spec_with
+
+EXAMPLES = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "reference").glob("*.yaml")])
 
 
 @pytest.mark.parametrize("change", GOOD, ids=str)
 def test_the_api_server_accepts_valid_specs(api: KindCopy, change: dict[str, Any]) -> None:
     assert "created" in api.dry_run(spec_with(change))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_api_server_accepts_the_examples(api: KindCopy, path: Path) -> None:
+    (document,) = yaml.safe_load_all(path.read_text())
+    assert "created" in api.dry_run(document["spec"])
 
 
 @pytest.mark.parametrize(("change", "words"), BAD, ids=str)

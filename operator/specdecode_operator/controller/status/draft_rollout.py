@@ -63,7 +63,7 @@ def draft_rollout(deployment: Deployment, observed: Observation, job_problem: st
         return ConditionState(kind, "True", _under_way(record), _progress(record))
     if record.run_refusal:
         return ConditionState(kind, "False", "RunRefused", f"no run was begun: {record.run_refusal}", True)
-    if observed.jobs_problem and deployment.spec.distillation.capture.enabled:
+    if observed.jobs_problem and deployment.spec.distillation.capture is not None:
         return ConditionState(kind, "False", "RunRefused", f"no run can begin: {observed.jobs_problem}", True)
     if not record.is_used:
         return None
@@ -96,7 +96,8 @@ def _progress(record: DraftRecord) -> str:
     if record.phase is Phase.ROLLING_BACK:
         return f"the workers return to {record.current[:12] or 'the draft of the spec'}"
     if record.is_confirmed:
-        return f"{draft} is better: {evidence_text(record.trial)}; kubectl specdecode promote or reject decides"
+        decides = "draftRollout.approve or reject decides (kubectl specdecode promote or reject)"
+        return f"{draft} is better: {evidence_text(record.trial)}; {decides}"
     pod = record.trial.pod if record.trial else ""
     return f"pod {pod}: it tries {draft}" if pod else f"no worker is ready to try {draft}"
 

@@ -11,7 +11,8 @@ from specdecode_operator import metrics, run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
 from specdecode_operator.controller.events import event_notices
 from specdecode_operator.controller.status import status_of
-from specdecode_operator.plugin.drafts import drafts, refusal_of
+from specdecode_operator.errors import PluginError
+from specdecode_operator.plugin.drafts import change_for, drafts
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.past import past
 from specdecode_operator.state.draft_record import UNUSED
@@ -20,6 +21,15 @@ from support.operators.canary import CANDIDATE, NEW, OLD, Canary, canary_with, t
 from support.operators.fleet import workload_with
 
 Resource = dict[str, Any]
+
+
+def refusal_of(verb: str, resource: dict[str, Any]) -> str:
+    """Return why the plugin refuses a command; empty if it does not."""
+    try:
+        change_for(verb, resource, "now")
+    except PluginError as error:
+        return str(error)
+    return ""
 
 
 def shown(canary: Canary) -> Status:
@@ -122,7 +132,7 @@ def test_a_refused_candidate_is_the_reason_to_look_at() -> None:
 @pytest.mark.parametrize(("mode", "word"), [("Off", "mode is Off"), ("Auto", "no worker has reported")])
 def test_a_candidate_that_waits_says_for_what(mode: str, word: str) -> None:
     canary = canary_with()
-    canary.change(rollout={"draft": {"candidate": CANDIDATE}}, speculation={"mode": mode})
+    canary.change(draft_rollout={"candidate": CANDIDATE}, speculation={"mode": mode})
     if mode == "Auto":
         canary.pods = []
     canary.tick()
