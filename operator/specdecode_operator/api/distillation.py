@@ -25,9 +25,7 @@ TRIGGER_MESSAGE = "distillation.trigger.mode Drift and Schedule need distillatio
 SCHEDULE_MESSAGE = "distillation.trigger.schedule is needed with mode Schedule, and only there"
 BASELINE_MESSAGE = "distillation.trigger.baseline is at least 5m"
 STORAGE_MESSAGE = "distillation needs distillation.storage: workers read the new draft from there"
-BUCKET_MESSAGE = (
-    "distillation.storage.secretRef is needed with an s3:// uri, and only there; so are endpoint and region"
-)
+BUCKET_MESSAGE = "distillation.storage.secretRef is needed with an s3:// uri; all but the uri is only for one"
 METHOD_MESSAGE = "distillation.capture needs speculation.method eagle3"
 METHOD_RULE = (
     "!has(self.distillation) || !has(self.distillation.capture)"

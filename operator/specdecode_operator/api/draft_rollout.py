@@ -31,9 +31,10 @@ class DraftCandidateSpec(Api):
         description=f"Where the draft comes from: {URI_FORMS}. It must be readable until the draft is replaced.",
         examples=["pvc://drafts/week-47"],
     )
-    hash: DraftHash = Field(
+    hash: DraftHash | None = Field(
+        default=None,
         description="Hash of the draft's files: its weights, config and calibration. Workers refuse files with another "
-        "hash.",
+        "hash. Absent: that of the files which the first worker loads; status.draft.candidate has it then.",
         examples=["4f1c9a7be2d05c6e"],
     )
 

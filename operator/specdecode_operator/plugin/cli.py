@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("drafts", _drafts, "show the draft in use, the trial of another one, and the candidates before it")
     offer = add("try", _try, "offer a draft: one worker tries it, and a faster one is promoted")
     offer.add_argument("uri", metavar="URI", help="where the draft comes from, such as pvc://drafts/week-47")
-    offer.add_argument("hash", metavar="HASH", help="hash of the draft's files")
+    offer.add_argument("hash", metavar="HASH", nargs="?", help="hash of the draft's files (default: what lies there)")
     for verb, text in DRAFT_COMMANDS.items():
         add(verb, partial(_command, verb), text)
     simulate = add("simulate", _simulate, "simulate the deployment with the measurements of its workers")
@@ -183,9 +183,9 @@ def _try(args: argparse.Namespace, api: Api) -> None:
             f"kubectl specdecode drafts {args.name} to show no candidate, and offer it again"
         )
     # An offer takes an earlier rejection of the same draft back.
-    withdrawn = {"reject": None} if rollout.reject == args.hash else {}
+    withdrawn = {"reject": None} if args.hash and rollout.reject == args.hash else {}
     api.change(namespace, args.name, {"draftRollout": {"candidate": candidate, **withdrawn}})
-    print(f"{args.name} tries {args.hash[:12]}. To watch it: kubectl specdecode drafts {args.name}")
+    print(f"{args.name} tries {args.uri}. To watch it: kubectl specdecode drafts {args.name}")
 
 
 def _command(verb: str, args: argparse.Namespace, api: Api) -> None:

@@ -20,7 +20,7 @@ def drafts(resource: dict[str, Any], now: float) -> list[str]:
     spec, draft = spec_of(resource), status_of(resource).draft
     if draft is None or draft.phase is None:
         candidate = spec.draft_rollout.candidate
-        waits = f"; the candidate {candidate.hash[:HASH_LENGTH]} waits" if candidate else ", and none is offered"
+        waits = f"; the candidate {candidate.uri} waits" if candidate else ", and none is offered"
         lines = [f"no candidate was tried for {resource['metadata']['name']} yet{waits}"]
         refused = (one.message for one in status_of(resource).conditions if one.reason == "RunRefused")
         return [*lines, *(line for message in refused for line in wrapped(message, ""))]

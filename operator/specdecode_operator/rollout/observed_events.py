@@ -13,7 +13,7 @@ from specdecode_operator.api.v1alpha1 import Cause, seconds_of
 from specdecode_operator.drafts.crossover import Verdict
 from specdecode_operator.drafts.lifecycle import Event, advance
 from specdecode_operator.drafts.lifecycle_table import EventKind, Mode, Phase
-from specdecode_operator.rollout.assignment import assignment_of
+from specdecode_operator.rollout.assignment import UNRESOLVED, assignment_of, candidate_name
 from specdecode_operator.rollout.trial_evidence import count_pairs, evidence_text, verdict_of
 from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
 from specdecode_operator.types import Deployment, Observation, Worker
@@ -110,7 +110,7 @@ def find_withdrawn_candidate(facts: Facts, record: DraftRecord) -> Detection | N
     if not record.offered or offer_of(facts.deployment) == record.offered:
         return None
     noted = record.model_copy(update={"offered": UNKNOWN_OFFER if record.problem else "", "refusal": ""})
-    if record.phase is not Phase.CANARY or record.offered.partition(" ")[0] != record.candidate:
+    if record.phase is not Phase.CANARY or record.offered.partition(" ")[2] != record.uris.get(record.candidate):
         return Detection(record=noted)
     event = Event(kind=EventKind.USER_REJECT)
     return Detection(record=noted, event=event, reason="the candidate was removed from the spec", cause="user")
@@ -142,6 +142,8 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
     if state.state == "Failed":
         reason = f"pod {trial.pod}: {state.problem or 'the draft could not be loaded'}"
         return Detection(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=reason)
+    if record.candidate.startswith(UNRESOLVED):
+        return _resolved(facts, record, trial, state.hash) if state.hash else None
     counted = count_pairs(trial, state.pairs, _tasks(facts.deployment))
     if counted == trial:
         return None
@@ -151,6 +153,28 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
         return Detection(record=noted)
     kind, words = verdict
     return Detection(record=noted, event=Event(kind=kind), reason=f"{words}: {evidence_text(counted)}", cause="canary")
+
+
+def _resolved(facts: Facts, record: DraftRecord, trial: TrialRecord, found: str) -> Detection:
+    """Return the record with the hash of the candidate. Its trial begins anew, of files with this hash alone."""
+    uri = record.uris[record.candidate]
+    refusal = _refusal(facts, found, record.current or record.spec_hash)
+    if refusal:
+        return Detection(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=f"{uri}: {refusal}")
+    uris = {draft: place for draft, place in record.uris.items() if draft != record.candidate}
+    begun = trial.model_copy(update={"pod": "", "pod_uid": "", "boot": ""})
+    return Detection(
+        record=record.model_copy(update={"candidate": found, "uris": {**uris, found: uri}, "trial": begun})
+    )
+
+
+def _refusal(facts: Facts, candidate: str, incumbent: str) -> str:
+    """Return why a candidate is not tried; empty if it is."""
+    if candidate == incumbent:
+        return f"the workers run the candidate {candidate[:12]} already"
+    if candidate == facts.deployment.spec.draft_rollout.reject:
+        return f"draftRollout.reject names the candidate {candidate[:12]}"
+    return ""
 
 
 def find_convergence(facts: Facts, record: DraftRecord) -> Detection | None:
@@ -202,23 +226,20 @@ def find_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
     spec = facts.deployment.spec
     if not incumbent or spec.speculation.mode == "Off":
         return None
+    name = candidate_name(candidate)
     noted = record.model_copy(
         update={
             "offered": offer,
             **begun_from(facts),
             "spec_hash": record.spec_hash if record.current else incumbent,
-            "uris": {**record.uris, candidate.hash: candidate.uri},
+            "uris": {**record.uris, name: candidate.uri},
             "problem": "",
             "refusal": "",
         }
     )
-    if candidate.hash == incumbent:
-        refusal = f"the workers run the candidate {candidate.hash[:12]} already"
+    if refusal := _refusal(facts, name, incumbent):
         return Detection(record=noted.model_copy(update={"refusal": refusal, "uris": record.uris}))
-    if candidate.hash == spec.draft_rollout.reject:
-        refusal = f"draftRollout.reject names the candidate {candidate.hash[:12]}"
-        return Detection(record=noted.model_copy(update={"refusal": refusal, "uris": record.uris}))
-    event = Event(kind=EventKind.USER_CANDIDATE, draft=candidate.hash)
+    event = Event(kind=EventKind.USER_CANDIDATE, draft=name)
     reason = f"the spec offers {candidate.uri}; it is compared with {incumbent[:12]}"
     return Detection(record=noted, event=event, reason=reason, cause="user")
 
@@ -253,7 +274,7 @@ DETECTORS: tuple[Detector, ...] = (
 def offer_of(deployment: Deployment) -> str:
     """Return the candidate of the spec as text; empty without one."""
     candidate = deployment.spec.draft_rollout.candidate
-    return f"{candidate.hash} {candidate.uri}" if candidate else ""
+    return f"{candidate_name(candidate)} {candidate.uri}" if candidate else ""
 
 
 def image_of(observed: Observation) -> str:

@@ -90,6 +90,7 @@ GOOD: list[dict[str, Any]] = [
             "approve": "4f1c9a7b",
         }
     },
+    {"draftRollout": {"candidate": {"uri": "pvc://drafts/new"}}},
     {"draftRollout": {"maxDuration": "1h30m", "minGainPercent": 1, "reject": "4f1c9a7b"}},
     {"draftRollout": {}, "speculation": {"method": "none", "draft": None}},
     {
@@ -228,7 +229,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"extraArgs": ["-tp", "4"]}}, "has a field of its own"),
     ({"engine": {"extraArgs": [""]}}, "[eE]xtra_?[aA]rgs"),
     ({"tlsSecretRef": {}}, "tlsSecretRef"),
-    ({"draftRollout": {"candidate": {"uri": "pvc://drafts/new"}}}, "hash"),
     ({"draftRollout": {"candidate": {"uri": "pvc://drafts/new", "hash": "not a hash"}}}, "hash"),
     ({"draftRollout": {"candidate": {"uri": "s3://new", "hash": "4f1c"}}}, "uri"),
     (
@@ -277,7 +277,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"distillation": {"storage": {**S3, "uri": "pvc://drafts"}}}, "secretRef is needed with an s3"),
     (
         {"distillation": {"storage": {"uri": "pvc://drafts", "endpoint": "http://s3"}}},
-        "endpoint and region are only for one",
+        "all but the uri is only for one",
     ),
     *(
         ({"distillation": {"storage": {**S3, "uri": uri}}}, "uri")

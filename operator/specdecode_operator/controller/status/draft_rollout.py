@@ -8,6 +8,7 @@ from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, DraftTr
 from specdecode_operator.controller.status.condition_state import ConditionState
 from specdecode_operator.controller.status.training_run import last_run_section, run_progress, run_section
 from specdecode_operator.drafts.lifecycle_table import Phase
+from specdecode_operator.rollout.assignment import UNRESOLVED
 from specdecode_operator.rollout.observed_events import offer_of
 from specdecode_operator.rollout.run_events import RUN_PHASES
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
@@ -124,7 +125,8 @@ def _version(record: DraftRecord, draft: str) -> DraftVersionStatus:
     """Return hash and URI of a draft; an empty hash is the draft of the spec."""
     if not draft:
         return DraftVersionStatus(hash=record.spec_hash or None, uri=record.spec_draft)
-    return DraftVersionStatus(hash=draft, uri=record.uris.get(draft))
+    known = None if draft.startswith(UNRESOLVED) else draft
+    return DraftVersionStatus(hash=known, uri=record.uris.get(draft))
 
 
 def _hashes(observed: Observation) -> Iterator[str]:

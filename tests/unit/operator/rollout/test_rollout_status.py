@@ -155,7 +155,7 @@ def test_an_unreadable_record_is_shown() -> None:
 def test_the_plugin_shows_trial_and_lineage() -> None:
     canary = canary_with()
     assert drafts(resource_of(_ticked(canary, 0)), canary.now) == [
-        "no candidate was tried for demo yet; the candidate new000new000 waits"
+        "no candidate was tried for demo yet; the candidate file:///new waits"
     ]
     canary.ticks(2)
     canary.finish_pairs(10, 0.04)

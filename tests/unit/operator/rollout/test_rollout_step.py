@@ -13,7 +13,7 @@ from specdecode_operator.state.cells import AcceptanceCell, RowState, StepTimeCe
 from specdecode_operator.state.draft_record import UNUSED, TrialRecord
 from specdecode_worker.contract import Artifact, TrialState
 from support.operators.canary import CANDIDATE, NEW, OLD, Canary, Pod, canary_with, pair, trying
-from support.operators.fleet import with_pause
+from support.operators.fleet import deployment_with, with_pause
 
 
 def outcomes(canary: Canary) -> list[tuple[str, str]]:
@@ -373,6 +373,66 @@ def test_a_rejected_draft_is_not_tried_while_the_spec_rejects_it() -> None:
     canary.change(draft_rollout={"candidate": CANDIDATE})
     canary.tick()
     assert canary.phase == "Canary", "removed and offered again, it is tried again"
+
+
+def test_a_worker_reports_the_hash_of_a_candidate_and_the_trial_is_of_it_alone() -> None:
+    canary = Canary(deployment_with(replicas=2))
+    canary.tick()
+    canary.change(draft_rollout={"candidate": {"uri": "file:///new"}})
+    canary.ticks(2)
+    first = canary.tries
+    assert canary.phase == "Canary"
+    assert canary.decision is not None
+    assignment = canary.decision.plan.assignment
+    assert assignment is not None
+    assert assignment.trial is not None
+    assert assignment.trial.candidate == Artifact(uri="file:///new", hash="")
+    canary.finish_pairs(3, 0.5)
+    assert canary.record.trial is not None
+    assert canary.record.trial.pairs == (), "nothing counts before the hash is known"
+    assert first.trial is not None
+    first.trial = first.trial.model_copy(update={"hash": NEW})
+    canary.ticks(2)
+    assert (canary.record.candidate, canary.record.uris[NEW]) == (NEW, "file:///new")
+    assignment = canary.decision.plan.assignment
+    assert assignment is not None
+    assert assignment.trial is not None
+    assert assignment.trial.candidate.hash == NEW
+    assert assignment.trial.id.endswith("-2"), "it begins anew"
+    canary.restart_operator()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    assert outcomes(canary) == [("Promoted", NEW)]
+    canary.ticks(3)
+    assert canary.phase == "Cooldown", "it is tried once"
+
+
+@pytest.mark.parametrize(("found", "reject"), [(OLD, None), (NEW, NEW)])
+def test_a_candidate_that_turns_out_to_be_in_use_or_rejected_is_refused(found: str, reject: str | None) -> None:
+    canary = Canary(deployment_with(replicas=2))
+    canary.tick()
+    canary.change(draft_rollout={"candidate": {"uri": "file:///new"}, "reject": reject})
+    canary.ticks(2)
+    tries = canary.tries
+    assert tries.trial is not None
+    tries.trial = tries.trial.model_copy(update={"hash": found})
+    canary.until("Cooldown")
+    assert [outcome for outcome, _ in outcomes(canary)] == ["Refused"]
+    assert [pod.draft for pod in canary.pods] == [OLD, OLD]
+
+
+def test_removing_a_candidate_ends_its_trial_also_once_its_hash_is_known() -> None:
+    canary = Canary(deployment_with(replicas=2))
+    canary.tick()
+    canary.change(draft_rollout={"candidate": {"uri": "file:///new"}})
+    canary.ticks(2)
+    tries = canary.tries
+    assert tries.trial is not None
+    tries.trial = tries.trial.model_copy(update={"hash": NEW})
+    canary.ticks(2)
+    canary.change(draft_rollout={})
+    canary.until("Cooldown")
+    assert outcomes(canary) == [("Rejected", NEW)]
 
 
 def test_an_approval_may_come_before_the_trial_ends() -> None:
