@@ -124,6 +124,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"scaling": {"minReplicas": 0, "idleAfter": "1s"}}, "write a duration from 10s to 168h"),
     ({"scaling": {"scaleDownWindow": "25h"}}, "write a duration from 0s to 24h"),
     ({"drain": {"gracePeriod": "60"}}, "gracePeriod"),
+    ({"drain": {"gracePeriod": "0s"}}, "write a duration from 1s to 2h"),
+    ({"drain": {"endpointDelay": "6m"}}, "write a duration from 0s to 5m"),
     ({"router": {"replicas": -1}}, "replicas"),
     ({"router": {"holdTimeout": "0s"}}, "write a duration from 1s to 24h"),
     ({"router": {"replicas": 2, "tracingEndpoint": "collector:4318"}}, "tracingEndpoint"),

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Spec, is_valid_name, seconds_of
-from support.operators.api_examples import GOOD, NAMES, merging, spec_with
+from support.operators.api_examples import BAD, GOOD, NAMES, merging, spec_with
+from support.operators.crd_fields import SCHEMA
 from support.operators.fleet import SPEC, deep
 
 
 @pytest.mark.parametrize("change", GOOD, ids=str)
 def test_valid_specs_are_parsed(change: dict[str, Any]) -> None:
     Spec.model_validate(spec_with(change), extra="forbid")
+
+
+def rules_of(node: Any) -> Iterator[str]:
+    """Yield the messages of all rules of a schema, but for rules over time."""
+    if isinstance(node, dict):
+        rules = node.get("x-kubernetes-validations", ())
+        yield from (rule["message"] for rule in rules if "oldSelf" not in rule["rule"])
+        for inner in node.values():
+            yield from rules_of(inner)
+
+
+def test_every_rule_has_an_example_that_it_alone_refuses() -> None:
+    """The API server must refuse the example with this message, so a rule that is dropped does not go unnoticed."""
+    messages = set(rules_of(SCHEMA["properties"]["spec"]))
+    assert len(messages) > 30
+    sentences = [words for _, words in BAD if " " in words]
+    assert [message for message in sorted(messages) if not any(re.search(one, message) for one in sentences)] == []
 
 
 @pytest.mark.parametrize(("name", "is_valid"), NAMES.items())
