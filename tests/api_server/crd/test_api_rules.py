@@ -15,7 +15,7 @@ import yaml
 from specdecode_operator.api.v1alpha1 import PLURAL, VERSION
 from support.kind_copy import KindCopy
 from support.kube import ROOT, KubectlError
-from support.operators.api_examples import BAD, GOOD, NAMES, TYPOS, spec_with
+from support.operators.api_examples import BAD, GOOD, NAMES, RESERVED, TYPOS, spec_with
 
 EXAMPLES = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "reference").glob("*.yaml")])
 
@@ -37,7 +37,7 @@ def test_the_api_server_refuses_invalid_specs(api: KindCopy, change: dict[str, A
         api.dry_run(spec_with(change))
 
 
-@pytest.mark.parametrize("change", TYPOS, ids=str)
+@pytest.mark.parametrize("change", [*TYPOS, *RESERVED], ids=str)
 def test_the_api_server_names_unknown_fields(api: KindCopy, change: dict[str, Any]) -> None:
     with pytest.raises(KubectlError, match="unknown field"):
         api.dry_run(spec_with(change))

@@ -70,7 +70,18 @@ def draft_rollout(deployment: Deployment, observed: Observation, job_problem: st
         return None
     if record.refusal:
         return ConditionState(kind, "False", "CandidateRefused", record.refusal, True)
+    if record.current:
+        return ConditionState(kind, "False", "PromotedDraftServes", _promoted(record))
     return ConditionState(kind, "False", "NoRollout", record.last_verdict or "no candidate is tried")
+
+
+def _promoted(record: DraftRecord) -> str:
+    """Return that the spec does not name the draft that serves, and what makes it true for a restore from git."""
+    uri = record.uris.get(record.current, "")
+    return (
+        f"the workers run {uri} ({record.current[:12]}), which was promoted; speculation.draft.uri names "
+        f"{record.spec_draft}, to which a restore from git returns: set it to {uri}, which replaces the pods once"
+    )
 
 
 def _waiting(deployment: Deployment, record: DraftRecord) -> ConditionState | None:

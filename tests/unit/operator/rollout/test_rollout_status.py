@@ -152,6 +152,24 @@ def test_an_unreadable_record_is_shown() -> None:
     assert "section lifecycle: bad" in condition.message
 
 
+def test_the_condition_says_that_the_spec_does_not_name_the_promoted_draft() -> None:
+    canary = trying()
+    canary.finish_pairs(40, 0.3)
+    canary.until("Cooldown")
+    condition = rollout_of(canary)
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("False", "PromotedDraftServes")
+    assert "run file:///new (new000new000)" in condition.message
+    assert "names embedded://d, to which a restore from git returns" in condition.message
+    canary.change(speculation={"draft": {"uri": "file:///new"}})
+    canary.spec_draft = NEW
+    canary.ticks(3)
+    condition = rollout_of(canary)
+    assert condition is not None
+    assert condition.reason == "NoRollout"
+    assert [pod.draft for pod in canary.pods] == [NEW, NEW]
+
+
 def test_the_plugin_shows_trial_and_lineage() -> None:
     canary = canary_with()
     assert drafts(resource_of(_ticked(canary, 0)), canary.now) == [
