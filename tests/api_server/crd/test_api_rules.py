@@ -69,3 +69,21 @@ def test_replicas_cannot_be_changed_while_the_operator_owns_them(api: KindCopy, 
     cluster.kubectl(*scale, namespace=namespace)
     path = f"/apis/{api.group}/{VERSION}/namespaces/{namespace}/{PLURAL}/owned/scale"
     assert json.loads(cluster.kubectl("get", "--raw", path))["spec"]["replicas"] == 3
+
+
+def test_two_managers_apply_tasks_of_their_own(api: KindCopy, namespace: str) -> None:
+    """As a person's manifest in git and the plugin do: neither removes the other's items."""
+
+    def apply(manager: str, spec: dict[str, Any]) -> None:
+        words = ("apply", "--server-side", "--validate=false", f"--field-manager={manager}", "-f", "-")
+        api.cluster.kubectl(*words, namespace=namespace, stdin=json.dumps(api.manifest(spec, "shared")))
+
+    def tasks() -> dict[str, Any]:
+        stored = api.cluster.get(api.resource, "shared", namespace)["spec"]["speculation"]["tasks"]
+        return {task["name"]: task.get("pin") for task in stored}
+
+    apply("git", spec_with({"speculation": {"tasks": [{"name": "code"}, {"name": "chat"}]}}))
+    apply("person", {"speculation": {"tasks": [{"name": "code", "pin": "chain:3"}, {"name": "other", "pin": "none"}]}})
+    assert tasks() == {"code": "chain:3", "chat": None, "other": "none"}
+    apply("git", spec_with({"speculation": {"tasks": [{"name": "code"}]}}))
+    assert tasks() == {"code": "chain:3", "other": "none"}
