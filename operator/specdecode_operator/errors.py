@@ -31,7 +31,7 @@ class SettingsError(OperatorError):
 
 
 class SpecError(OperatorError):
-    """Spec or annotation of a user that cannot be carried out. The message says what to change."""
+    """Spec of a user that cannot be carried out. The message says what to change."""
 
 
 class NotLeader(OperatorError):

@@ -231,9 +231,8 @@ def _set_or_remove(gauge: DeploymentGauge, labels: tuple[str, ...], value: float
 
 def _record_objectives(deployment: Deployment) -> None:
     objective = deployment.spec.speculation.objective
-    milliseconds = {"ttft": objective.ttft_milliseconds, "itl": objective.itl_milliseconds}
-    for latency, value in milliseconds.items():
-        _set_or_remove(OBJECTIVE, (*deployment.key, latency), None if value is None else value / 1000)
+    for latency, seconds in (("ttft", objective.ttft_seconds), ("itl", objective.itl_seconds)):
+        _set_or_remove(OBJECTIVE, (*deployment.key, latency), seconds)
 
 
 def _record_decisions(key: Key, changes: Iterable[DecisionRecord]) -> None:

@@ -31,7 +31,7 @@ def record_runs(deployment: Deployment, observed: Observation) -> None:
     if record.run_outcomes:
         RUNS_NOT_BETTER.set(key, record.runs_not_better)
     captures = [report.capture for report in observed.last_reports if report.capture is not None]
-    if deployment.spec.distillation.capture.enabled and captures:
+    if deployment.spec.distillation.capture is not None and captures:
         CAPTURED.set(key, sum(capture.conversations for capture in captures))
     else:
         CAPTURED.remove(*key)

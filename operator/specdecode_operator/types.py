@@ -68,11 +68,6 @@ class Deployment:
     generation: int
     spec: Spec
     status: Status
-    paused: bool = False
-    pin: str = ""
-    """Value of the annotation specdecode.io/pin, not parsed yet; empty without the annotation."""
-    draft_command: str = ""
-    """Value of the annotation specdecode.io/draft-command; empty without it."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -237,7 +232,7 @@ class Decision:
     model_revision: str | None = None
     """Commit of the target that new pods fetch, if its URI names none and it was resolved."""
     pin_problem: str | None = None
-    """Reason why the pin annotation is invalid. The previous pin or mode stays in force."""
+    """Reason why a pin is invalid. The previous pin or mode stays in force."""
     silent: Mapping[str, str] = field(default_factory=dict)
     """Names of ready workers whose reports are stale, each with the first reason."""
     desired: int = 0

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--deployment",
         type=Path,
         metavar="FILE",
-        help="a SpecDecodeDeployment as JSON: its spec.speculation (bounds, hysteresis, ...) instead of defaults",
+        help="a SpecDecodeDeployment as JSON: its spec.speculation (bounds, stability, ...) instead of defaults",
     )
     parser.add_argument("--list", action="store_true", help="names of traces and policies")
     parser.add_argument("--tune", action="store_true", help="tune the other rules; prints tuned-baselines.json")

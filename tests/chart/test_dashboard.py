@@ -71,10 +71,10 @@ def test_config_map_has_the_grafana_sidecar_label(chart: Any, dashboard: dict[st
     assert json.loads(config_map["data"]["specdecode.json"]) == dashboard
 
 
-@pytest.mark.parametrize("tls", [None, {"secretName": "cert"}], ids=["http", "https"])
+@pytest.mark.parametrize("tls", [None, {"name": "cert"}], ids=["http", "https"])
 def test_the_monitor_scrapes_each_pod_once_and_by_the_scheme_that_it_serves(chart: Any, tls: Any) -> None:
     monitor = chart.template({"metrics": {"podMonitor": {"enabled": True}}}).one("PodMonitor")["spec"]
-    described = {"model": {"uri": "embedded://t"}, "speculation": {"method": "none"}, "tls": tls}
+    described = {"model": {"uri": "embedded://t"}, "speculation": {"method": "none"}, "tlsSecretRef": tls}
     spec = Spec.model_validate(described)
     deployment = Deployment(namespace="ns", name="llama", uid="u", generation=1, spec=spec, status=Status())
     defaults = Defaults(worker_image="w:1", worker_image_pull_policy="Never")

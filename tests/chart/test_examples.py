@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,54 @@ from specdecode_operator.manifests import selector, service, worker_config
 from specdecode_operator.types import Deployment
 from specdecode_worker.contract import Port
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.yaml"))
+EVERY_FIELD = FOLDER / "reference" / "every-field.yaml"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*EXAMPLES, EVERY_FIELD], ids=lambda path: path.stem)
 def test_example_matches_the_models(path: Path) -> None:
-    """Every example is valid according to the models, which are the CRD's source and carry its cross-field rules."""
+    """Every example is valid according to the models, which are the CRD's source."""
     (example,) = yaml.safe_load_all(path.read_text())
     assert (example["apiVersion"], example["kind"]) == (f"{GROUP}/{VERSION}", KIND)
     spec = Spec.model_validate(example["spec"], extra="forbid")
-    assert worker_config(spec, "uid").model.served_name == example["spec"]["model"]["servedName"]
+    default = spec.model.uri.rpartition("/")[2]
+    assert worker_config(spec, "uid").model.served_name == example["spec"]["model"].get("servedName", default)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*EXAMPLES, EVERY_FIELD], ids=lambda path: path.stem)
 def test_example_matches_the_structural_schema(path: Path, root: Path) -> None:
     (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob("*.yaml"))
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     example = yaml.safe_load(path.read_text())
     assert list(schema_errors(example["spec"], schema["properties"]["spec"], "spec")) == []
+
+
+def test_one_example_has_every_field(root: Path) -> None:
+    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob("*.yaml"))
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec = yaml.safe_load(EVERY_FIELD.read_text())["spec"]
+    assert list(absent(spec, schema, "spec")) == []
+    del spec["router"]["holdTimeout"], spec["speculation"]["tasks"][0]["merge"][0]["depth"]
+    assert sorted(absent(spec, schema, "spec")) == ["spec.router.holdTimeout", "spec.speculation.tasks.merge.depth"]
+
+
+def absent(value: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
+    """Yield the fields of a schema that an object lacks, in lists those that all items lack."""
+    schema = schema.get("items", schema)
+    objects = value if isinstance(value, list) else [value]
+    for name, field in schema.get("properties", {}).items():
+        values = [one[name] for one in objects if name in one]
+        if not values:
+            yield f"{path}.{name}"
+            continue
+        lists = [one for one in values if isinstance(one, list)]
+        yield from absent([item for one in lists for item in one] if lists else values, field, f"{path}.{name}")
+
+
+def test_the_least_example_has_six_lines() -> None:
+    text = (FOLDER / "minimal.yaml").read_text()
+    assert len(text.partition("\nspec:\n")[2].splitlines()) == 6
 
 
 def test_gateways_refer_to_objects_of_the_examples(root: Path) -> None:
@@ -67,15 +98,16 @@ def test_schema_check_detects_an_invalid_resource(root: Path) -> None:
     bad = {
         "model": {"uri": "x", "size": 1},
         "speculation": {"depth": {"max": 99}, "method": "magic"},
-        "workers": {"resources": {"limits": {"cpu": 2, "memory": "much"}}, "nodeSelector": {"a": 1}},
+        "workers": {"resources": {"limits": {"cpu": 2, "memory": "much"}}},
+        "imagePullSecrets": [{"name": 1}],
     }
     assert sorted(schema_errors(bad, schema, "spec")) == [
+        "spec.imagePullSecrets[0].name: 1 is no string",
         "spec.model.size: unknown",
         "spec.model.uri: does not match the pattern",
         "spec.speculation.depth.max: 99 is above 16",
         "spec.speculation.method: 'magic' is none of "
         "['eagle3', 'peagle', 'dflash', 'eagle', 'draft-model', 'medusa', 'ngram', 'suffix', 'none']",
-        "spec.workers.nodeSelector.a: 1 is no string",
         "spec.workers.resources.limits.memory: does not match the pattern",
     ]
 

@@ -53,15 +53,16 @@ SPECS: dict[str, dict[str, Any]] = {
     "plain": {"model": {"uri": "embedded://t"}, "speculation": {"method": "none"}},
     "all": {
         **PULLED,
-        "tls": {"secretName": "tls"},
-        "workers": {"apiKeysSecretRef": {"name": "keys"}, "serviceAccountName": "reader"},
-        "storage": {"modelCache": {"pvc": "models"}},
-        "distillation": {"storage": {"claim": "drafts"}, "job": {"golden": "golden", "replayPrompts": "replay"}},
+        "tlsSecretRef": {"name": "tls"},
+        "apiKeysSecretRef": {"name": "keys"},
+        "workers": {"template": {"spec": {"serviceAccountName": "reader"}}},
+        "modelCache": {"persistentVolumeClaim": {"claimName": "models"}},
+        "distillation": {"storage": {"uri": "pvc://drafts"}, "promptsConfigMapRef": {"name": "prompts"}},
         "router": {"replicas": 2, "trafficSplit": [{"deployment": "other", "percent": 10}]},
     },
     "bucket": {
         **PULLED,
-        "distillation": {"storage": {"s3": {"bucket": "drafts", "prefix": "a", "region": "eu", "secret": "aws"}}},
+        "distillation": {"storage": {"uri": "s3://drafts/a", "region": "eu", "secretRef": {"name": "aws"}}},
     },
 }
 
@@ -111,7 +112,7 @@ def children(spec: dict[str, Any], *, fixed_user: bool) -> dict[str, dict[str, A
     defaults = Defaults(worker_image="w:1", worker_image_pull_policy="Never", fixed_user=fixed_user)
     parsed = Spec.model_validate(spec)
     deployment = Deployment(namespace="ns", name="llama", uid="u", generation=1, spec=parsed, status=Status())
-    claim = parsed.distillation.storage.claim or ""
+    claim = parsed.distillation.storage.claim if parsed.distillation.storage else ""
     bucket = "" if claim else "s3://drafts/a"
     run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim=claim, bucket=bucket)
     jobs = {"distillation": manifests.distillation_job(deployment, run, defaults)}

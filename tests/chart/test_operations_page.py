@@ -96,8 +96,8 @@ def test_keda_scales_our_kind_and_queries_a_series_that_exists(page: str, root: 
 def test_the_certificate_is_the_one_that_workers_serve(page: str) -> None:
     issuers = {issuer["metadata"]["name"]: issuer for issuer in of_kind(page, "ClusterIssuer")}
     authority, leaf = of_kind(page, "Certificate")
-    (resource,) = [one for one in of_kind(page, KIND) if "tls" in one["spec"]]
-    assert resource["spec"]["tls"]["secretName"] == leaf["spec"]["secretName"]
+    (resource,) = [one for one in of_kind(page, KIND) if "tlsSecretRef" in one["spec"]]
+    assert resource["spec"]["tlsSecretRef"]["name"] == leaf["spec"]["secretName"]
     assert f"{resource['metadata']['name']}.{resource['metadata']['namespace']}.svc" in leaf["spec"]["dnsNames"]
     assert issuers[leaf["spec"]["issuerRef"]["name"]]["spec"]["ca"]["secretName"] == authority["spec"]["secretName"]
     assert authority["spec"]["isCA"] is True

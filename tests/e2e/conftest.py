@@ -62,13 +62,12 @@ def release(cluster: Cluster, watched: Namespace) -> Iterator[Release]:
 def endpoint(release: Release, watched: Namespace) -> Endpoint:
     """Yield the shared deployment, Ready.
 
-    It has little hysteresis and much exploration, so that the control loop changes plans within one test.
+    It has little stability, so that the control loop changes plans within one test.
     """
     speculation = {
         "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
         "depth": {"min": 0, "max": 4, "initial": 3},
-        "hysteresis": {"minDwellSeconds": 5, "minGainPercent": 3, "maxChangesPerHour": 120},
-        "explorePercent": 20,
+        "stability": "Low",
     }
     watched.apply(resource("shared", speculation))
     endpoint = Endpoint(watched, "shared")

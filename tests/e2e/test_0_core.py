@@ -67,8 +67,8 @@ def test_applied_deployment_is_ready_and_its_columns_say_so(endpoint: Endpoint) 
     assert status["ready"] == "2/2"
     assert status["draft"]["hash"]
     header, row = (line.split() for line in endpoint.namespace.kubectl("get", "sdd", NAME).splitlines())
-    assert header == ["NAME", "READY", "REPLICAS", "MODEL", "MODE", "DEPTH", "ACCEPT", "SPEEDUP", "AGE"]
-    assert row[:3] == [NAME, "2/2", "2"]
+    assert header == ["NAME", "READY", "MODE", "DEPTH", "ACCEPT", "SPEEDUP", "AGE", "REASON"]
+    assert row[:3] == [NAME, "2/2", "Auto"]
 
 
 def test_chat_answer_streams_through_the_routers(routed: Routed) -> None:

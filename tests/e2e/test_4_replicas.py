@@ -50,8 +50,8 @@ def test_scale_is_readable_without_optional_spec_fields(watched: Namespace, endp
     bare: Manifest = {
         "apiVersion": "specdecode.io/v1alpha1",
         "kind": "SpecDecodeDeployment",
-        "metadata": {"name": "bare", "annotations": {"specdecode.io/paused": "true"}},
-        "spec": {"model": {"uri": "embedded://smollm2-135m-instruct"}},
+        "metadata": {"name": "bare"},
+        "spec": {"model": {"uri": "embedded://smollm2-135m-instruct"}, "paused": True},
     }
     watched.apply(bare)
     try:

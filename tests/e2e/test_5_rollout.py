@@ -28,7 +28,7 @@ def test_rollout_refuses_no_request(endpoint: Endpoint, url: str, model: str) ->
     (old,) = endpoint.ready_pods()
     with Traffic(url, model, concurrency=1, max_tokens=16) as traffic:
         # The length changes the pod template where the dtype is float32 already.
-        endpoint.patch({"model": {"dtype": "float32", "maxModelLen": 1000}})
+        endpoint.patch({"engine": {"dtype": "float32", "maxModelLen": 1000}})
         wait_for("the old pod is gone", lambda: old not in endpoint.all_pods(), timeout_s=200)
         finished = traffic.finished
         if not endpoint.namespace.cluster.local:

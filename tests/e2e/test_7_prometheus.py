@@ -44,7 +44,7 @@ LONG_STEPS = SyntheticKnobs(step_time=(StepTime(seconds=0.25),))
 SPECULATION: Manifest = {
     "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
     "depth": {"min": 1, "max": 4, "initial": 3},  # the minimum of 1 ensures drafts in every case
-    "explorePercent": 20,
+    "stability": "Low",
     "tasks": [{"name": "code", "match": "Python"}],
 }
 
@@ -145,17 +145,17 @@ def test_every_alert_is_evaluated_without_an_error(prometheus: Prometheus) -> No
     assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
 
 
-def test_malformed_pin_raises_an_alert(prometheus: Prometheus, scraped: Endpoint) -> None:
-    """A malformed pin makes the alert pending, and a corrected pin takes effect.
+def test_pin_that_cannot_run_raises_an_alert(prometheus: Prometheus, scraped: Endpoint) -> None:
+    """A pin that is too deep makes the alert pending, and a corrected pin takes effect.
 
     The test does not wait for the alert to fire, which takes another five minutes.
     """
-    scraped.namespace.kubectl("annotate", "sdd", NAME, "specdecode.io/pin=chian:3")
+    scraped.patch({"speculation": {"pin": "chain:17"}})
     pending = 'ALERTS{alertname="SpecdecodeBadPin",alertstate="pending"}'
     wait_for("the alert is pending", lambda: prometheus.query(pending), timeout_s=30)
     assert scraped.condition("Pinned")["reason"] == "BadPin"
     version = scraped.plan().version
-    scraped.namespace.kubectl("annotate", "sdd", NAME, "specdecode.io/pin=chain:2", "--overwrite")
+    scraped.patch({"speculation": {"pin": "chain:2"}})
     wait_for("the shape is pinned", lambda: scraped.plan().initial.depth == 2 and not scraped.plan().rows)
     assert scraped.plan().version > version
     wait_for("the condition says so", lambda: scraped.condition("Pinned")["status"] == "True")

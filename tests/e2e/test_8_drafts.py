@@ -67,10 +67,10 @@ def two_workers(
         yield endpoint
 
 
-def offer(endpoint: Endpoint, uri: str, digest: str, **settings: int) -> None:
+def offer(endpoint: Endpoint, uri: str, digest: str) -> None:
     """Offer a candidate, with blocks that are short enough for a test."""
     candidate = {"uri": uri, "hash": digest}
-    endpoint.patch({"rollout": {"draft": {"candidate": candidate, "blockRequests": 1, **settings}}})
+    endpoint.patch({"draftRollout": {"candidate": candidate, "reject": None, "blockRequests": 1}})
 
 
 def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watched: Namespace, drafts: Path) -> None:
@@ -191,7 +191,7 @@ def test_candidate_that_loses_one_task_is_not_promoted(release: Release, watched
         expected = unbroken_answers(url, MODEL)
         lost = StreamTraffic(url, MODEL, 2, headers={"X-Specdecode-Task": TASK})
         with StreamTraffic(url, MODEL, 6) as traffic, lost:
-            offer(endpoint, "file:///drafts/twin", twin, maxPairs=30)
+            offer(endpoint, "file:///drafts/twin", twin)
             ended = wait_for_end(endpoint)
             wait_for("all workers run the old draft", lambda: endpoint.running_drafts() == {good}, timeout_s=10)
         assert ended["outcome"] in ("RolledBack", "Undecided"), ended

@@ -79,7 +79,7 @@ def evict_each(endpoint: Endpoint) -> None:
 
 def roll(endpoint: Endpoint, value: str) -> None:
     before = set(endpoint.ready_pods())
-    endpoint.patch({"workers": {"env": [{"name": "ROLLED", "value": value}]}})
+    endpoint.patch({"workers": {"template": {"metadata": {"annotations": {"rolled": value}}}}})
     wait_for("all pods are new", lambda: not before & endpoint.all_pods(), timeout_s=300, every_s=2)
     wait_for_ready_pods(endpoint, 2)
 
@@ -173,7 +173,7 @@ def test_a_share_of_the_traffic_goes_to_another_deployment_and_back(routed: Rout
 @PROOF
 def test_held_requests_wake_workers_also_while_the_operator_restarts(routed: Routed, release: Release) -> None:
     endpoint = routed.endpoint
-    endpoint.patch({"scaling": {"minReplicas": 0, "idleSeconds": 10}})
+    endpoint.patch({"scaling": {"minReplicas": 0, "idleAfter": "10s"}})
     wait_for("no worker", lambda: not endpoint.all_pods(), timeout_s=180, every_s=2)
     assert (endpoint.condition("Ready")["status"], endpoint.condition("Ready")["reason"]) == ("True", "ScaledToZero")
     with ThreadPoolExecutor(20) as pool:

@@ -25,8 +25,8 @@ BY_LOAD = knobs(steps(node_seconds=0.005, sequences=2), steps(node_seconds=0.3))
 @pytest.fixture
 def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.start()
-    scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": MOST, "scaleDownWindowSeconds": 20}
-    with deployed(watched, "load", {}, {"maxNumSeqs": 8}, knobs=BY_LOAD, scaling=scaling) as endpoint:
+    scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": MOST, "scaleDownWindow": "20s"}
+    with deployed(watched, "load", {}, {}, knobs=BY_LOAD, scaling=scaling, engine={"maxNumSeqs": 8}) as endpoint:
         yield endpoint
 
 

@@ -25,7 +25,7 @@ from support.operator_faults.tenant import Tenant
 pytestmark = pytest.mark.own_operator
 
 REST_SECONDS = 60
-PAUSED = {"metadata": {"annotations": {"specdecode.io/paused": "true"}}}
+PAUSED = {"spec": {"paused": True}}
 
 
 @pytest.fixture(scope="module")

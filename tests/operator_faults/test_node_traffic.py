@@ -37,7 +37,7 @@ def nodes_of(served: ServedDeployment) -> list[str]:
 
 def test_drained_node(tenant: Tenant, cluster: Cluster, node: str, figures: Figures) -> None:
     """All workers run on the node; the budget makes the drain wait for the replacement of the first."""
-    with tenant.deployment("drained", replicas=2, drain=DRAIN, workers=prefer(node)) as served:
+    with tenant.deployment("drained", replicas=2, drain=DRAIN, pod=prefer(node)) as served:
         assert nodes_of(served) == [node, node]
         try:
             with unnoticed(served, figures, "node drained"):
@@ -54,7 +54,7 @@ def test_drained_node(tenant: Tenant, cluster: Cluster, node: str, figures: Figu
 def test_lost_node(tenant: Tenant, node: str, figures: Figures) -> None:
     """Requests fail until the cluster has noticed the loss: kube-proxy sends every second one to the lost worker."""
     label = "node lost"
-    with tenant.deployment("lost", replicas=2, drain=DRAIN, workers=spread()) as served:
+    with tenant.deployment("lost", replicas=2, drain=DRAIN, pod=spread("lost")) as served:
         assert node in nodes_of(served)
         assert len(set(nodes_of(served))) == 2
         with constant_clients(served) as clients:

@@ -88,10 +88,10 @@ REFUSALS = {
     ),
     "LimitRange": Refusal(("maximum memory usage per Container is 16Mi",), ("limitrange", LIMIT)),
     "missing Secret of API keys": Refusal(
-        ("missing-keys", "not found"), fields={"workers": {"apiKeysSecretRef": {"name": "missing-keys"}}}
+        ("missing-keys", "not found"), fields={"apiKeysSecretRef": {"name": "missing-keys"}}
     ),
     "missing claim": Refusal(
-        ("missing-claim", "not found"), fields={"storage": {"modelCache": {"pvc": "missing-claim"}}}
+        ("missing-claim", "not found"), fields={"modelCache": {"persistentVolumeClaim": {"claimName": "missing-claim"}}}
     ),
     "volume that cannot be mounted": Refusal(
         ("missing-config", "not found"), fields={"workers": {"template": unmountable()}}

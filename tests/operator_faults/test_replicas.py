@@ -24,7 +24,7 @@ def wanted(served: ServedDeployment) -> int:
 
 @pytest.mark.timeout(400)
 def test_scale_down_follows_a_scale_up_that_no_node_can_take(tenant: Tenant, figures: Figures) -> None:
-    scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 3, "scaleDownWindowSeconds": WINDOW_SECONDS}
+    scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 3, "scaleDownWindow": f"{WINDOW_SECONDS}s"}
     with (
         node_resource(tenant.api, 1) as resource,
         tenant.deployment("unplaced", accelerator=(resource, 1), scaling=scaling) as served,

@@ -60,14 +60,13 @@ def old_release(cluster: Cluster, api: Api, before: Revision, old_tenant: Tenant
 def test_upgrade_under_traffic(
     cluster: Cluster, revision: Revision, old_tenant: Tenant, old_release: Installation, figures: Figures
 ) -> None:
-    drain = {"endpointDelaySeconds": 2, "gracePeriodSeconds": 5}
+    drain = {"endpointDelay": "2s", "gracePeriod": "5s"}
     with old_tenant.deployment("upgraded", replicas=2, drain=drain, behaviour={"check_tokens": True}) as served:
         version, pods = served.settled_plan_version(), served.restarts()
         address = served.child("service")["spec"]["clusterIP"]
         with ConstantClients(f"http://{address}") as clients:
             time.sleep(2)
             install_crd(cluster, revision)
-            served.patch({"workers": revision.accelerator()})  # the field that v1alpha1 renamed
             started = time.monotonic()
             old_release.upgrade(revision)
             wait_for("status is true", lambda: served.is_condition("Ready", "True"), timeout_s=60)

@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field
 
-from specdecode_operator.api.devices import AcceleratorSpec, ResourcesSpec
-from specdecode_operator.api.rollout import Duration, seconds_of
-from specdecode_operator.api.schema import Anything, Api, LabelName, Name, Quantity, rule, rules
+from specdecode_operator.api.schema import (
+    Anything,
+    Api,
+    Duration,
+    NameRef,
+    Percent,
+    container_in,
+    object_in,
+    rule,
+    rules,
+    seconds_of,
+)
+from specdecode_worker.contract.distillation import JOB_CONTAINER
 
-LEAST_BASELINE_SECONDS = 300
-CaptureShare = Annotated[float, Field(ge=0, le=1)]
-
-TRIGGER_MESSAGE = "distillation.trigger.mode Drift and Schedule need distillation.capture.enabled"
+TRIGGER_MESSAGE = "distillation.trigger.mode Drift and Schedule need distillation.capture"
 SCHEDULE_MESSAGE = "distillation.trigger.schedule is needed with mode Schedule, and only there"
 BASELINE_MESSAGE = "distillation.trigger.baseline is at least 5m"
 STORAGE_MESSAGE = "distillation needs distillation.storage: workers read the new draft from there"
-ONE_STORAGE_MESSAGE = "distillation.storage has a claim or s3, not both"
-METHOD_MESSAGE = "distillation.capture.enabled needs speculation.method eagle3"
+BUCKET_MESSAGE = "distillation.storage.secretRef is needed with an s3:// uri; all but the uri is only for one"
+METHOD_MESSAGE = "distillation.capture needs speculation.method eagle3"
 METHOD_RULE = (
-    "!has(self.distillation) || !has(self.distillation.capture) || !has(self.distillation.capture.enabled)"
-    " || !self.distillation.capture.enabled || (has(self.speculation) && self.speculation.method == 'eagle3')"
+    "!has(self.distillation) || !has(self.distillation.capture)"
+    " || (has(self.speculation) && self.speculation.method == 'eagle3')"
 )
+AWS_REGION = "us-east-1"
 
 
 class DistillationCaptureSpec(Api):
     """Capture of served requests by the workers. A change takes effect at once and replaces no workers."""
 
-    enabled: bool = Field(
-        default=False,
-        description="Capture requests, as token ids, on the workers' own disks. If it is switched off, workers delete "
-        "what they captured.",
-    )
-    share: CaptureShare = Field(default=0.05, description="Share of requests to capture; 0 or at least 0.001.")
-    share_by_task: Annotated[dict[str, CaptureShare], Field(max_length=16)] = Field(
+    percent: Percent = Field(default=5, description="Share of requests to capture, in percent.")
+    percent_by_task: Annotated[dict[str, Percent], Field(max_length=16)] = Field(
         default={},
-        description="Share of requests to capture by task. Tasks that are not listed have share.",
-        examples=[{"code": 0.2}],
-    )
-    max_bytes: Quantity = Field(
-        default="2Gi", description="Most bytes of captured requests on one worker, at most 14Gi; the oldest go first."
+        description="Share of requests to capture by task, in percent. Tasks that are not listed have percent.",
+        examples=[{"code": 20}],
     )
     max_age: Duration = Field(
         default="336h", description="Time after which a captured request is deleted, such as 336h."
@@ -70,8 +71,14 @@ class DistillationTriggerSpec(Api):
 
     mode: Literal["Manual", "Drift", "Schedule"] = Field(
         default="Manual",
-        description="Manual: only kubectl specdecode distill starts a run. Drift: also a draft that became slower, if "
+        description="Manual: only a new value of request starts a run. Drift: also a draft that became slower, if "
         "a run is worth its device time. Schedule: also at the times of schedule.",
+    )
+    request: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+        default=None,
+        description="Any text; a value that it did not have before starts a run, as `kubectl specdecode distill` does "
+        "with the time. Absent: no run is requested.",
+        examples=["2026-11-27 after the new prompt"],
     )
     schedule: Annotated[str, Field(max_length=64, pattern=r"^(\S+ ){4}\S+$")] | None = Field(
         default=None,
@@ -79,7 +86,7 @@ class DistillationTriggerSpec(Api):
         "a fixed time.",
         examples=["0 3 * * 0"],
     )
-    min_loss_percent: float = Field(
+    min_loss_percent: int = Field(
         default=5, ge=0, le=90, description="Loss of speed against the baseline that counts as drift, in percent."
     )
     baseline: Duration = Field(
@@ -90,150 +97,64 @@ class DistillationTriggerSpec(Api):
     min_conversations: int = Field(
         default=800, ge=1, le=10_000_000, description="Captured conversations of all workers that a run needs."
     )
-    payback: Duration = Field(
-        default="168h", description="Time within which a run must save twice the device time that it takes."
-    )
     cooldown: Duration = Field(
         default="24h",
         description="Time after a run or a rollout of a draft in which the operator "
-        "begins no other one by itself. Commands of a user are carried out.",
+        "begins no other one by itself. Requests of a user are carried out.",
     )
-
-    @field_validator("baseline")
-    @classmethod
-    def _is_long_enough(cls, baseline: str) -> str:
-        if seconds_of(baseline) < LEAST_BASELINE_SECONDS:
-            raise ValueError(BASELINE_MESSAGE)
-        return baseline
-
-    @model_validator(mode="after")
-    def _has_a_schedule(self) -> Self:
-        if (self.schedule is not None) != (self.mode == "Schedule"):
-            raise ValueError(SCHEDULE_MESSAGE)
-        return self
-
-
-class DistillationJobSpec(Api):
-    """Job that trains a draft."""
-
-    image: Annotated[str, Field(max_length=512, min_length=1)] | None = Field(
-        default=None, description="Image of the Job. Absent: that of the workers.", examples=["registry/worker:v2"]
-    )
-    resources: ResourcesSpec = Field(default=ResourcesSpec(), description="Resources of the Job's container.")
-    accelerator: AcceleratorSpec | None = Field(
-        default=None, description="Devices of the Job. Absent: it trains on the CPU.", examples=[{"count": 1}]
-    )
-    node_selector: Annotated[dict[str, str], Field(max_length=32)] = Field(
-        default={}, description="Labels of nodes that the Job may run on.", examples=[{"pool": "training"}]
-    )
-    tolerations: Annotated[list[Anything], Field(max_length=32)] = Field(
-        default=[], description="Tolerations of the Job's pod.", examples=[[{"key": "training", "operator": "Exists"}]]
-    )
-    priority_class_name: Name | None = Field(
-        default=None, description="PriorityClass of the Job's pod. Absent: that of the cluster.", examples=["batch"]
-    )
-    queue_name: LabelName | None = Field(
-        default=None,
-        description="LocalQueue of Kueue, which starts, preempts and resumes the Job. Absent: the Job starts at once.",
-        examples=["training"],
-    )
-    time_limit: Duration = Field(
-        default="4h", description="Longest time of a run, counted over restarts, without time in a queue."
-    )
-    steps: int | None = Field(
-        default=None, ge=1, le=10_000_000, description="Training steps. Absent: the command's default.", examples=[2000]
-    )
-    golden: Name | None = Field(
-        default=None,
-        description="ConfigMap with golden.jsonl: prompts on which a new draft must not be slower. Absent: the "
-        "captured traffic alone decides.",
-        examples=["golden-prompts"],
-    )
-    replay_prompts: Name | None = Field(
-        default=None,
-        description="ConfigMap with replay.jsonl: prompts of the draft's earlier training, answered by the target and "
-        "mixed in. Absent: the draft learns from captured traffic alone.",
-        examples=["replay-prompts"],
-    )
-    template: Anything | None = Field(
-        default=None,
-        description="Fields of the Job's pod that are merged over those of the operator, as with workers.template.",
-        examples=[{"spec": {"runtimeClassName": "nvidia"}}],
-    )
-
-    @property
-    def devices(self) -> int:
-        """Number of devices of the Job; 0 if it trains on the CPU."""
-        if self.accelerator is None:
-            return 0
-        return 1 if self.accelerator.count is None else self.accelerator.count
-
-
-class DistillationS3Spec(Api):
-    """Bucket of trained drafts in any S3 store. A change replaces the workers and ends a run."""
-
-    bucket: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", max_length=63)] = Field(
-        description="Name of the bucket, which must exist.", examples=["models"]
-    )
-    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*$", max_length=200)] | None = Field(
-        default=None,
-        description="Path in the bucket. Drafts lie in PREFIX/drafts/NAME/HASH. Absent: in drafts/NAME/HASH.",
-        examples=["team-a"],
-    )
-    endpoint: Annotated[str, Field(pattern=r"^https?://[^/ ]+$", max_length=256)] | None = Field(
-        default=None,
-        description="URL of the store. With http:// there is no TLS. Absent: that of AWS in the region.",
-        examples=["https://s3.example.com"],
-    )
-    region: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] = Field(
-        default="us-east-1", description="Region of the bucket."
-    )
-    secret: Name = Field(
-        description="Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for a temporary key, AWS_SESSION_TOKEN. "
-        "The Job needs the rights to write, read and list, the workers those to read and list.",
-        examples=["models-key"],
-    )
-    scratch: Quantity = Field(
-        default="64Gi",
-        description="Most bytes of a run's data and checkpoints on its node. A new pod of the Job begins anew.",
-    )
-
-    @property
-    def uri(self) -> str:
-        """URI of the place below which drafts lie."""
-        return f"s3://{self.bucket}/{self.prefix}" if self.prefix else f"s3://{self.bucket}"
 
 
 class DistillationStorageSpec(Api):
-    """Place of trained drafts and of the state of a run."""
+    """Place of trained drafts and of the state of a run. A change replaces the workers and ends a run."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(rule("!has(self.claim) || !has(self.s3)", ONE_STORAGE_MESSAGE)),
+        json_schema_extra=rules(
+            rule(
+                "has(self.secretRef) == self.uri.startsWith('s3://')"
+                " && (has(self.secretRef) || (!has(self.endpoint) && !has(self.region)))",
+                BUCKET_MESSAGE,
+            )
+        ),
     )
 
-    claim: Name | None = Field(
-        default=None,
-        description="PersistentVolumeClaim that all workers can mount (ReadWriteMany, or one node). The Job writes "
-        "drafts and checkpoints to it. A change replaces the workers. Absent: drafts go to s3, or no run can be "
-        "started.",
-        examples=["drafts"],
+    uri: Annotated[
+        str,
+        Field(
+            pattern=r"^(pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+            r"|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_-]+)*)$",
+            max_length=270,
+        ),
+    ] = Field(
+        description="pvc://CLAIM: a claim that all workers can mount (ReadWriteMany, or one node); the Job writes "
+        "drafts and checkpoints to it. s3://BUCKET/PREFIX: a bucket, where no claim can be shared; a new pod of the "
+        "Job then begins anew. Drafts lie below it in drafts/NAME/HASH.",
+        examples=["pvc://drafts"],
     )
-    s3: DistillationS3Spec | None = Field(
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/ ]+$", max_length=256)] | None = Field(
         default=None,
-        description="Bucket that the Job writes drafts to, where no claim can be shared. Absent: no bucket.",
-        examples=[{"bucket": "models", "secret": "models-key"}],
+        description="URL of the store of an s3:// uri; http:// is without TLS. Absent: that of AWS in the region.",
+        examples=["https://s3.example.com"],
+    )
+    region: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] | None = Field(
+        default=None, description=f"Region of the bucket. Absent: {AWS_REGION}.", examples=["eu-central-1"]
+    )
+    secret_ref: NameRef | None = Field(
+        default=None,
+        description="Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for a temporary key, AWS_SESSION_TOKEN. "
+        "The Job needs the rights to write, read and list, the workers those to read and list. Absent: the uri is a "
+        "claim.",
+        examples=[{"name": "models-key"}],
     )
 
     @property
-    def is_set(self) -> bool:
-        """True if there is a place for drafts."""
-        return bool(self.claim) or self.s3 is not None
+    def claim(self) -> str:
+        """Name of the claim; empty with a bucket."""
+        return self.uri.removeprefix("pvc://") if self.uri.startswith("pvc://") else ""
 
-    @model_validator(mode="after")
-    def _is_one_place(self) -> Self:
-        if self.claim and self.s3 is not None:
-            raise ValueError(ONE_STORAGE_MESSAGE)
-        return self
+    @property
+    def bucket(self) -> str:
+        """URI of the place in a bucket; empty with a claim."""
+        return "" if self.claim else self.uri
 
 
 class DistillationSpec(Api):
@@ -242,35 +163,80 @@ class DistillationSpec(Api):
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(
-                "!has(self.trigger) || !has(self.trigger.mode) || self.trigger.mode == 'Manual'"
-                " || (has(self.capture) && has(self.capture.enabled) && self.capture.enabled)",
+                "!has(self.trigger) || !has(self.trigger.mode) || self.trigger.mode == 'Manual' || has(self.capture)",
                 TRIGGER_MESSAGE,
             ),
             rule(
-                "!has(self.trigger) || !has(self.trigger.mode) || self.trigger.mode == 'Manual'"
-                " || (has(self.storage) && (has(self.storage.claim) || has(self.storage.s3)))",
+                "!has(self.trigger) || !has(self.trigger.mode) || self.trigger.mode == 'Manual' || has(self.storage)",
                 STORAGE_MESSAGE,
             ),
         )
     )
 
-    capture: DistillationCaptureSpec = Field(
-        default=DistillationCaptureSpec(), description="Capture of served requests by the workers."
+    capture: DistillationCaptureSpec | None = Field(
+        default=None,
+        description="Capture of served requests, as token ids, on the workers' own disks, at most 2Gi each. Absent: "
+        "nothing is captured, and workers delete what they captured.",
+        examples=[{"percent": 5}],
     )
     trigger: DistillationTriggerSpec = Field(
         default=DistillationTriggerSpec(), description="Reason for a training run."
     )
-    job: DistillationJobSpec = Field(default=DistillationJobSpec(), description="Job that trains a draft.")
-    storage: DistillationStorageSpec = Field(
-        default=DistillationStorageSpec(),
-        description="Place of trained drafts and of the state of a run.",
-        examples=[{"claim": "drafts"}],
+    storage: DistillationStorageSpec | None = Field(
+        default=None,
+        description="Place of trained drafts and of the state of a run. Absent: no run can be started.",
+        examples=[{"uri": "pvc://drafts"}],
+    )
+    time_limit: Duration = Field(
+        default="4h", description="Longest time of a run, counted over restarts, without time in a queue."
+    )
+    steps: int | None = Field(
+        default=None, ge=1, le=10_000_000, description="Training steps. Absent: the command's default.", examples=[2000]
+    )
+    prompts_config_map_ref: NameRef | None = Field(
+        default=None,
+        description="ConfigMap with golden.jsonl, prompts on which a new draft must not be slower, and with "
+        "replay.jsonl, prompts of the draft's earlier training, which are answered by the target and mixed in. It has "
+        "both. Absent: captured traffic alone decides and trains.",
+        examples=[{"name": "prompts"}],
+    )
+    job_template: Anything = Field(
+        default_factory=dict,
+        description="Pod template of the training Job that is merged over the operator's, as workers.template. The "
+        f"container is '{JOB_CONTAINER}'; devices in its limits make it train on them, else it trains on the CPU. A "
+        "label kueue.x-k8s.io/queue-name gives the Job to Kueue.",
+        examples=[
+            {"spec": {"containers": [{"name": JOB_CONTAINER, "resources": {"limits": {"nvidia.com/gpu": 1}}}]}},
+        ],
     )
 
-    @model_validator(mode="after")
-    def _can_run_by_itself(self) -> Self:
-        if self.trigger.mode != "Manual" and not self.capture.enabled:
-            raise ValueError(TRIGGER_MESSAGE)
-        if self.trigger.mode != "Manual" and not self.storage.is_set:
-            raise ValueError(STORAGE_MESSAGE)
-        return self
+    @property
+    def job_resources(self) -> dict[str, Any]:
+        """Resources of the Job's container in the template."""
+        return object_in(container_in(self.job_template, JOB_CONTAINER), "resources")
+
+    @property
+    def job_devices(self) -> int:
+        """Number of devices of the Job; 0 if it trains on the CPU."""
+        limits = object_in(self.job_resources, "limits")
+        return sum(int(amount) for name, amount in limits.items() if is_extended(name) and str(amount).isdecimal())
+
+    @property
+    def time_limit_seconds(self) -> int:
+        """Longest time of a run, in seconds."""
+        return int(seconds_of(self.time_limit))
+
+
+def is_extended(resource: str) -> bool:
+    """Return whether a resource of a container is an extended one, which a device plugin offers."""
+    domain, slash, _ = resource.partition("/")
+    return bool(slash) and domain != "kubernetes.io" and not domain.endswith(".kubernetes.io")
+
+
+def without_devices(resources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the resources of a container for one that uses no device."""
+    return {
+        kind: {name: amount for name, amount in amounts.items() if not is_extended(name)}
+        for kind, amounts in resources.items()
+        if kind in ("limits", "requests") and isinstance(amounts, Mapping)
+    }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Self
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from specdecode_operator.api.schema import Api, rule, rules
-from specdecode_worker.contract import EngineConfig, Sampler, ServerConfig
+from specdecode_worker.contract import EngineConfig, Sampler, ServerConfig, TargetQuantization
 
 OPERATOR_FLAGS = (
     "model",
@@ -43,7 +42,6 @@ OPERATOR_FLAGS = (
     "gpu-memory-utilization",
     "tensor-parallel-size",
     "sampler",
-    "enforce-eager",
     "help",
 )
 """Flags of ``specdecode-worker serve`` that the spec has fields for, or that the operator chooses."""
@@ -64,20 +62,57 @@ class EngineSpec(Api):
 
     model_config = ConfigDict(json_schema_extra=rules(rule(_RULE, _MESSAGE)))
 
-    gpu_memory_utilization: float = Field(
-        default=_ENGINE.gpu_memory_utilization,
-        ge=0.05,
-        le=1,
-        description="Share of the accelerator's memory, or of the memory limit on CPUs, for weights and KV cache.",
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="Data type of weights and arithmetic."
+    )
+    quantization: TargetQuantization | None = Field(
+        default=None,
+        description="Quantization of the weights of the model's blocks. Absent: weights are of dtype.",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=16,
+        le=1048576,
+        description="Maximum tokens of prompt and answer together. Absent: the model's own limit.",
+        examples=[16384],
+    )
+    tensor_parallel_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Devices that the target is split over. Absent: workers.accelerator.count, or 1 where that is 0 or "
+        "absent.",
+        examples=[4],
+    )
+    max_num_seqs: int = Field(
+        default=16, ge=1, le=1024, description="Sequences that one worker runs at a time. Others wait."
+    )
+    max_num_batched_tokens: int | None = Field(
+        default=None,
+        ge=16,
+        le=1048576,
+        description="Tokens that one step computes at most, prompts included. Absent: 2048 on accelerators, else 512.",
+        examples=[2048],
+    )
+    kv_cache_tokens: int | None = Field(
+        default=None,
+        ge=256,
+        le=1073741824,
+        description="Size of the KV cache in tokens. Absent: what the free memory allows.",
+        examples=[131072],
+    )
+    memory_percent: int = Field(
+        default=round(100 * _ENGINE.gpu_memory_utilization),
+        ge=5,
+        le=100,
+        description="Share of the accelerator's memory, or of the memory limit on CPUs, for weights and KV cache, in "
+        "percent. vLLM calls it gpu-memory-utilization.",
     )
     max_waiting: int = Field(
         default=_MAX_WAITING,
         ge=1,
         le=1000000,
         description="Maximum number of queued requests of one worker. Further requests get the answer 429.",
-    )
-    enforce_eager: bool = Field(
-        default=False, description="true turns CUDA graphs off, which saves memory and costs speed."
     )
     sampler: Sampler = Field(
         default=_ENGINE.sampler,
@@ -92,9 +127,3 @@ class EngineSpec(Api):
         "spec are refused.",
         examples=[["--request-timeout-seconds=600", "--no-enable-prefix-caching"]],
     )
-
-    @model_validator(mode="after")
-    def _leaves_operator_flags_alone(self) -> Self:
-        if any(re.match(REFUSED_ARGUMENT, argument) for argument in self.extra_args):
-            raise ValueError(_MESSAGE)
-        return self

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
@@ -27,11 +29,6 @@ SELF_SPLIT_RULE = (
 )
 SELF_SPLIT_MESSAGE = "spec.router.trafficSplit names other deployments; this one has the rest of the traffic"
 
-PAUSED_ANNOTATION = "specdecode.io/paused"
-PIN_ANNOTATION = "specdecode.io/pin"
-DRAFT_COMMAND_ANNOTATION = "specdecode.io/draft-command"
-"""Annotation with a command on the rollout of a draft (promote, reject, rollback, retry) and the time it was given."""
-
 MAX_TEXT = 1024
 """Maximum characters of a text in status."""
 _QUANTITY = re.compile(
@@ -41,6 +38,8 @@ _QUANTITY = re.compile(
 _PERCENT = re.compile("^(100|[1-9]?[0-9])%$")
 MAX_COUNT = 1000
 """Largest number of pods in a count of a rollout; also the largest number of replicas."""
+
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
@@ -56,10 +55,13 @@ ModelUri = Annotated[
 """URI of a model: hf://org/name@revision, s3://bucket/path, pvc://claim/path, file:///path or embedded://name."""
 URI_FORMS = "one of hf://org/name@revision, s3://bucket/path, pvc://claim/path, file:///path and embedded://name"
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
-LabelName = Annotated[str, Field(pattern=LABEL, max_length=63)]
-"""Name of a part of a pod (DNS label)."""
 Name = Annotated[str, Field(pattern=SUBDOMAIN, max_length=253)]
 """Name of an object in the same namespace (DNS subdomain)."""
+Duration = Annotated[str, Field(pattern="^([0-9]{1,5}(h|m|s)){1,3}$", max_length=18)]
+"""Duration such as 24h, 90m or 1h30m."""
+Latency = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,3})?(ms|s)$", max_length=12)]
+"""Latency such as 500ms or 2s."""
+Percent = Annotated[int, Field(ge=0, le=100)]
 Anything = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
 """Object that the API server validates when a child that contains it is applied."""
 
@@ -109,6 +111,49 @@ def rules(*validations: dict[str, str]) -> dict[str, Any]:
     return {"x-kubernetes-validations": list(validations)}
 
 
+def bounds(least: str, most: str) -> dict[str, Any]:
+    """Return the part of a schema that holds a duration between two others."""
+    return rules(
+        rule(
+            f"duration(self) >= duration('{least}') && duration(self) <= duration('{most}')",
+            f"write a duration from {least} to {most}",
+        )
+    )
+
+
+def named_list(key: str) -> dict[str, Any]:
+    """Return the part of a schema of a list whose items are identified by ``key``.
+
+    Two managers that apply items of their own do not overwrite each other's list.
+    """
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+
+
+@lru_cache(maxsize=256)
+def seconds_of(duration: str) -> float:
+    """Return the seconds of a Duration or a Latency. Cached, because a planner cycle asks thousands of times."""
+    return sum(float(count) * _SECONDS[unit] for count, unit in re.findall(r"([0-9.]+)(ms|h|m|s)", duration))
+
+
+def object_in(value: Any, key: str) -> dict[str, Any]:
+    """Return the object under a key of a user's pod template; empty if there is none."""
+    inner = value.get(key) if isinstance(value, Mapping) else None
+    return dict(inner) if isinstance(inner, Mapping) else {}
+
+
+def objects_in(value: Any, key: str, *keys: str) -> list[dict[str, Any]]:
+    """Return the objects of the list under a key of a user's pod template that have a text in each of ``keys``."""
+    items = value.get(key) if isinstance(value, Mapping) else None
+    found = [dict(one) for one in items if isinstance(one, Mapping)] if isinstance(items, list) else []
+    return [one for one in found if all(isinstance(one.get(name), str) for name in keys)]
+
+
+def container_in(template: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a container of a user's pod template; empty if there is none of this name."""
+    containers = objects_in(object_in(template, "spec"), "containers", "name")
+    return next((one for one in containers if one["name"] == name), {})
+
+
 class Api(BaseModel):
     """Base of all models of the resource: camelCase outside, immutable.
 
@@ -117,3 +162,17 @@ class Api(BaseModel):
     """
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
+
+
+class NameRef(Api):
+    """Object in the same namespace."""
+
+    name: Name = Field(description="Name of the object, in the same namespace.", examples=["llama"])
+
+
+class SecretKeyRef(NameRef):
+    """One entry of a Secret in the same namespace."""
+
+    key: Annotated[str, Field(max_length=253, min_length=1)] = Field(
+        default="token", description="Entry of the Secret."
+    )

@@ -1,28 +1,40 @@
-"""Desired state that users write: ``spec``. Speculation, workers and engine have files of their own."""
+"""Desired state that users write: ``spec``. Its larger parts have files of their own."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from specdecode_operator.api.distillation import METHOD_MESSAGE as DISTILLATION_METHOD_MESSAGE
 from specdecode_operator.api.distillation import METHOD_RULE as DISTILLATION_METHOD_RULE
 from specdecode_operator.api.distillation import DistillationSpec
-from specdecode_operator.api.engine import EngineSpec
-from specdecode_operator.api.rollout import (
+from specdecode_operator.api.draft_rollout import (
     CANDIDATE_METHOD_MESSAGE,
     CANDIDATE_METHOD_RULE,
     CANDIDATE_URI_MESSAGE,
     CANDIDATE_URI_RULE,
-    RolloutsSpec,
+    DraftRolloutSpec,
 )
+from specdecode_operator.api.engine import EngineSpec
 from specdecode_operator.api.router import RouterSpec
-from specdecode_operator.api.schema import URI_FORMS, Api, ModelUri, Name, rule, rules
-from specdecode_operator.api.speculation import SpeculationSpec
-from specdecode_operator.api.tasks.task_spec import MERGE_SAMPLER_MESSAGE
+from specdecode_operator.api.schema import (
+    URI_FORMS,
+    Anything,
+    Api,
+    Duration,
+    ModelUri,
+    NameRef,
+    SecretKeyRef,
+    bounds,
+    named_list,
+    rule,
+    rules,
+    seconds_of,
+)
+from specdecode_operator.api.speculation import MERGE_SAMPLER_MESSAGE, SpeculationSpec
 from specdecode_operator.api.workers import WorkersSpec
-from specdecode_worker.contract import TargetQuantization
+from specdecode_worker.contract import EngineConfig
 
 _NEEDS_ROUTERS = "scaling.minReplicas 0 needs router.replicas above 0: routers hold requests until a worker is ready"
 _HAS_ROUTERS = (
@@ -40,13 +52,15 @@ _OWN_DRAFT_RULE = (
     " || self.speculation.draft.placement == 'Shared'"
     " || !has(self.engine) || !has(self.engine.sampler) || self.engine.sampler == 'coupled'"
 )
-
-
-class SecretKeyRef(Api):
-    """One key of a Secret in the same namespace."""
-
-    name: Name = Field(description="Secret in the same namespace.", examples=["hub-token"])
-    key: Annotated[str, Field(max_length=253, min_length=1)] = Field(default="token", description="Key of the Secret.")
+_RANKS_MESSAGE = (
+    "engine.tensorParallelSize must equal workers.accelerator.count, unless that is 0; leave one of them out"
+)
+_RANKS_RULE = (
+    "!has(self.engine) || !has(self.engine.tensorParallelSize) || !has(self.workers)"
+    " || !has(self.workers.accelerator) || !has(self.workers.accelerator.count)"
+    " || self.workers.accelerator.count in [0, self.engine.tensorParallelSize]"
+)
+_NONE = (0, "0%")
 
 
 class ModelSpec(Api):
@@ -61,25 +75,11 @@ class ModelSpec(Api):
         description="Name of the model in the OpenAI API. Absent: the last part of the uri.",
         examples=["llama-3.1-8b"],
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="Data type of weights and arithmetic."
-    )
-    quantization: TargetQuantization | None = Field(
-        default=None,
-        description="Quantization of the weights of the model's blocks. Absent: weights are of dtype.",
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=16,
-        le=1048576,
-        description="Maximum tokens of prompt and answer together. Absent: the model's own limit.",
-        examples=[16384],
-    )
     token_secret_ref: SecretKeyRef | None = Field(
         default=None,
         description="Token of the hub, for gated models. Only the download sees it. Absent: models are downloaded "
         "without a token.",
-        examples=[{"name": "hub-token", "key": "token"}],
+        examples=[{"name": "hub-token"}],
     )
 
 
@@ -98,89 +98,65 @@ class ScalingSpec(Api):
         default=1,
         ge=0,
         le=1000,
-        description="Least number of workers. 0: without requests for idleSeconds no worker runs, and routers hold the "
+        description="Least number of workers. 0: without requests for idleAfter no worker runs, and routers hold the "
         "next requests while one starts. It needs router.replicas above 0.",
     )
     max_replicas: int = Field(default=4, ge=1, le=1000, description="Largest number of workers.")
-    scale_down_window_seconds: int = Field(
-        default=300,
-        ge=0,
-        le=86400,
+    scale_down_window: Duration = Field(
+        default="5m",
         description="Time for which demand must stay low before a worker is removed. The highest demand in it counts.",
+        json_schema_extra=bounds("0s", "24h"),
     )
-    idle_seconds: int = Field(
-        default=300,
-        ge=10,
-        le=604800,
+    idle_after: Duration = Field(
+        default="5m",
         description="Time without requests after which the last workers are removed, where minReplicas is 0.",
+        json_schema_extra=bounds("10s", "168h"),
     )
 
-    @model_validator(mode="after")
-    def _is_ordered(self) -> Self:
-        if self.min_replicas > self.max_replicas:
-            raise ValueError("minReplicas must not exceed maxReplicas")
-        return self
+    @property
+    def scale_down_window_seconds(self) -> int:
+        """Time for which demand must stay low before a worker is removed, in seconds."""
+        return int(seconds_of(self.scale_down_window))
+
+    @property
+    def idle_seconds(self) -> int:
+        """Time without requests after which the last workers are removed, in seconds."""
+        return int(seconds_of(self.idle_after))
 
 
 class DrainSpec(Api):
-    """Shutdown of a worker."""
+    """Shutdown of a worker, and of a router."""
 
-    endpoint_delay_seconds: int = Field(
-        default=5,
-        ge=0,
-        le=300,
+    endpoint_delay: Duration = Field(
+        default="5s",
         description="Time after SIGTERM during which new requests are served, until no endpoint lists the pod.",
+        json_schema_extra=bounds("0s", "5m"),
     )
-    grace_period_seconds: int = Field(
-        default=60, ge=1, le=7200, description="Time after that for running requests to finish."
-    )
-
-
-class ModelCacheSpec(Api):
-    """Volume of downloaded models. Without pvc and hostPath every pod downloads into a volume of its own."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule("!(has(self.pvc) && has(self.hostPath))", "a model cache is a pvc or a hostPath, not both")
-        )
+    grace_period: Duration = Field(
+        default="60s",
+        description="Time after that for running requests to finish.",
+        json_schema_extra=bounds("1s", "2h"),
     )
 
-    pvc: Name | None = Field(
+    @property
+    def endpoint_delay_seconds(self) -> int:
+        """Time after SIGTERM during which new requests are served, in seconds."""
+        return int(seconds_of(self.endpoint_delay))
+
+    @property
+    def grace_period_seconds(self) -> int:
+        """Time after that for running requests to finish, in seconds."""
+        return int(seconds_of(self.grace_period))
+
+
+class ApiKeysRef(NameRef):
+    """Secret with the API keys of the public port. It is read again when it changes, without a restart."""
+
+    key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=253)] | None = Field(
         default=None,
-        description="PersistentVolumeClaim that the workers share. Absent: hostPath, or a volume of each pod.",
-        examples=["llama-cache"],
-    )
-    host_path: Annotated[str, Field(pattern="^/.+", max_length=512)] | None = Field(
-        default=None,
-        description="Folder of the node, which must exist and be writable for user 65532. Absent: pvc, or a volume of "
-        "each pod.",
-        examples=["/var/lib/models"],
-    )
-
-    @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        if self.pvc and self.host_path:
-            raise ValueError("a model cache is a pvc or a hostPath, not both")
-        return self
-
-
-class StorageSpec(Api):
-    """Volumes of the workers."""
-
-    model_cache: ModelCacheSpec = Field(
-        default=ModelCacheSpec(),
-        description="Where downloaded models are stored.",
-        examples=[{"pvc": "llama-cache"}],
-    )
-
-
-class TlsSpec(Api):
-    """Certificate of the workers' ports."""
-
-    secret_name: Name = Field(
-        description="Secret of type kubernetes.io/tls (tls.crt, tls.key) in the same namespace, as cert-manager writes "
-        "it. Workers load a renewed certificate without a restart.",
-        examples=["llama-tls"],
+        description="Entry that lists all API keys, one `name=key` or `key` a line. Absent: every entry of the Secret "
+        "is one API key, and its name is the client's name.",
+        examples=["keys.txt"],
     )
 
 
@@ -201,6 +177,7 @@ class Spec(Api):
                 "fieldPath": ".replicas",
             },
             rule(_OWN_DRAFT_RULE, _OWN_IS_COUPLED),
+            rule(_RANKS_RULE, _RANKS_MESSAGE),
             rule(_HAS_ROUTERS, _NEEDS_ROUTERS),
             rule(_SPLIT_HAS_WORKERS, _SPLIT_NEEDS_WORKERS),
             rule(CANDIDATE_METHOD_RULE, CANDIDATE_METHOD_MESSAGE),
@@ -223,6 +200,9 @@ class Spec(Api):
         description="How tokens are drafted, and what decides how many. Absent: plain decoding.",
         examples=[{"method": "eagle3", "draft": {"uri": "hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}}],
     )
+    engine: EngineSpec = Field(
+        default=EngineSpec(), description="Settings of the inference engine. A change replaces the workers."
+    )
     replicas: int = Field(
         default=1,
         ge=0,
@@ -234,8 +214,10 @@ class Spec(Api):
         description="Owner and bounds of the number of workers. Absent: there are as many workers as replicas says.",
         examples=[{"owner": "Operator", "minReplicas": 1, "maxReplicas": 4}],
     )
-    engine: EngineSpec = Field(
-        default=EngineSpec(), description="Settings of the inference engine. A change replaces the workers."
+    paused: bool = Field(
+        default=False,
+        description="true: the operator changes nothing of this deployment, whatever the spec says. Workers and "
+        "routers serve on with the plan that they have.",
     )
     workers: WorkersSpec = Field(default=WorkersSpec(), description="Pods that serve the model.")
     router: RouterSpec = Field(
@@ -243,24 +225,48 @@ class Spec(Api):
         description="Routers before the workers: one endpoint whose streams survive their worker.",
         examples=[{"replicas": 3}],
     )
-    rollout: RolloutsSpec = Field(
-        default=RolloutsSpec(),
+    image_pull_secrets: Annotated[tuple[NameRef, ...], Field(max_length=8, json_schema_extra=named_list("name"))] = (
+        Field(
+            default=(),
+            description="Secrets with the credentials of the images' registry, for workers, routers and training Jobs.",
+            examples=[[{"name": "registry"}]],
+        )
+    )
+    api_keys_secret_ref: ApiKeysRef | None = Field(
+        default=None,
+        description="API keys of the public port. Absent: every client is served.",
+        examples=[{"name": "llama-keys"}],
+    )
+    tls_secret_ref: NameRef | None = Field(
+        default=None,
+        description="Certificate of the ports 8000 and 8001, which then serve HTTPS; the Service listens on port 443. "
+        "It is a Secret of type kubernetes.io/tls, as cert-manager writes it; a renewed certificate is loaded without "
+        "a restart. Absent: plain HTTP, on port 80 of the Service.",
+        examples=[{"name": "llama-tls"}],
+    )
+    drain: DrainSpec = Field(default=DrainSpec(), description="Shutdown of a worker, and of a router.")
+    model_cache: Anything | None = Field(
+        default=None,
+        description="Volume of downloaded models: the source of a volume as in a pod. The folder must be writable for "
+        "the workers' user, 65532 unless the namespace assigns another. Absent: an emptyDir of each pod.",
+        examples=[{"persistentVolumeClaim": {"claimName": "llama-cache"}}],
+    )
+    draft_rollout: DraftRolloutSpec = Field(
+        default=DraftRolloutSpec(),
         description="Way of a new draft into service. No change of it replaces workers.",
-        examples=[{"draft": {"candidate": {"uri": "pvc://drafts/week-47", "hash": "4f1c9a7be2d05c6e"}}}],
+        examples=[{"candidate": {"uri": "pvc://drafts/week-47", "hash": "4f1c9a7be2d05c6e"}}],
     )
     distillation: DistillationSpec = Field(
         default=DistillationSpec(),
         description="Capture of traffic, and training of new drafts from it. Only storage replaces workers.",
-        examples=[{"capture": {"enabled": True}, "trigger": {"mode": "Drift"}, "storage": {"claim": "drafts"}}],
+        examples=[{"capture": {}, "trigger": {"mode": "Drift"}, "storage": {"uri": "pvc://drafts"}}],
     )
-    tls: TlsSpec | None = Field(
-        default=None,
-        description="Certificate of the ports 8000 and 8001, which then serve HTTPS; the Service listens on port 443. "
-        "Absent: plain HTTP, on port 80 of the Service.",
-        examples=[{"secretName": "llama-tls"}],
-    )
-    drain: DrainSpec = Field(default=DrainSpec(), description="Shutdown of a worker.")
-    storage: StorageSpec = Field(default=StorageSpec(), description="Volumes of the workers.")
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of the accelerator's resource that the target of one worker asks for."""
+        count = self.workers.accelerator.count
+        return (self.engine.tensor_parallel_size or 1) if count is None else count
 
     @property
     def has_own_draft(self) -> bool:
@@ -270,40 +276,30 @@ class Spec(Api):
     @property
     def worker_devices(self) -> int:
         """Number of devices that one worker asks for, with that of its draft."""
-        return self.workers.devices + (self.has_own_draft and self.workers.devices > 0)
+        return self.devices + (self.has_own_draft and self.devices > 0)
 
-    @model_validator(mode="after")
-    def _drafts_where_it_can(self) -> Self:
-        if self.has_own_draft and self.engine.sampler != "coupled":
-            raise ValueError(_OWN_IS_COUPLED)
-        return self
+    @property
+    def ranks(self) -> int:
+        """Number of devices, or of processes on CPUs, that the target is split over."""
+        return self.engine.tensor_parallel_size or max(1, self.devices)
 
-    @model_validator(mode="after")
-    def _can_merge(self) -> Self:
-        if self.engine.sampler != "coupled" and any(task.merge for task in self.speculation.tasks):
-            raise ValueError(MERGE_SAMPLER_MESSAGE)
-        return self
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step computes at most."""
+        engine = EngineConfig(device="cuda" if self.devices else "cpu")
+        return self.engine.max_num_batched_tokens or engine.max_num_batched_tokens
 
-    @model_validator(mode="after")
-    def _can_try_the_candidate(self) -> Self:
-        candidate, draft = self.rollout.draft.candidate, self.speculation.draft
-        if candidate and self.speculation.method != "eagle3":
-            raise ValueError(CANDIDATE_METHOD_MESSAGE)
-        if candidate and draft and candidate.uri == draft.uri:
-            raise ValueError(CANDIDATE_URI_MESSAGE)
-        return self
+    @property
+    def max_surge(self) -> int | str:
+        """Workers beyond the replicas during a rolling update, with the default applied."""
+        surge, unavailable = self.workers.strategy.max_surge, self.workers.strategy.max_unavailable
+        if surge is not None:
+            return surge
+        scarce = bool(self.devices or self.workers.has_claims)
+        return int(not scarce if unavailable is None else unavailable in _NONE)
 
-    @model_validator(mode="after")
-    def _can_distil(self) -> Self:
-        if self.distillation.capture.enabled and self.speculation.method != "eagle3":
-            raise ValueError(DISTILLATION_METHOD_MESSAGE)
-        return self
-
-    @model_validator(mode="after")
-    def _holds_requests_while_no_worker_runs(self) -> Self:
-        scaling = self.scaling
-        if scaling and scaling.owner == "Operator" and not scaling.min_replicas and not self.router.replicas:
-            raise ValueError(_NEEDS_ROUTERS)
-        if scaling and scaling.owner == "Operator" and not scaling.min_replicas and self.router.traffic_split:
-            raise ValueError(_SPLIT_NEEDS_WORKERS)
-        return self
+    @property
+    def max_unavailable(self) -> int | str:
+        """Missing workers during a rolling update, with the default applied."""
+        unavailable = self.workers.strategy.max_unavailable
+        return int(self.max_surge in _NONE) if unavailable is None else unavailable

@@ -1,29 +1,61 @@
 """Drafting of tokens, and the decision how many: ``spec.speculation``.
 
-Rules across fields are written twice: as CEL for the API server, and as a validator for the same input from any other
-source. One test gives both the same examples.
+Rules across fields are CEL rules, which the API server enforces. Nothing here checks them again.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from specdecode_operator.api.schema import URI_FORMS, Api, ModelUri, rule, rules
-from specdecode_operator.api.tasks.task_spec import (
-    MERGE_DEPTH_MESSAGE,
-    MERGE_METHOD_MESSAGE,
-    MERGE_NAME_MESSAGE,
-    MERGE_PLACEMENT_MESSAGE,
-    TaskSpec,
+from specdecode_operator.api.schema import (
+    URI_FORMS,
+    Api,
+    Latency,
+    ModelUri,
+    bounds,
+    named_list,
+    rule,
+    rules,
+    seconds_of,
 )
-from specdecode_worker.contract import DRAFT_FREE, PLACEABLE, WITH_MLP, DraftQuantization, Method, TaskName
+from specdecode_worker.contract import (
+    MAX_MERGED,
+    PLACEABLE,
+    WITH_MLP,
+    DraftQuantization,
+    MergedDraft,
+    Method,
+    TaskMatch,
+    TaskName,
+)
 
+MERGE_SAMPLER_MESSAGE = "merge needs engine.sampler coupled: mss knows the distribution of one draft alone"
+DRAFT_RULE = "(self.method in ['ngram', 'suffix', 'none']) != has(self.{field})"
+DRAFT_MESSAGE = "{field} is needed by every method but ngram, suffix and none, and only by those"
+_MERGE_NAME_MESSAGE = "a merged draft must be the name of one of speculation.drafts"
+_MERGE_DEPTH_MESSAGE = "merge.depth is for drafts of the methods ngram and suffix, which need no draft passes"
+_MERGE_METHOD_MESSAGE = "merge needs a draft to merge with: speculation.method is none"
+_MERGE_PLACEMENT_MESSAGE = (
+    "merge needs speculation.draft.placement Shared: a draft on a device of its own drafts whole trees"
+)
+_OWN_DRAFT_MESSAGE = "a task cannot merge its own draft with itself"
+_MLP = "self.method in ['eagle3', 'peagle', 'dflash', 'eagle', 'draft-model']"
+_MLP_MESSAGE = f"quantization is for drafts of methods {', '.join(WITH_MLP)}; the others have no MLP"
+_PLACEABLE = f"self.method in {list(PLACEABLE)}"
+_PLACEABLE_MESSAGE = f"draft.placement Own is for methods {', '.join(PLACEABLE)}"
+_PERCENTILE_RULE = "!has(self.percentile) || has(self.ttft) || has(self.itl)"
+_PERCENTILE_MESSAGE = "percentile needs ttft or itl"
 _QUANTIZATION = (
     "Quantization of the weights of the draft's MLPs and head (int4: a head of int8). Absent: weights are of the "
     "model's dtype."
 )
+Pinned = Annotated[
+    str, Field(pattern=r"^(none|chain:[0-9]{1,2}|(tree:)?[0-9]{1,2}(,[0-9]{1,2}){0,62})$", max_length=192)
+]
+"""Shape that runs at every load: none, chain:3, tree:4,2,1 (children per node, level by level) or the parents."""
 
 
 class DraftSpec(Api):
@@ -48,14 +80,6 @@ class DraftSpec(Api):
         return self.placement == "Own"
 
 
-DRAFT_RULE = "(self.method in ['ngram', 'suffix', 'none']) != has(self.{field})"
-DRAFT_MESSAGE = "{field} is needed by every method but ngram, suffix and none, and only by those"
-_MLP = "self.method in ['eagle3', 'peagle', 'dflash', 'eagle', 'draft-model']"
-_MLP_MESSAGE = f"quantization is for drafts of methods {', '.join(WITH_MLP)}; the others have no MLP"
-_PLACEABLE = f"self.method in {list(PLACEABLE)}"
-_PLACEABLE_MESSAGE = f"draft.placement Own is for methods {', '.join(PLACEABLE)}"
-
-
 class NamedDraftSpec(Api):
     """Additional draft for the tasks that name it."""
 
@@ -78,14 +102,6 @@ class NamedDraftSpec(Api):
     )
     quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
 
-    @model_validator(mode="after")
-    def _is_complete(self) -> Self:
-        if (self.method in DRAFT_FREE) != (self.uri is None):
-            raise ValueError(DRAFT_MESSAGE.format(field="uri"))
-        if self.quantization and self.method not in WITH_MLP:
-            raise ValueError(_MLP_MESSAGE)
-        return self
-
 
 class DepthSpec(Api):
     """Bounds of the draft depth, in tokens per step."""
@@ -104,30 +120,22 @@ class TreeSpec(Api):
     top_k: int = Field(default=1, ge=1, le=8, description="Maximum alternatives after one token. 1 allows chains only.")
 
 
-_PERCENTILE_RULE = "!has(self.percentile) || has(self.ttftMilliseconds) || has(self.itlMilliseconds)"
-_PERCENTILE_MESSAGE = "percentile needs ttftMilliseconds or itlMilliseconds"
-
-
 class ObjectiveSpec(Api):
     """Latency and speed-up that shapes and replicas are chosen for. Without any, the most tokens per second."""
 
     model_config = ConfigDict(json_schema_extra=rules(rule(_PERCENTILE_RULE, _PERCENTILE_MESSAGE)))
 
-    ttft_milliseconds: float | None = Field(
+    ttft: Latency | None = Field(
         default=None,
-        ge=1,
-        le=600000,
-        description="Largest time to the first token (TTFT), in milliseconds: the mean, or percentile. Absent: no "
-        "objective.",
-        examples=[500],
+        description="Largest time to the first token (TTFT): the mean, or percentile. Absent: no objective.",
+        examples=["500ms"],
+        json_schema_extra=bounds("1ms", "10m"),
     )
-    itl_milliseconds: float | None = Field(
+    itl: Latency | None = Field(
         default=None,
-        ge=0.1,
-        le=600000,
-        description="Largest inter-token latency (ITL) of every task, in milliseconds: the mean, or percentile. "
-        "Absent: no objective.",
-        examples=[30],
+        description="Largest inter-token latency (ITL) of every task: the mean, or percentile. Absent: no objective.",
+        examples=["30ms"],
+        json_schema_extra=bounds("1ms", "10m"),
     )
     percentile: Literal[50, 90, 95, 99] | None = Field(
         default=None,
@@ -135,32 +143,144 @@ class ObjectiveSpec(Api):
         "workers' latency histograms. Absent: the mean.",
         examples=[99],
     )
-    min_speedup: float | None = Field(
+    min_gain_percent: int = Field(
+        default=0,
+        ge=0,
+        le=900,
+        description="Least gain over plain decoding, in percent. Speculation below it is stopped.",
+    )
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Largest time to the first token, in seconds. None without an objective."""
+        return None if self.ttft is None else seconds_of(self.ttft)
+
+    @property
+    def itl_seconds(self) -> float | None:
+        """Largest inter-token latency, in seconds. None without an objective."""
+        return None if self.itl is None else seconds_of(self.itl)
+
+    @property
+    def min_speedup(self) -> float:
+        """Least speed-up over plain decoding."""
+        return 1 + self.min_gain_percent / 100
+
+
+@dataclass(frozen=True, slots=True)
+class StabilityLimits:
+    """Limits of how often the plan changes, and of the device time for measuring other shapes."""
+
+    min_dwell_seconds: float
+    """Least time between two changes of a row."""
+    min_gain_percent: float
+    """Least expected gain of a change."""
+    max_changes_per_hour: int
+    """Most changes of a row in one hour. Speculation that loses is stopped regardless."""
+    explore_percent: float
+    """Largest share of the device's time for measuring other depths."""
+
+
+STABILITY = {
+    "Low": StabilityLimits(5, 3, 120, 20),
+    "Medium": StabilityLimits(60, 3, 6, 1),
+    "High": StabilityLimits(600, 10, 2, 0.5),
+}
+"""Limits by ``speculation.stability``."""
+
+
+class TaskDepthSpec(Api):
+    """Bounds of the draft depth of one task."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "(!has(self.min) || !has(self.max) || self.min <= self.max)"
+                " && (!has(self.min) || !has(self.initial) || self.min <= self.initial)"
+                " && (!has(self.initial) || !has(self.max) || self.initial <= self.max)",
+                "a task's depth must satisfy min <= initial <= max",
+            )
+        )
+    )
+
+    min: int | None = Field(default=None, ge=0, le=16, description="Least depth. Absent: speculation.depth.min.")
+    max: int | None = Field(default=None, ge=0, le=16, description="Largest depth. Absent: speculation.depth.max.")
+    initial: int | None = Field(
         default=None,
-        ge=1,
-        le=10,
-        description="Least speed-up over plain decoding. Speculation below it is stopped. Absent: 1.",
-        examples=[1.1],
+        ge=0,
+        le=16,
+        description="Depth until the draft was measured, and always in mode Static. Absent: speculation.depth.initial.",
     )
 
-    @model_validator(mode="after")
-    def _bounds_a_latency(self) -> Self:
-        if self.percentile is not None and self.ttft_milliseconds is None and self.itl_milliseconds is None:
-            raise ValueError(_PERCENTILE_MESSAGE)
-        return self
 
+class MergeSpec(Api):
+    """Draft that proposes into the trees of a task together with the task's own draft."""
 
-class HysteresisSpec(Api):
-    """Limits of how often the plan changes."""
-
-    min_dwell_seconds: int = Field(default=60, ge=0, le=86400, description="Least time between two changes of a row.")
-    min_gain_percent: float = Field(default=3, ge=0, le=100, description="Least expected gain of a change.")
-    max_changes_per_hour: int = Field(
-        default=6,
-        ge=1,
-        le=3600,
-        description="Maximum changes of a row in one hour. Speculation that loses is stopped regardless.",
+    draft: TaskName = Field(description="Name of one of speculation.drafts.", examples=["lookup"])
+    depth: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="Depth to which a draft of the methods ngram and suffix extends the tree where it has a match. "
+        "The extension needs no draft passes. 0: the draft stays within the planned tree.",
     )
+
+
+class TaskSpec(Api):
+    """Kind of requests with measurements and plan rows of its own.
+
+    A request names its task in the header X-Specdecode-Task, or its prompt contains the text of ``match``. The name
+    ``other`` means all requests that belong to no task.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("!has(self.draft) || self.merge.all(one, one.draft != self.draft)", _OWN_DRAFT_MESSAGE)
+        )
+    )
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)] = Field(
+        description="Name of the task in the header X-Specdecode-Task, in status and in metrics.", examples=["code"]
+    )
+    match: Annotated[str, Field(max_length=256, min_length=1)] | None = Field(
+        default=None,
+        description="Text in the prompt of requests that belong to the task, unless the header says otherwise. "
+        "Absent: only the header counts.",
+        examples=["```"],
+    )
+    mode: Literal["Off", "Static", "Auto"] | None = Field(
+        default=None,
+        description="Mode of this task where speculation.mode is Auto, Advisory or Static. Absent: speculation.mode.",
+    )
+    pin: Pinned | None = Field(
+        default=None,
+        description="Shape of this task at every load, in every mode. Absent: speculation.pin.",
+        examples=["chain:6"],
+    )
+    depth: TaskDepthSpec | None = Field(
+        default=None,
+        description="Bounds of the depth of this task. Absent: speculation.depth.",
+        examples=[{"max": 8}],
+    )
+    draft: TaskName | None = Field(
+        default=None,
+        description="Name of one of speculation.drafts. Absent: speculation.draft.",
+        examples=["sql-head"],
+    )
+    merge: Annotated[tuple[MergeSpec, ...], Field(max_length=MAX_MERGED, json_schema_extra=named_list("draft"))] = (
+        Field(
+            default=(),
+            description="Further drafts whose proposals are merged into the trees of the task. They need "
+            "engine.sampler coupled and, for a task without a draft of its own, speculation.draft.placement Shared. "
+            "Every head among them runs its own draft passes. In mode Auto the operator decides which of them take "
+            "part, by their credit and the step times. In mode Static all do.",
+            examples=[[{"draft": "lookup", "depth": 8}]],
+        )
+    )
+
+    def for_worker(self) -> TaskMatch:
+        """Return the task in the form of the plan."""
+        merge = tuple(MergedDraft(draft=one.draft, depth=one.depth) for one in self.merge)
+        return TaskMatch(name=self.name, match=self.match, draft=self.draft, merge=merge)
 
 
 class SpeculationSpec(Api):
@@ -175,27 +295,23 @@ class SpeculationSpec(Api):
                 _PLACEABLE_MESSAGE,
             ),
             rule(
-                "self.drafts.all(one, self.drafts.exists_one(other, other.name == one.name))",
-                "every draft needs a name of its own",
-            ),
-            rule(
                 "self.tasks.all(task, !has(task.draft) || self.drafts.exists(one, one.name == task.draft))",
                 "a task's draft must be the name of one of speculation.drafts",
             ),
             rule(
                 "self.tasks.all(task, task.merge.all(one, self.drafts.exists(draft, draft.name == one.draft)))",
-                MERGE_NAME_MESSAGE,
+                _MERGE_NAME_MESSAGE,
             ),
             rule(
                 "self.tasks.all(task, task.merge.all(one, one.depth == 0 || self.drafts.exists(draft,"
                 " draft.name == one.draft && draft.method in ['ngram', 'suffix'])))",
-                MERGE_DEPTH_MESSAGE,
+                _MERGE_DEPTH_MESSAGE,
             ),
-            rule("self.method != 'none' || self.tasks.all(task, task.merge.size() == 0)", MERGE_METHOD_MESSAGE),
+            rule("self.method != 'none' || self.tasks.all(task, task.merge.size() == 0)", _MERGE_METHOD_MESSAGE),
             rule(
                 "!has(self.draft) || !has(self.draft.placement) || self.draft.placement == 'Shared'"
                 " || self.tasks.all(task, has(task.draft) || task.merge.size() == 0)",
-                MERGE_PLACEMENT_MESSAGE,
+                _MERGE_PLACEMENT_MESSAGE,
             ),
             rule(
                 "self.depth.min <= self.depth.initial && self.depth.initial <= self.depth.max",
@@ -204,10 +320,6 @@ class SpeculationSpec(Api):
             rule(
                 "self.depth.initial <= self.tree.maxNodes",
                 "depth.initial must not exceed tree.maxNodes",
-            ),
-            rule(
-                "self.tasks.all(one, self.tasks.exists_one(other, other.name == one.name))",
-                "every task needs a name of its own",
             ),
         )
     )
@@ -224,70 +336,40 @@ class SpeculationSpec(Api):
         "none, and only for those.",
         examples=[{"uri": "hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}],
     )
-    drafts: Annotated[tuple[NamedDraftSpec, ...], Field(max_length=4)] = Field(
+    drafts: Annotated[tuple[NamedDraftSpec, ...], Field(max_length=4, json_schema_extra=named_list("name"))] = Field(
         default=(), description="Additional drafts, which tasks choose by name."
-    )
-    required: bool = Field(
-        default=False,
-        description="true: a draft that does not fit the target stops the worker. false: the worker serves without "
-        "speculation.",
     )
     mode: Literal["Off", "Static", "Advisory", "Auto"] = Field(
         default="Auto",
         description="Off: the draft is loaded and not used. Static: depth.initial. Advisory: plan and replicas do not "
         "change, and status.speculation.recommended shows what Auto would run. Auto: the plan follows measurements.",
     )
+    pin: Pinned | None = Field(
+        default=None,
+        description="Shape at every load, in every mode: none, chain:3 or tree:4,2,1 (children per node, level by "
+        "level). The guard stays active. Absent: mode decides.",
+        examples=["chain:3"],
+    )
     depth: DepthSpec = Field(default=DepthSpec(), description="Bounds of the draft depth, in tokens per step.")
     tree: TreeSpec = Field(default=TreeSpec(), description="Bounds of the draft's trees.")
     objective: ObjectiveSpec = Field(
         default=ObjectiveSpec(),
         description="Latency and speed-up that shapes and replicas are chosen for. Absent: the most tokens per second.",
-        examples=[{"ttftMilliseconds": 500, "itlMilliseconds": 30, "minSpeedup": 1.1}],
+        examples=[{"ttft": "500ms", "itl": "30ms", "minGainPercent": 10}],
     )
-    hysteresis: HysteresisSpec = Field(default=HysteresisSpec(), description="Limits of how often the plan changes.")
-    explore_percent: float = Field(
-        default=1,
-        ge=0,
-        le=20,
-        description="Largest share of the device's time for measuring other depths, in percent. Workers take less of "
-        "it the longer nothing changes.",
+    stability: Literal["Low", "Medium", "High"] = Field(
+        default="Medium",
+        description="How slowly the plan follows measurements. Medium: a row of the plan changes for a gain of 3 %, "
+        "once a minute and 6 times an hour at most; 1 % of the device's time measures other shapes. High: 10 %, every "
+        "10 minutes, twice an hour; 0.5 %. Low, for trying out: 3 %, every 5 seconds, 120 times an hour; 20 %.",
     )
-    tasks: Annotated[tuple[TaskSpec, ...], Field(max_length=7)] = Field(
+    tasks: Annotated[tuple[TaskSpec, ...], Field(max_length=7, json_schema_extra=named_list("name"))] = Field(
         default=(),
         description="Kinds of requests with measurements and plan rows of their own.",
         examples=[[{"name": "code", "match": "```"}]],
     )
 
-    @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        if (self.method in DRAFT_FREE) != (self.draft is None):
-            raise ValueError(DRAFT_MESSAGE.format(field="draft.uri"))
-        if self.draft and self.draft.quantization and self.method not in WITH_MLP:
-            raise ValueError(_MLP_MESSAGE)
-        if self.draft and self.draft.is_own and self.method not in PLACEABLE:
-            raise ValueError(_PLACEABLE_MESSAGE)
-        names = [draft.name for draft in self.drafts]
-        if len(set(names)) < len(names):
-            raise ValueError("every draft needs a name of its own")
-        if any(task.draft not in (None, *names) for task in self.tasks):
-            raise ValueError("a task's draft must be the name of one of speculation.drafts")
-        self._check_merges()
-        if not self.depth.min <= self.depth.initial <= self.depth.max:
-            raise ValueError("depth must satisfy min <= initial <= max")
-        if self.depth.initial > self.tree.max_nodes:
-            raise ValueError("depth.initial must not exceed tree.maxNodes")
-        if len({task.name for task in self.tasks}) < len(self.tasks):
-            raise ValueError("every task needs a name of its own")
-        return self
-
-    def _check_merges(self) -> None:
-        methods = {draft.name: draft.method for draft in self.drafts}
-        merged = [one for task in self.tasks for one in task.merge]
-        if any(one.draft not in methods for one in merged):
-            raise ValueError(MERGE_NAME_MESSAGE)
-        if any(one.depth and methods[one.draft] not in DRAFT_FREE for one in merged):
-            raise ValueError(MERGE_DEPTH_MESSAGE)
-        if merged and self.method == "none":
-            raise ValueError(MERGE_METHOD_MESSAGE)
-        if self.draft and self.draft.is_own and any(task.merge and not task.draft for task in self.tasks):
-            raise ValueError(MERGE_PLACEMENT_MESSAGE)
+    @property
+    def limits(self) -> StabilityLimits:
+        """Limits of how often the plan changes."""
+        return STABILITY[self.stability]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from specdecode_operator.api.draft_status import DraftStatus
-from specdecode_operator.api.schema import Api, Text
+from specdecode_operator.api.schema import Api, Text, named_list
 
 MAX_MESSAGE = 4096
 """Maximum characters of the message of a condition or the reason of a decision."""
@@ -36,7 +36,7 @@ class ConditionType(StrEnum):
     | ReportsFresh | all ready workers send reports |
     | RoutersReady | all wanted routers serve; only while spec.router.replicas is above 0 |
     | WorkersHealthy | no worker differs from its past and its peers |
-    | Pinned | a shape is pinned by annotation |
+    | Pinned | a shape is pinned |
     """
 
     ready = "Ready"
@@ -133,7 +133,7 @@ class SpeculationStatus(Api):
         "hours of decoding.",
     )
     plan_version: int | None = Field(default=None, description="Version of the applied plan. It only rises.")
-    pinned: Text | None = Field(default=None, description="Pin in force (annotation specdecode.io/pin).")
+    pinned: Text | None = Field(default=None, description="Pins in force, as text: chain:3, or code=chain:6,chat=none.")
     recommended: Text | None = Field(
         default=None,
         description="Shape that mode Auto would run at the present load. Present in mode Advisory and while pinned.",
@@ -190,9 +190,7 @@ class MemoryStatus(Api):
     weights: Text | None = Field(default=None, description="Weights of the target on each device.")
     drafts: Text | None = Field(default=None, description="Weights of the drafts.")
     kv_cache: Text | None = Field(default=None, description="KV cache of the target and the drafts.")
-    reserve: Text | None = Field(
-        default=None, description="Memory outside of engine.gpuMemoryUtilization, which is not used."
-    )
+    reserve: Text | None = Field(default=None, description="Memory outside of engine.memoryPercent, which is not used.")
     kv_tokens: int | None = Field(default=None, description="Size of the KV cache in tokens.")
 
 
@@ -242,9 +240,7 @@ class Status(Api):
     )
     conditions: Annotated[
         tuple[Condition, ...],
-        Field(
-            max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
-        ),
+        Field(max_length=16, json_schema_extra=named_list("type")),
     ] = Field(
         default=(),
         description="Conditions. Ready, Available and Progressing always; Reconciling and Stalled while True.",
@@ -252,7 +248,7 @@ class Status(Api):
     resolved_image: Text | None = Field(default=None, description="Image of the workers.")
     model: ModelStatus | None = Field(default=None, description="Model that the workers serve.")
     speculation: SpeculationStatus | None = Field(default=None, description="Speculation at the present load.")
-    tasks: Annotated[tuple[TaskStatus, ...], Field(max_length=8)] = Field(
+    tasks: Annotated[tuple[TaskStatus, ...], Field(max_length=8, json_schema_extra=named_list("name"))] = Field(
         default=(), description="Measurements of each task at the present load."
     )
     draft: DraftStatus | None = Field(default=None, description="Draft that the workers run.")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdecode_operator.api.devices import AcceleratorSpec, ResourceClaimSpec, ResourcesSpec
 from specdecode_operator.api.distillation import (
+    AWS_REGION,
     DistillationCaptureSpec,
-    DistillationJobSpec,
-    DistillationS3Spec,
     DistillationSpec,
     DistillationStorageSpec,
     DistillationTriggerSpec,
+    without_devices,
 )
+from specdecode_operator.api.draft_rollout import DraftCandidateSpec, DraftRolloutSpec
 from specdecode_operator.api.draft_status import (
     DraftLineageStatus,
     DraftRunEndStatus,
@@ -26,47 +26,50 @@ from specdecode_operator.api.draft_status import (
     DraftVersionStatus,
 )
 from specdecode_operator.api.engine import OPERATOR_FLAGS, EngineSpec
-from specdecode_operator.api.rollout import DraftCandidateSpec, DraftRolloutSpec, RolloutsSpec, seconds_of
-from specdecode_operator.api.router import RouterSpec, SuspicionSpec, TracingSpec, TrafficShareSpec
+from specdecode_operator.api.router import RouterSpec, TrafficShareSpec
 from specdecode_operator.api.schema import (
-    DRAFT_COMMAND_ANNOTATION,
     GROUP,
     KIND,
     MAX_NAME_LENGTH,
     NAME_MESSAGE,
     NAME_PATTERN,
-    PAUSED_ANNOTATION,
-    PIN_ANNOTATION,
     PLURAL,
     VERSION,
     Anything,
     Api,
     ModelUri,
     Name,
+    NameRef,
+    SecretKeyRef,
     Text,
+    container_in,
     is_valid_name,
+    object_in,
+    objects_in,
     rule,
     rules,
+    seconds_of,
 )
 from specdecode_operator.api.spec import (
+    ApiKeysRef,
     DrainSpec,
-    ModelCacheSpec,
     ModelSpec,
     ScalingSpec,
-    SecretKeyRef,
     Spec,
-    StorageSpec,
-    TlsSpec,
 )
 from specdecode_operator.api.speculation import (
     DRAFT_MESSAGE,
     DRAFT_RULE,
+    STABILITY,
     DepthSpec,
     DraftSpec,
-    HysteresisSpec,
+    MergeSpec,
     NamedDraftSpec,
     ObjectiveSpec,
     SpeculationSpec,
+    StabilityLimits,
+    TaskDepthSpec,
+    TaskSpec,
     TreeSpec,
 )
 from specdecode_operator.api.status import (
@@ -83,12 +86,11 @@ from specdecode_operator.api.status import (
     TaskStatus,
     TrafficStatus,
 )
-from specdecode_operator.api.tasks.task_spec import MergeSpec, TaskDepthSpec, TaskSpec
-from specdecode_operator.api.workers import ApiKeysSecretRef, EnvVarSpec, RolloutSpec, WorkersSpec
+from specdecode_operator.api.workers import AcceleratorSpec, ResourcesSpec, StrategySpec, WorkersSpec
 
 __all__ = [
+    "AWS_REGION",
     "COLUMNS",
-    "DRAFT_COMMAND_ANNOTATION",
     "DRAFT_MESSAGE",
     "DRAFT_RULE",
     "GROUP",
@@ -97,14 +99,13 @@ __all__ = [
     "NAME_MESSAGE",
     "NAME_PATTERN",
     "OPERATOR_FLAGS",
-    "PAUSED_ANNOTATION",
-    "PIN_ANNOTATION",
     "PLURAL",
+    "STABILITY",
     "VERSION",
     "AcceleratorSpec",
     "Anything",
     "Api",
-    "ApiKeysSecretRef",
+    "ApiKeysRef",
     "CapacityStatus",
     "Cause",
     "Condition",
@@ -112,8 +113,6 @@ __all__ = [
     "Decision",
     "DepthSpec",
     "DistillationCaptureSpec",
-    "DistillationJobSpec",
-    "DistillationS3Spec",
     "DistillationSpec",
     "DistillationStorageSpec",
     "DistillationTriggerSpec",
@@ -128,21 +127,16 @@ __all__ = [
     "DraftVersionStatus",
     "DrainSpec",
     "EngineSpec",
-    "EnvVarSpec",
-    "HysteresisSpec",
     "MemoryStatus",
     "MergeSpec",
-    "ModelCacheSpec",
     "ModelSpec",
     "ModelStatus",
     "ModelUri",
     "Name",
+    "NameRef",
     "NamedDraftSpec",
     "ObjectiveSpec",
-    "ResourceClaimSpec",
     "ResourcesSpec",
-    "RolloutSpec",
-    "RolloutsSpec",
     "RouterSpec",
     "RouterStatus",
     "ScalingSpec",
@@ -151,23 +145,25 @@ __all__ = [
     "SpecDecodeDeployment",
     "SpeculationSpec",
     "SpeculationStatus",
+    "StabilityLimits",
     "Status",
-    "StorageSpec",
-    "SuspicionSpec",
+    "StrategySpec",
     "TaskDepthSpec",
     "TaskSpec",
     "TaskStatus",
     "Text",
-    "TlsSpec",
-    "TracingSpec",
     "TrafficShareSpec",
     "TrafficStatus",
     "TreeSpec",
     "WorkersSpec",
+    "container_in",
     "is_valid_name",
+    "object_in",
+    "objects_in",
     "rule",
     "rules",
     "seconds_of",
+    "without_devices",
 ]
 
 
@@ -180,16 +176,16 @@ class SpecDecodeDeployment(Api):
 
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"name": "Ready", "type": "string", "jsonPath": ".status.ready"},
-    {"name": "Replicas", "type": "integer", "jsonPath": ".status.replicas"},
-    {"name": "Model", "type": "string", "jsonPath": ".spec.model.uri"},
     {"name": "Mode", "type": "string", "jsonPath": ".spec.speculation.mode"},
     {"name": "Depth", "type": "integer", "jsonPath": ".status.speculation.depth"},
     {"name": "Accept", "type": "number", "jsonPath": ".status.speculation.acceptanceRate"},
     {"name": "Speedup", "type": "number", "jsonPath": ".status.speculation.speedup"},
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+    # The last column without -o wide: it has the message too, and may be long.
+    {"name": "Reason", "type": "string", "jsonPath": ".status.reason"},
+    {"name": "Model", "type": "string", "jsonPath": ".spec.model.uri", "priority": 1},
     {"name": "Draft", "type": "string", "jsonPath": ".status.draft.hash", "priority": 1},
     {"name": "URL", "type": "string", "jsonPath": ".status.url", "priority": 1},
     {"name": "Routers", "type": "string", "jsonPath": ".status.router.ready", "priority": 1},
-    {"name": "Reason", "type": "string", "jsonPath": ".status.reason", "priority": 1},
 )
 """Columns of ``kubectl get``; those of priority 1 only with ``-o wide``."""

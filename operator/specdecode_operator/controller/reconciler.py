@@ -145,11 +145,11 @@ class Reconciler:
         status = status_of(deployment, observed, decision, outcome, now=now)
         metrics.record(deployment, observed, decision, status)
         await self._write_status(key, resource, status)
-        if not deployment.paused:
+        if not deployment.spec.paused:
             new_events = event_notices(deployment.status, status, pending.changes)
             await record_events(parts.client, key, deployment.uid, new_events, now)
         known = parts.table.get(key)
-        if known is not None and not deployment.paused:
+        if known is not None and not deployment.spec.paused:
             parts.table.update(key, pending=known.pending.after(pending, is_saved=outcome.is_saved))
         return outcome
 
@@ -159,7 +159,7 @@ class Reconciler:
         self, deployment: Deployment, observed: Observation, decision: Decision, pending: Pending, now: float
     ) -> Outcome:
         """Save the state of the decision, apply the children in order, publish the plans, and evict pods."""
-        if deployment.paused:
+        if deployment.spec.paused:
             return Outcome()
         session = observed.session
         unsaved = await self._parts.drafts.save(deployment, session.drafts) or await self._parts.store.save(

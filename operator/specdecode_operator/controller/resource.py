@@ -7,12 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION, PAUSED_ANNOTATION, PIN_ANNOTATION, Spec, Status
+from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.errors import SpecError
 from specdecode_operator.types import Deployment
-
-MAX_COMMAND = 128
-"""Characters of a command that are read. It is stored, and an annotation may have 256 KiB."""
 
 
 def deployment_of(resource: Mapping[str, Any]) -> Deployment:
@@ -27,7 +24,6 @@ def deployment_of(resource: Mapping[str, Any]) -> Deployment:
     except ValidationError as error:
         first = error.errors()[0]
         raise SpecError(f"spec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    annotations = metadata.get("annotations") or {}
     return Deployment(
         namespace=metadata["namespace"],
         name=metadata["name"],
@@ -35,9 +31,6 @@ def deployment_of(resource: Mapping[str, Any]) -> Deployment:
         generation=metadata["generation"],
         spec=spec,
         status=status_of_resource(resource),
-        paused=annotations.get(PAUSED_ANNOTATION, "false") != "false",
-        pin=annotations.get(PIN_ANNOTATION, ""),
-        draft_command=annotations.get(DRAFT_COMMAND_ANNOTATION, "")[:MAX_COMMAND],
     )
 
 
@@ -50,7 +43,5 @@ def status_of_resource(resource: Mapping[str, Any]) -> Status:
 
 
 def identity_of(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what only actions of users change: uid, generation, deletion time, pause, pin and command of drafts."""
-    annotations = metadata.get("annotations") or {}
-    steering = (annotations.get(name) for name in (PAUSED_ANNOTATION, PIN_ANNOTATION, DRAFT_COMMAND_ANNOTATION))
-    return metadata["uid"], metadata["generation"], metadata.get("deletionTimestamp"), *steering
+    """Return what only actions of users change: uid, generation and deletion time."""
+    return metadata["uid"], metadata["generation"], metadata.get("deletionTimestamp")

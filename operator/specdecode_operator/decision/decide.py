@@ -51,7 +51,7 @@ def decide(
     Raises:
         SpecError: The spec asks for something impossible; the message says what to change.
     """
-    buckets = loads.buckets(deployment.spec.workers.max_num_seqs)
+    buckets = loads.buckets(deployment.spec.engine.max_num_seqs)
     rollout = step_rollout(deployment, observed, now=now)
     observed = replace(observed, session=replace(observed.session, drafts=rollout.record))
     learnt = learn(deployment, observed, buckets, now=now)
@@ -179,7 +179,9 @@ def _decision(
         limited=sized.limited,
         deletion_costs=sized.deletion_costs,
         image=materialised.template.image,
-        url=manifests.service_url(deployment.namespace, deployment.name, tls=deployment.spec.tls is not None),
+        url=manifests.service_url(
+            deployment.namespace, deployment.name, tls=deployment.spec.tls_secret_ref is not None
+        ),
         selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
         children=materialised.children,
         pushes=in_use.workers_to_push(observed, current, deployment.uid, healed.own),

@@ -103,7 +103,7 @@ def _decide(stage: _Stage, learned: LearnedState, task: TaskSpec) -> tuple[Learn
     mode, known = _mode(stage.speculation, task), _known(learned, task.name)
     if mode in ("Off", "Static", "Advisory"):
         return _as_declared(stage, learned, drafts, choice.all_declared(task.name, declared, hashes), mode)
-    if stage.deployment.paused and known is not None:
+    if stage.deployment.spec.paused and known is not None:
         step = Step(known)
     else:
         step = choice.renewed(known, task.name, declared, hashes)
@@ -175,7 +175,7 @@ def _present(stage: _Stage, deployment: Deployment, learned: LearnedState) -> Pr
     ]
     quiet = workload.idle(learned, [row.task for row in rows])
     busy = [row for row in rows if row.task not in quiet]
-    load = times.typical(stage.buckets, *at, deployment.spec.workers.max_num_seqs)
+    load = times.typical(stage.buckets, *at, deployment.spec.engine.max_num_seqs)
     tasks = workload.tasks_at(AcceptanceModel(learned, speculation), busy, load, kv_tokens(stage.observed))
     return Present(times, load, tasks, tuple((row.task, row.shape) for row in busy))
 
@@ -212,7 +212,7 @@ def _mode(speculation: SpeculationSpec, task: TaskSpec) -> str:
 def _is_held(stage: _Stage, learned: LearnedState, task: str) -> bool:
     """Return whether nothing may change: the deployment is paused, or a pin says what the task runs."""
     pin = overrides.read_pin_state(stage.deployment, learned.pin).pin
-    return stage.deployment.paused or (pin is not None and pin.shape_of(task) is not None)
+    return stage.deployment.spec.paused or (pin is not None and pin.shape_of(task) is not None)
 
 
 def _is_active(learned: LearnedState, task: str, now: float) -> bool:
@@ -225,8 +225,8 @@ def _limits(stage: _Stage, learned: LearnedState, task: str) -> Limits:
     shares = {cell.task: cell.sums[-1] for cell in learned.traffic}
     total = sum(shares.values())
     return Limits(
-        hysteresis=stage.speculation.hysteresis,
-        explore=stage.speculation.explore_percent / 100,
+        stability=stage.speculation.limits,
+        explore=stage.speculation.limits.explore_percent / 100,
         demand=shares.get(task, 0.0) / total if total > 0 else 1.0,
         is_active=_is_active(learned, task, stage.now),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specdecode_operator.api.pins import Pin, read_pin
+from specdecode_operator.api.pins import Pin, pin_text, read_pin
 from specdecode_operator.errors import SpecError
 from specdecode_operator.state.learned import RowState
 from specdecode_operator.types import Deployment
@@ -17,23 +17,24 @@ class PinState:
 
     pin: Pin | None
     text: str
-    """The annotation that the pin was read from; empty without a pin."""
+    """Text of the pin; empty without one."""
     problem: str | None = None
-    """Reason why the present annotation cannot be used. The last valid pin stays in force."""
+    """Reason why the present pin cannot be used. The last valid pin stays in force."""
 
 
 def read_pin_state(deployment: Deployment, last: str) -> PinState:
-    """Read the annotation specdecode.io/pin.
+    """Read the pins of the spec.
 
     Args:
-        deployment: The deployment with its annotation.
+        deployment: The deployment with its spec.
         last: Text of the pin that was in force so far.
     """
     speculation = deployment.spec.speculation
-    if deployment.paused:
+    if deployment.spec.paused:
         return PinState(pin=None, text=last)
+    text = pin_text(speculation)
     try:
-        return PinState(pin=read_pin(deployment.pin, speculation), text=deployment.pin.strip())
+        return PinState(pin=read_pin(text, speculation), text=text)
     except SpecError as error:
         problem = str(error)
     try:

@@ -45,10 +45,10 @@ def plan(
     pinned = overrides.read_pin_state(deployment, learned.pin)
     chosen = _choose(deployment, observed, learned, buckets, now)
     speculation, pin = deployment.spec.speculation, pinned.pin
-    follows = task_bounds.follows(speculation) and not deployment.paused
+    follows = task_bounds.follows(speculation) and not deployment.spec.paused
     advised = speculation.mode == "Advisory" or (speculation.mode == "Auto" and pin is not None)
     recommended = _recommended(chosen, learned, buckets) if advised else None
-    if deployment.paused and learned.plan is not None:
+    if deployment.spec.paused and learned.plan is not None:
         return Planned(
             plan=learned.plan,
             rows=learned.rows,
@@ -72,14 +72,14 @@ def plan(
 def _choose(
     deployment: Deployment, observed: Observation, learned: LearnedState, buckets: Buckets, now: float
 ) -> Chosen:
-    speculation, step_tokens = deployment.spec.speculation, deployment.spec.workers.step_tokens
+    speculation, step_tokens = deployment.spec.speculation, deployment.spec.step_tokens
     if not task_bounds.plans(speculation):
         return Chosen(rows=learned.rows, swept_at=learned.swept_at)
     return plan_rows.choose(
         speculation,
         learned,
         buckets,
-        max_num_seqs=deployment.spec.workers.max_num_seqs,
+        max_num_seqs=deployment.spec.engine.max_num_seqs,
         now=now,
         held_back=held_back_loads(observed, learned.plan),
         kv_tokens=kv_tokens(observed),

@@ -41,7 +41,7 @@ def record(
         sized: The replica decision, with its reason.
         now: Operator's clock, in seconds.
     """
-    if deployment.paused:
+    if deployment.spec.paused:
         return Recorded(changes=row_changes, learned=history.recorded(after, row_changes, before.plan))
     steering = f"pin {after.pin}" if after.pin else f"mode {deployment.spec.speculation.mode}"
     changes = (*_other_changes(deployment, before, after, steering, sized, now), *row_changes)
@@ -76,7 +76,7 @@ def _other_changes(
 ) -> tuple[DecisionRecord, ...]:
     """Return records of a mode or pin that was set, and of replicas that changed."""
     by_pin = after.pin != before.pin
-    reason = "annotation specdecode.io/pin" if by_pin else "spec.speculation.mode"
+    reason = "spec.speculation.pin" if by_pin else "spec.speculation.mode"
     records = [history.steered(before.steering, steering, "pin" if by_pin else "mode", reason, now)]
     scaling = deployment.spec.scaling
     if scaling is not None and scaling.owner == "Operator":

@@ -120,7 +120,7 @@ def size_inputs(
         spec_replicas=deployment.spec.replicas,
         is_spec_observed=deployment.status.observed_generation == deployment.generation,
         is_advisory=deployment.spec.speculation.mode == "Advisory",
-        is_paused=deployment.paused,
+        is_paused=deployment.spec.paused,
         workload=observed.workload,
         workers=observed.workers,
         unhealthy=pod_health.suspected(learned),
@@ -159,7 +159,7 @@ def size(inputs: SizeInputs) -> SizeResult:
 
 def max_num_seqs(deployment: Deployment, observed: Observation) -> int:
     """Return the sequences that one worker runs at most: by its report, or by the spec before there is one."""
-    return min((report.max_num_seqs for report in observed.reports), default=deployment.spec.workers.max_num_seqs)
+    return min((report.max_num_seqs for report in observed.reports), default=deployment.spec.engine.max_num_seqs)
 
 
 def kv_tokens(observed: Observation) -> float | None:
@@ -179,9 +179,9 @@ def _capacity_inputs(deployment: Deployment, observed: Observation, learned: Lea
         return None
     speculation = deployment.spec.speculation
     cache = kv_tokens(observed)
-    buckets = loads.buckets(deployment.spec.workers.max_num_seqs)
+    buckets = loads.buckets(deployment.spec.engine.max_num_seqs)
     objective = workload.objective_of(
-        speculation.objective, learned, observed.last_reports, deployment.spec.workers.step_tokens
+        speculation.objective, learned, observed.last_reports, deployment.spec.step_tokens
     )
     step_model = step_pace.pace(speculation, learned, buckets, request, objective, kv_tokens=cache)
     if step_model is None:
@@ -193,12 +193,12 @@ def _capacity_inputs(deployment: Deployment, observed: Observation, learned: Lea
         prompt_steps=objective.prompt.steps,
         prompt_seconds=objective.prompt.seconds,
     )
-    itl, ttft = objective.asked.itl_milliseconds, objective.asked.ttft_milliseconds
+    itl, ttft = objective.asked.itl_seconds, objective.asked.ttft_seconds
     limits = scaling.Limits(
         max_sequences=max_num_seqs(deployment, observed),
         cache_tokens=cache,
-        itl_seconds=None if itl is None else itl / 1000 / objective.itl_ratio,
-        ttft_seconds=None if ttft is None else ttft / 1000 / objective.ttft_ratio,
+        itl_seconds=None if itl is None else itl / objective.itl_ratio,
+        ttft_seconds=None if ttft is None else ttft / objective.ttft_ratio,
     )
     return CapacityInputs(mix=mix, step_model=step_model, limits=limits)
 

@@ -20,7 +20,7 @@ class Phase(StrEnum):
 
 
 class Mode(StrEnum):
-    """Way of a candidate into service (spec: rollout.draft.mode)."""
+    """Way of a candidate into service (spec: draftRollout.mode)."""
 
     CANARY = "Canary"
     DIRECT = "Direct"

@@ -10,12 +10,10 @@ def obstacle_in_spec(spec: Spec) -> str:
     """Return why no training run can begin with this spec; empty if one can."""
     if spec.speculation.method != "eagle3" or spec.speculation.draft is None:
         return f"speculation.method is {spec.speculation.method}; only eagle3 drafts can be trained"
-    if not spec.distillation.capture.enabled:
-        return "distillation.capture.enabled is false, so there are no requests to train from"
-    if not spec.distillation.storage.is_set:
-        return (
-            "distillation.storage.claim is absent, and so is s3; name a claim that all workers can mount, or a bucket"
-        )
+    if spec.distillation.capture is None:
+        return "distillation.capture is absent, so there are no requests to train from"
+    if spec.distillation.storage is None:
+        return "distillation.storage is absent; name a claim that all workers can mount, or a bucket"
     if spec.speculation.mode == "Off":
         return "speculation.mode is Off, so no draft is used"
     return ""

@@ -68,7 +68,7 @@ def heal_from(
 ) -> Remediation:
     """Run the remediation on the objects that ``decide`` has."""
     speculation = deployment.spec.speculation
-    is_applied = task_bounds.follows(speculation) and not deployment.paused
+    is_applied = task_bounds.follows(speculation) and not deployment.spec.paused
     return heal(
         HealInputs(
             now=now,
@@ -76,7 +76,7 @@ def heal_from(
             pods=learned.pods,
             plan=plan,
             can_disable=is_applied and speculation.depth.min == 0,
-            can_replace=deployment.spec.workers.recycle == "OnCollapse" and not deployment.paused,
+            can_replace=deployment.spec.workers.recycle == "OnCollapse" and not deployment.spec.paused,
             is_complete=is_complete,
             recycling=learned.recycling,
             recycled_at=learned.recycled_at,

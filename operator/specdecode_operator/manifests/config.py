@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
-from typing import Literal
+from typing import Any, Literal
 
-from specdecode_operator.api.v1alpha1 import ResourcesSpec, Spec
+from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.errors import SpecError
 from specdecode_worker.contract import (
     DraftConfig,
@@ -48,14 +49,13 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
         model=ModelConfig(
             uri=spec.model.uri,
             served_name=spec.model.served_name or default_served_name(spec.model.uri),
-            dtype=spec.model.dtype,
-            quantization=spec.model.quantization,
-            max_model_len=spec.model.max_model_len,
+            dtype=spec.engine.dtype,
+            quantization=spec.engine.quantization,
+            max_model_len=spec.engine.max_model_len,
         ),
         draft=DraftConfig(
             method=spec.speculation.method,
             uri=spec.speculation.draft.uri if spec.speculation.draft else None,
-            required=spec.speculation.required,
             quantization=spec.speculation.draft.quantization if spec.speculation.draft else None,
             placement="own" if spec.has_own_draft else "shared",
         ),
@@ -72,36 +72,35 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
 
 def _engine(spec: Spec) -> EngineConfig:
     return EngineConfig(
-        max_num_seqs=spec.workers.max_num_seqs,
-        kv_cache_tokens=spec.workers.kv_cache_tokens,
-        max_num_batched_tokens=spec.workers.step_tokens,
+        max_num_seqs=spec.engine.max_num_seqs,
+        kv_cache_tokens=spec.engine.kv_cache_tokens,
+        max_num_batched_tokens=spec.step_tokens,
         threads=threads(spec),
         device=device(spec),
-        tensor_parallel_size=spec.workers.ranks,
-        gpu_memory_utilization=spec.engine.gpu_memory_utilization,
-        enforce_eager=spec.engine.enforce_eager,
+        tensor_parallel_size=spec.ranks,
+        gpu_memory_utilization=spec.engine.memory_percent / 100,
         sampler=spec.engine.sampler,
     )
 
 
 def _server(spec: Spec) -> ServerConfig:
-    keys = spec.workers.api_keys_secret_ref
+    keys = spec.api_keys_secret_ref
     return ServerConfig(
         max_waiting=spec.engine.max_waiting,
         endpoint_delay_seconds=spec.drain.endpoint_delay_seconds,
         grace_period_seconds=spec.drain.grace_period_seconds,
         admin_tokens_path=TOKENS_DIR,
         api_keys_path=f"{API_KEYS_DIR}/{keys.key or ''}".rstrip("/") if keys else None,
-        tls_cert_file=f"{TLS_DIR}/tls.crt" if spec.tls else None,
-        tls_key_file=f"{TLS_DIR}/tls.key" if spec.tls else None,
+        tls_cert_file=f"{TLS_DIR}/tls.crt" if spec.tls_secret_ref else None,
+        tls_key_file=f"{TLS_DIR}/tls.key" if spec.tls_secret_ref else None,
     )
 
 
 def device(spec: Spec) -> Literal["auto", "cpu", "cuda"]:
     """Return the device. A resource claim may bring a GPU or another device, so the worker examines what is there."""
-    if spec.workers.devices:
+    if spec.devices:
         return "cuda"
-    return "auto" if spec.workers.resource_claims else "cpu"
+    return "auto" if spec.workers.has_claims else "cpu"
 
 
 def model_uris(spec: Spec) -> list[str]:
@@ -123,14 +122,14 @@ def is_pinned(uri: str) -> bool:
 
 def threads(spec: Spec) -> int | None:
     """Return the torch threads of a CPU worker; None on another device, or without a limit of its cores."""
-    return whole_cores(spec.workers.resources) if device(spec) == "cpu" else None
+    return whole_cores(spec.workers.resources.limits) if device(spec) == "cpu" else None
 
 
-def whole_cores(resources: ResourcesSpec) -> int | None:
+def whole_cores(limits: Mapping[str, Any]) -> int | None:
     """Return the whole cores of a limit, because more threads would be throttled in a step. None without a limit."""
-    if "cpu" not in resources.limits:
+    if "cpu" not in limits:
         return None
-    return max(1, int(min(cores(resources.limits["cpu"]), Decimal(MAX_THREADS))))
+    return max(1, int(min(cores(limits["cpu"]), Decimal(MAX_THREADS))))
 
 
 def cores(quantity: object) -> Decimal:
@@ -143,18 +142,6 @@ def cores(quantity: object) -> Decimal:
         return _value(quantity)
     except InvalidOperation:
         raise SpecError(f"workers.resources.limits.cpu is {quantity!r}; write cores such as 2, 1.5 or 500m") from None
-
-
-def byte_count(quantity: object, field: str) -> int:
-    """Return the bytes of a quantity such as ``2Gi``.
-
-    Raises:
-        SpecError: The text is no quantity. The message names ``field``.
-    """
-    try:
-        return int(_value(quantity))
-    except (InvalidOperation, OverflowError, ValueError):
-        raise SpecError(f"{field} is {quantity!r}; write a size such as 2Gi") from None
 
 
 def _value(quantity: object) -> Decimal:

@@ -6,9 +6,11 @@ device. Containers and volumes of the user's template are left out: they are tho
 
 from __future__ import annotations
 
+from specdecode_operator.api.v1alpha1 import object_in
 from specdecode_operator.drafts.run_places import deletion_id, run_folder
 from specdecode_operator.manifests.distillation_job import (
     BACKOFF_LIMIT,
+    QUEUE_LABEL,
     job_container,
     job_label,
     job_labels,
@@ -46,9 +48,15 @@ def deletion_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> 
     }
     volume = {"name": claim_volume(run.claim), "persistentVolumeClaim": {"claimName": run.claim}}
     pod = {**job_pod(deployment, defaults), "containers": [container], "volumes": [volume]}
-    users = dict(deployment.spec.distillation.job.template or {})
-    if isinstance(users.get("spec"), dict):
-        users["spec"] = {name: value for name, value in users["spec"].items() if name not in _NOT_TAKEN}
+    template = deployment.spec.distillation.job_template
+    given = object_in(object_in(template, "metadata"), "labels")
+    users = {
+        "metadata": {
+            **object_in(template, "metadata"),
+            "labels": {name: value for name, value in given.items() if name != QUEUE_LABEL},
+        },
+        "spec": {name: value for name, value in object_in(template, "spec").items() if name not in _NOT_TAKEN},
+    }
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import GROUP, seconds_of
+from specdecode_operator.api.v1alpha1 import GROUP, DistillationCaptureSpec, object_in, seconds_of, without_devices
 from specdecode_operator.drafts.run_places import published_prefix
 from specdecode_operator.manifests.config import CACHE_DIR, TLS_DIR, unpinned_uris, whole_cores
 from specdecode_operator.manifests.identity import (
@@ -26,8 +26,8 @@ from specdecode_operator.manifests.identity import (
 )
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.run_storage import bucket_environment, run_mount, run_out, run_volume
-from specdecode_operator.manifests.scheduling import container_security_context, pod_security_context
-from specdecode_operator.manifests.template import user_settings
+from specdecode_operator.manifests.security import container_security_context, pod_security_context
+from specdecode_operator.manifests.template import labelled, pull_secrets, user_settings
 from specdecode_operator.manifests.volumes import (
     REVISIONS_PATH,
     pull_mounts,
@@ -46,7 +46,7 @@ RUN_LABEL = f"{GROUP}/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PROMPTS_DIR = "/etc/specdecode/prompts"
 GOLDEN, REPLAY = "golden.jsonl", "replay.jsonl"
-"""Keys of the ConfigMaps with prompts."""
+"""Entries of the ConfigMap with prompts."""
 BACKOFF_LIMIT = 3
 """Pods that may fail, other than by preemption, before the Job fails."""
 DEADLINE_MARGIN_SECONDS = 600
@@ -72,8 +72,8 @@ def job_label(name: str) -> str:
 
 
 def check_job_template(deployment: Deployment, defaults: Defaults) -> None:
-    """Raise SpecError if distillation.job.template cannot be merged, long before a run needs it."""
-    if deployment.spec.distillation.job.template is not None:
+    """Raise SpecError if distillation.jobTemplate cannot be merged, long before a run needs it."""
+    if deployment.spec.distillation.job_template:
         distillation_job(deployment, _EXAMPLE, defaults)
 
 
@@ -89,23 +89,24 @@ def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults,
     Raises:
         SpecError: The user's template cannot be merged.
     """
-    job = deployment.spec.distillation.job
+    distillation = deployment.spec.distillation
     made = metadata(deployment, job_name(deployment.name, run.id))
     labels = job_labels(made["labels"], deployment, run.id)
-    queue = {QUEUE_LABEL: job.queue_name} if job.queue_name else {}
+    users = object_in(object_in(distillation.job_template, "metadata"), "labels")
+    queue = {QUEUE_LABEL: users[QUEUE_LABEL]} if users.get(QUEUE_LABEL) else {}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {**made, "labels": {**labels, **queue}},
         "spec": {
             "backoffLimit": BACKOFF_LIMIT,
-            "activeDeadlineSeconds": seconds_of(job.time_limit) + DEADLINE_MARGIN_SECONDS,
+            "activeDeadlineSeconds": distillation.time_limit_seconds + DEADLINE_MARGIN_SECONDS,
             "completions": 1,
             "parallelism": 1,
             "podFailurePolicy": _failure_policy(),
             # A replacement starts only when the earlier pod has ended, because both would write to the run's folder.
             "podReplacementPolicy": "Failed",
-            "template": job_template(_pod(deployment, run, defaults, keep), labels, job.template or {}),
+            "template": job_template(_pod(deployment, run, defaults, keep), labels, distillation.job_template),
         },
     }
 
@@ -116,9 +117,9 @@ def job_template(pod: Mapping[str, Any], labels: Mapping[str, str], users: Mappi
     Raises:
         SpecError: The user's template cannot be merged.
     """
-    template = merged({"metadata": {"labels": labels}, "spec": pod}, users, "distillation.job.template")
+    template = merged({"metadata": {"labels": labels}, "spec": pod}, users, "distillation.jobTemplate")
     # The labels stay, whatever the user's template says: another role would put the pod into a Service.
-    return merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
+    return labelled(template, labels)
 
 
 def job_labels(labels: Mapping[str, str], deployment: Deployment, run: str) -> dict[str, str]:
@@ -154,29 +155,22 @@ def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Seque
 
 def job_pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     """Return the fields of a Job's pod apart from containers and volumes."""
-    spec, job = deployment.spec, deployment.spec.distillation.job
-    scheduling = {
-        "nodeSelector": dict(job.node_selector),
-        "tolerations": [dict(toleration) for toleration in job.tolerations],
-        "priorityClassName": job.priority_class_name,
-        "imagePullSecrets": [{"name": name} for name in spec.workers.image_pull_secrets],
-    }
+    secrets = pull_secrets(deployment.spec)
     return {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": pod_security_context(defaults),
-        **{name: value for name, value in scheduling.items() if value},
+        **({"imagePullSecrets": secrets} if secrets else {}),
     }
 
 
 def job_container(deployment: Deployment, defaults: Defaults, name: str) -> dict[str, Any]:
     """Return the fields that all containers of Jobs have."""
-    workers, job = deployment.spec.workers, deployment.spec.distillation.job
     return {
         "name": name,
-        "image": job.image or workers.image or defaults.worker_image,
-        "imagePullPolicy": workers.image_pull_policy or defaults.worker_image_pull_policy,
+        "image": deployment.spec.workers.image or defaults.worker_image,
+        "imagePullPolicy": defaults.worker_image_pull_policy,
         "securityContext": container_security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -197,18 +191,20 @@ def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[st
         **job_container(deployment, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *uris],
         "env": env,
-        "resources": spec.distillation.job.resources.model_dump(mode="json", exclude_defaults=True),
+        "resources": without_devices(spec.distillation.job_resources),
         "volumeMounts": pull_mounts(spec),
     }
 
 
 def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str]) -> dict[str, Any]:
     spec = deployment.spec
-    tls = [{"name": "tls-ca", "mountPath": TLS_DIR, "readOnly": True}] if spec.tls else []
+    tls = [{"name": "tls-ca", "mountPath": TLS_DIR, "readOnly": True}] if spec.tls_secret_ref else []
     prompts = [{"name": "prompts", "mountPath": PROMPTS_DIR, "readOnly": True}] if _prompts(deployment) else []
     written = run_mount(run)
     models = [mount for mount in pull_mounts(spec) if mount["mountPath"] != written["mountPath"]]
-    threads = None if spec.distillation.job.devices else whole_cores(spec.distillation.job.resources)
+    threads = (
+        None if spec.distillation.job_devices else whole_cores(object_in(spec.distillation.job_resources, "limits"))
+    )
     env = [
         {"name": "HOME", "value": "/tmp"},
         *torch_environment(),
@@ -221,52 +217,44 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: S
         **job_container(deployment, defaults, JOB_CONTAINER),
         "command": ["specdecode-worker", "distill", *arguments(deployment, run, keep)],
         "env": env,
-        "resources": _resources(deployment),
+        "resources": {},
         "volumeMounts": [*models, written, *torch_mounts(), *prompts, *tls],
     }
 
 
 def arguments(deployment: Deployment, run: RunRecord, keep: Sequence[str] = ()) -> list[str]:
     """Return the flags of ``specdecode-worker distill``. Without ``keep`` no draft is deleted."""
-    spec, job = deployment.spec, deployment.spec.distillation.job
+    spec, distillation = deployment.spec, deployment.spec.distillation
+    capture = distillation.capture or DistillationCaptureSpec()
     host = f"{headless_name(deployment.name)}.{deployment.namespace}.svc"
     values: dict[str, object] = {
         "model": spec.model.uri,
         "draft": run.draft_uri,
-        "capture-from": f"{'https://' if spec.tls else ''}{host}:{Port.admin}",
+        "capture-from": f"{'https://' if spec.tls_secret_ref else ''}{host}:{Port.admin}",
         "out": run_out(deployment.name, run),
         "publish": published_prefix(run.place, deployment.name),
         "cache-dir": CACHE_DIR,
-        "dtype": spec.model.dtype,
-        "time-limit": seconds_of(job.time_limit),
-        "max-age": seconds_of(spec.distillation.capture.max_age),
-        "device": "cuda" if job.devices else "cpu",
+        "dtype": spec.engine.dtype,
+        "time-limit": distillation.time_limit_seconds,
+        "max-age": int(seconds_of(capture.max_age)),
+        "device": "cuda" if distillation.job_devices else "cpu",
     }
     if keep:
         values["keep-drafts"] = ",".join(keep)
-    if spec.tls:
+    if spec.tls_secret_ref:
         values["capture-ca"] = f"{TLS_DIR}/ca.crt"
-    if job.golden:
+    if distillation.prompts_config_map_ref:
         values["golden"] = f"{PROMPTS_DIR}/{GOLDEN}"
-    if job.replay_prompts:
         values["replay-prompts"] = f"{PROMPTS_DIR}/{REPLAY}"
     else:
         values["replay-share"] = 0
-    if job.steps is not None:
-        values["steps"] = job.steps
+    if distillation.steps is not None:
+        values["steps"] = distillation.steps
     return ["--job", "--prune", *(f"--{flag}={value}" for flag, value in values.items())]
 
 
-def _resources(deployment: Deployment) -> dict[str, Any]:
-    job = deployment.spec.distillation.job
-    resources: dict[str, Any] = job.resources.model_dump(mode="json", exclude_defaults=True)
-    if job.accelerator and job.devices:
-        resources["limits"] = {**resources.get("limits", {}), job.accelerator.resource: job.devices}
-    return resources
-
-
 def _volumes(deployment: Deployment, run: RunRecord) -> list[dict[str, Any]]:
-    spec, written = deployment.spec, run_volume(deployment, run)
+    spec, written = deployment.spec, run_volume(run)
     shared = {mount["name"] for mount in (*pull_mounts(spec), *torch_mounts())} - {written["name"]}
     made = [
         *(volume for volume in volumes(spec, deployment.name) if volume["name"] in shared),
@@ -274,14 +262,14 @@ def _volumes(deployment: Deployment, run: RunRecord) -> list[dict[str, Any]]:
     ]
     if sources := _prompts(deployment):
         made.append({"name": "prompts", "projected": {"sources": sources}})
-    if spec.tls:
+    if spec.tls_secret_ref:
         # Only the certificate of the CA: the key of the workers stays with the workers.
-        made.append(secret_volume("tls-ca", spec.tls.secret_name, "ca.crt"))
+        made.append(secret_volume("tls-ca", spec.tls_secret_ref.name, "ca.crt"))
     return made
 
 
 def _prompts(deployment: Deployment) -> list[dict[str, Any]]:
-    """Return the sources of the prompts' volume: a file of each ConfigMap that the spec names."""
-    job = deployment.spec.distillation.job
-    named = ((job.golden, GOLDEN), (job.replay_prompts, REPLAY))
-    return [{"configMap": {"name": name, "items": [{"key": key, "path": key}]}} for name, key in named if name]
+    """Return the sources of the prompts' volume: the files of the ConfigMap that the spec names."""
+    reference = deployment.spec.distillation.prompts_config_map_ref
+    items = [{"key": key, "path": key} for key in (GOLDEN, REPLAY)]
+    return [{"configMap": {"name": reference.name, "items": items}}] if reference else []

@@ -109,7 +109,7 @@ def service_url(namespace: str, name: str, *, tls: bool = False) -> str:
 
 def public_port_name(deployment: Deployment) -> str:
     """Return the name of port 8000 in pods and Services, by which monitors and routers choose the scheme."""
-    return "http" if deployment.spec.tls is None else "https"
+    return "http" if deployment.spec.tls_secret_ref is None else "https"
 
 
 def service_labels(name: str) -> dict[str, str]:

@@ -31,8 +31,8 @@ def service(deployment: Deployment, *, to_routers: bool = False) -> Manifest:
         deployment: Owner of the Service.
         to_routers: Select the routers instead of the workers.
     """
-    number = 80 if deployment.spec.tls is None else 443
-    # A number, not a name: pods from before a change of spec.tls have the port under another name.
+    number = 80 if deployment.spec.tls_secret_ref is None else 443
+    # A number, not a name: pods from before a change of spec.tlsSecretRef have the port under another name.
     ports = [{"name": public_port_name(deployment), "port": number, "targetPort": Port.http, "protocol": "TCP"}]
     selected = {"selector": router_labels(deployment.name)} if to_routers else {}
     return _service(deployment, deployment.name, {"type": "ClusterIP", "ports": ports, **selected})

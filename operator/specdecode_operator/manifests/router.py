@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import RouterSpec, TrafficShareSpec
+from specdecode_operator.api.v1alpha1 import TrafficShareSpec
 from specdecode_operator.manifests.config import API_KEYS_DIR, TLS_DIR, TOKENS_DIR
 from specdecode_operator.manifests.identity import (
     TokenScope,
@@ -17,7 +17,9 @@ from specdecode_operator.manifests.identity import (
     router_name,
     tokens_name,
 )
-from specdecode_operator.manifests.scheduling import container_security_context, pod_security_context
+from specdecode_operator.manifests.merge import merged
+from specdecode_operator.manifests.security import container_security_context, pod_security_context
+from specdecode_operator.manifests.template import labelled, pull_secrets
 from specdecode_operator.manifests.volumes import secret_volume
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
@@ -32,15 +34,22 @@ EXIT_SECONDS = 10
 PROGRESS_SECONDS = 600
 """Time in which a rollout must make progress; a router loads nothing and is ready within seconds."""
 TMP_LIMIT = "64Mi"
+RESOURCES = {"requests": {"cpu": "250m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
+"""Resources of a router: one process on one core. An autoscaler by CPU needs the request."""
 
 
 def router_workload(deployment: Deployment, defaults: Defaults) -> Manifest:
     """Return the Deployment of the routers. A rollout adds a router before it takes one away.
 
     The number of replicas is absent while an autoscaler sets it, so that it stays the autoscaler's field.
+
+    Raises:
+        SpecError: The user's template cannot be merged.
     """
     router = deployment.spec.router
     replicas = {} if router.autoscaled and router.replicas else {"replicas": router.replicas}
+    labels = metadata_labels(deployment)
+    template = {"metadata": {"labels": labels}, "spec": _pod(deployment, defaults)}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -51,10 +60,7 @@ def router_workload(deployment: Deployment, defaults: Defaults) -> Manifest:
             "progressDeadlineSeconds": PROGRESS_SECONDS,
             "selector": {"matchLabels": router_labels(deployment.name)},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "template": {
-                "metadata": {"labels": metadata_labels(deployment)},
-                "spec": _pod(deployment, defaults),
-            },
+            "template": labelled(merged(template, router.template, "router.template"), labels),
         },
     }
 
@@ -66,8 +72,6 @@ def router_settings(deployment: Deployment) -> Manifest:
         "hold_seconds": router.hold_seconds,
         # A request whose only worker left waits for the next one as long as a new request does.
         "no_worker_seconds": router.hold_seconds,
-        "min_silence_seconds": router.suspicion.min_seconds,
-        "max_silence_seconds": router.suspicion.max_seconds,
         "percents": {one.deployment: one.percent for one in _others(deployment)},
     }
     return {
@@ -100,7 +104,7 @@ def metadata_labels(deployment: Deployment) -> dict[str, str]:
 
 def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
-    router, drain = spec.router, spec.drain
+    drain = spec.drain
     pod: dict[str, Any] = {
         "serviceAccountName": router_name(deployment.name),
         # A router watches EndpointSlices and reports held requests.
@@ -114,22 +118,22 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
             {"name": "settings", "configMap": {"name": router_name(deployment.name)}},
             {"name": "tmp", "emptyDir": {"sizeLimit": TMP_LIMIT}},
         ],
-        **_scheduling(router, router_labels(deployment.name)),
+        **_spread(router_labels(deployment.name)),
     }
-    if spec.workers.image_pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in spec.workers.image_pull_secrets]
+    if spec.image_pull_secrets:
+        pod["imagePullSecrets"] = pull_secrets(spec)
     return pod
 
 
 def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
-    tls = spec.tls is not None
+    tls = spec.tls_secret_ref is not None
     folders = {"tokens": TOKENS_DIR, "api-keys": API_KEYS_DIR, "tls": TLS_DIR}
     folders |= {_other_volume(number): f"{OTHER_TOKENS_DIR}/{one.deployment}"
                 for number, one in enumerate(_others(deployment))}  # fmt: skip
     return {
         "name": "router",
-        "image": spec.router.image or defaults.router_image,
+        "image": defaults.router_image,
         "imagePullPolicy": defaults.router_image_pull_policy,
         "command": ["specdecode-router", "serve", *arguments(deployment)],
         "env": [
@@ -138,7 +142,7 @@ def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
             *_tracing(deployment),
         ],
         "ports": [{"name": public_port_name(deployment), "containerPort": Port.http, "protocol": "TCP"}],
-        "resources": spec.router.resources.model_dump(mode="json"),
+        "resources": RESOURCES,
         "startupProbe": _probe("/ready", tls=tls, period=1, failures=60),
         "readinessProbe": _probe("/ready", tls=tls, period=2, failures=2),
         "livenessProbe": _probe("/health", tls=tls, period=10, failures=3),
@@ -159,7 +163,7 @@ def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
 def arguments(deployment: Deployment) -> list[str]:
     """Return the flags of ``specdecode-router serve``."""
     spec, name = deployment.spec, deployment.name
-    keys = spec.workers.api_keys_secret_ref
+    keys = spec.api_keys_secret_ref
     values: dict[str, object] = {
         "host": "0.0.0.0",
         "port": Port.http,
@@ -174,7 +178,7 @@ def arguments(deployment: Deployment) -> list[str]:
     }
     if keys:
         values["api-keys-path"] = f"{API_KEYS_DIR}/{keys.key or ''}".rstrip("/")
-    if spec.tls:
+    if spec.tls_secret_ref:
         files = {"tls-cert-file": "tls.crt", "tls-key-file": "tls.key", "ca-file": "ca.crt"}
         values |= {flag: f"{TLS_DIR}/{file}" for flag, file in files.items()}
     return [*(f"--{flag}={value}" for flag, value in values.items()), *map(_backend, _others(deployment))]
@@ -194,8 +198,8 @@ def _backend(share: TrafficShareSpec) -> str:
 
 def _tracing(deployment: Deployment) -> list[dict[str, Any]]:
     """Return the variables of the OpenTelemetry SDK. Without an endpoint there are none, and it is not loaded."""
-    tracing = deployment.spec.router.tracing
-    if tracing is None:
+    endpoint = deployment.spec.router.tracing_endpoint
+    if endpoint is None:
         return []
     resource = {
         "k8s.namespace.name": deployment.namespace,
@@ -203,9 +207,9 @@ def _tracing(deployment: Deployment) -> list[dict[str, Any]]:
         "k8s.pod.name": f"$({Env.pod_name})",
     }
     values = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": tracing.endpoint,
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
         "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-        "OTEL_TRACES_SAMPLER_ARG": f"{tracing.sample_percent / 100:g}",
+        "OTEL_TRACES_SAMPLER_ARG": "1",
         "OTEL_RESOURCE_ATTRIBUTES": ",".join(f"{name}={value}" for name, value in resource.items()),
     }
     return [{"name": name, "value": value} for name, value in values.items()]
@@ -215,11 +219,10 @@ def _secrets(deployment: Deployment) -> list[dict[str, Any]]:
     """Return the mounted Secrets as volumes. Of the admin tokens only the routers' own is mounted."""
     spec = deployment.spec
     volumes = [secret_volume("tokens", tokens_name(deployment.name), TokenScope.router.value)]
-    if spec.workers.api_keys_secret_ref:
-        reference = spec.workers.api_keys_secret_ref
+    if reference := spec.api_keys_secret_ref:
         volumes.append(secret_volume("api-keys", reference.name, reference.key))
-    if spec.tls:
-        volumes.append(secret_volume("tls", spec.tls.secret_name))
+    if spec.tls_secret_ref:
+        volumes.append(secret_volume("tls", spec.tls_secret_ref.name))
     for number, one in enumerate(_others(deployment)):
         volume = secret_volume(_other_volume(number), tokens_name(one.deployment), TokenScope.router.value)
         # The other deployment may come later; the routers must start without it.
@@ -231,7 +234,8 @@ def _other_volume(number: int) -> str:
     return f"tokens-{number}"
 
 
-def _scheduling(router: RouterSpec, labels: dict[str, str]) -> dict[str, Any]:
+def _spread(labels: dict[str, str]) -> dict[str, Any]:
+    """Return the fields of the pod by which the routers of a deployment prefer different nodes and zones."""
     spread = {
         "maxSkew": 1,
         "topologyKey": "topology.kubernetes.io/zone",
@@ -240,14 +244,7 @@ def _scheduling(router: RouterSpec, labels: dict[str, str]) -> dict[str, Any]:
     }
     term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels}}
     apart = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
-    fields: dict[str, Any] = {
-        "nodeSelector": dict(router.node_selector),
-        "tolerations": [dict(toleration) for toleration in router.tolerations],
-        "affinity": dict(router.affinity) if router.affinity is not None else {"podAntiAffinity": apart},
-        "topologySpreadConstraints": [spread],
-        "priorityClassName": router.priority_class_name,
-    }
-    return {name: value for name, value in fields.items() if value}
+    return {"affinity": {"podAntiAffinity": apart}, "topologySpreadConstraints": [spread]}
 
 
 def _probe(path: str, *, tls: bool, period: int, failures: int) -> dict[str, Any]:

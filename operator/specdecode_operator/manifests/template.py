@@ -7,13 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec, WorkersSpec
+from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec, container_in, object_in, objects_in
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, unpinned_uris, worker_config
 from specdecode_operator.manifests.identity import public_port_name, selector
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.run_storage import bucket_environment
-from specdecode_operator.manifests.scheduling import container_security_context, pod_security_context, scheduling
+from specdecode_operator.manifests.security import container_security_context, pod_security_context
 from specdecode_operator.manifests.volumes import (
     PLAN_PATH,
     REVISIONS_PATH,
@@ -29,8 +29,10 @@ from specdecode_worker.contract import Env, Port
 
 STARTUP_SECONDS = 3600
 """Time in which a worker must load its model, in seconds. After that the kubelet restarts it."""
-LIVE_FIELDS = frozenset({"update_policy", "recycle", "rollout"})
+LIVE_FIELDS = {"update_policy", "recycle", "strategy"}
 """Fields of spec.workers that are no part of the pod template."""
+RESERVED_ENV = (Env.config, Env.plan_path, Env.pod_name)
+"""Variables of the worker that the operator sets and that a user's template must not replace."""
 
 
 def rolling_hash(spec: Spec) -> str:
@@ -45,26 +47,20 @@ def rolling_hash(spec: Spec) -> str:
         "model": spec.model.model_dump(mode="json", exclude_defaults=True),
         "method": speculation.method,
         "draft": speculation.draft.uri if speculation.draft else None,
-        "required": speculation.required,
         **({"drafts": [_rolling_draft(draft) for draft in speculation.drafts]} if speculation.drafts else {}),
         **_rolling_quantization(speculation.draft),
         **({"placement": "Own"} if spec.has_own_draft else {}),
         **({"engine": engine} if engine else {}),
-        **({"tls": spec.tls.secret_name} if spec.tls else {}),
-        "workers": _rolling_workers(spec.workers),
+        **({"tls": spec.tls_secret_ref.name} if spec.tls_secret_ref else {}),
+        **({"api_keys": spec.api_keys_secret_ref.model_dump(mode="json")} if spec.api_keys_secret_ref else {}),
+        **({"pull_secrets": pull_secrets(spec)} if spec.image_pull_secrets else {}),
+        "workers": spec.workers.model_dump(mode="json", exclude=LIVE_FIELDS, exclude_defaults=True),
         "drain": spec.drain.model_dump(mode="json", exclude_defaults=True),
-        "storage": spec.storage.model_dump(mode="json", exclude_defaults=True),
-        **({"drafts_claim": spec.distillation.storage.claim} if spec.distillation.storage.claim else {}),
+        **({"model_cache": spec.model_cache} if spec.model_cache else {}),
+        **({"drafts_claim": storage.claim} if (storage := spec.distillation.storage) and storage.claim else {}),
         **({"drafts_bucket": environment} if (environment := bucket_environment(spec)) else {}),
     }
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _rolling_workers(workers: WorkersSpec) -> dict[str, object]:
-    """Return the rolling part of the workers, without values that v1alpha1 stored as defaults in its first form."""
-    part = workers.model_dump(mode="json", exclude=set(LIVE_FIELDS), exclude_defaults=True)
-    old_defaults = {"gpu": True, "tensor_parallel_size": 1}
-    return {name: value for name, value in part.items() if value != old_defaults.get(name)}
 
 
 def _rolling_draft(draft: NamedDraftSpec) -> dict[str, object]:
@@ -81,20 +77,24 @@ def pod_template(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     The labels of the selector stay, whatever the user's template says.
 
     Raises:
-        SpecError: The user's template cannot be merged, or the result is too large for the state ConfigMap.
+        SpecError: The user's template cannot be merged or sets a variable of the operator, or the result is too large
+            for the state ConfigMap.
     """
     spec = deployment.spec
+    given = {variable["name"] for variable in objects_in(container_in(spec.workers.template, "worker"), "env", "name")}
+    if reserved := sorted(given.intersection(RESERVED_ENV)):
+        raise SpecError(f"workers.template must not set {', '.join(reserved)}: the operator sets it")
     labels = selector(deployment.name)
     ours = {"metadata": {"labels": labels}, "spec": _pod(deployment, defaults)}
     template = merged(ours, spec.workers.template)
-    template = _labelled(template, labels)
+    template = labelled(template, labels)
     size = len(json.dumps(template))
     if size > MAX_TEMPLATE_BYTES:
         raise SpecError(f"workers.template makes a pod template of {size} bytes; at most {MAX_TEMPLATE_BYTES} fit")
     return template
 
 
-def _labelled(template: dict[str, Any], labels: dict[str, str]) -> dict[str, Any]:
+def labelled(template: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the template with these labels, also where the user's template removed labels or metadata."""
     return merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
 
@@ -124,39 +124,25 @@ class UserSettings(NamedTuple):
 
 
 def user_settings(spec: Spec, name: str) -> UserSettings:
-    """Return the variables of ``workers.env``, ``workers.envFrom`` and the worker's container in ``workers.template``.
+    """Return the variables and mounts of the worker's container in ``workers.template``.
 
     Of its mounts, those of volumes are returned that the template adds: the operator's own volumes have other places in
     other containers. Whatever in the template is no valid field of a pod is left out here; the merge names it.
     """
-    pod = _object(_object(spec.workers.template).get("spec"))
-    worker = next((one for one in _objects(pod.get("containers"), "name") if one["name"] == "worker"), {})
+    template = spec.workers.template
+    worker = container_in(template, "worker")
     ours = {volume["name"] for volume in volumes(spec, name)}
-    added = {volume["name"]: volume for volume in _objects(pod.get("volumes"), "name") if volume["name"] not in ours}
-    mounts = [mount for mount in _objects(worker.get("volumeMounts"), "mountPath") if mount.get("name") in added]
+    users = objects_in(object_in(template, "spec"), "volumes", "name")
+    added = {volume["name"]: volume for volume in users if volume["name"] not in ours}
+    mounts = [mount for mount in objects_in(worker, "volumeMounts", "mountPath") if mount.get("name") in added]
     used = {mount["name"] for mount in mounts}
-    variables = {
-        variable["name"]: variable for variable in (*_variables(spec.workers), *_objects(worker.get("env"), "name"))
-    }
     return UserSettings(
         # A resource of a container is that of the worker's, which the others are not.
-        env=[one for one in variables.values() if "resourceFieldRef" not in _object(one.get("valueFrom"))],
-        env_from=[*map(dict, spec.workers.env_from), *_objects(worker.get("envFrom"))],
+        env=[one for one in objects_in(worker, "env", "name") if "resourceFieldRef" not in object_in(one, "valueFrom")],
+        env_from=objects_in(worker, "envFrom"),
         mounts=mounts,
         volumes=[volume for volume in added.values() if volume["name"] in used],
     )
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}
-
-
-def _objects(value: Any, *keys: str) -> list[dict[str, Any]]:
-    """Return the objects of a list that have a text in each of ``keys``."""
-    items = value if isinstance(value, list) else []
-    return [
-        dict(one) for one in items if isinstance(one, Mapping) and all(isinstance(one.get(key), str) for key in keys)
-    ]
 
 
 def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
@@ -171,18 +157,22 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "initContainers": [user_settings(spec, deployment.name).given_to(_pull(spec, defaults))],
         "containers": [_worker(deployment, defaults)],
         "volumes": volumes(spec, deployment.name),
-        **scheduling(spec.workers, selector(deployment.name)),
     }
-    if spec.workers.image_pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in spec.workers.image_pull_secrets]
+    if spec.image_pull_secrets:
+        pod["imagePullSecrets"] = pull_secrets(spec)
     return pod
+
+
+def pull_secrets(spec: Spec) -> list[dict[str, str]]:
+    """Return the Secrets with the credentials of registries, as in a pod."""
+    return [{"name": secret.name} for secret in spec.image_pull_secrets]
 
 
 def _container(spec: Spec, defaults: Defaults, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "image": spec.workers.image or defaults.worker_image,
-        "imagePullPolicy": spec.workers.image_pull_policy or defaults.worker_image_pull_policy,
+        "imagePullPolicy": defaults.worker_image_pull_policy,
         "securityContext": container_security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -212,12 +202,11 @@ def _revisions(spec: Spec) -> list[dict[str, Any]]:
 
 def _worker(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
-    tls = spec.tls is not None
+    tls = spec.tls_secret_ref is not None
     return {
         **_container(spec, defaults, "worker"),
         "command": ["specdecode-worker", "serve", *spec.engine.extra_args],
         "env": _environment(deployment),
-        **({"envFrom": [dict(source) for source in spec.workers.env_from]} if spec.workers.env_from else {}),
         "ports": [
             {"name": public_port_name(deployment), "containerPort": Port.http, "protocol": "TCP"},
             {"name": "admin", "containerPort": Port.admin, "protocol": "TCP"},
@@ -231,10 +220,10 @@ def _worker(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
 
 
 def _environment(deployment: Deployment) -> list[dict[str, Any]]:
-    """Return the variables of the worker; those of ``workers.env`` replace the operator's of the same name."""
+    """Return the variables of the worker."""
     config = worker_config(deployment.spec, deployment.uid).model_dump_json(exclude_defaults=True)
     count = threads(deployment.spec)
-    ours: list[dict[str, Any]] = [
+    return [
         {"name": "HOME", "value": "/tmp"},
         *torch_environment(),
         {"name": Env.config, "value": config},
@@ -244,23 +233,15 @@ def _environment(deployment: Deployment) -> list[dict[str, Any]]:
         *([{"name": "OMP_NUM_THREADS", "value": str(count)}] if count else []),
         *bucket_environment(deployment.spec),
     ]
-    users = _variables(deployment.spec.workers)
-    return list({variable["name"]: variable for variable in (*ours, *users)}.values())
-
-
-def _variables(workers: WorkersSpec) -> list[dict[str, Any]]:
-    return [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in workers.env]
 
 
 def _resources(spec: Spec) -> dict[str, Any]:
     """Return the resources of the worker's container, with its devices."""
     workers = spec.workers
     resources: dict[str, Any] = workers.resources.model_dump(mode="json", exclude_defaults=True)
-    if workers.devices:
+    if spec.devices:
         limits = {**workers.resources.limits, workers.accelerator.resource: spec.worker_devices}
         resources = {**resources, "limits": limits}
-    if workers.resource_claims:
-        resources["claims"] = [{"name": claim.name} for claim in workers.resource_claims]
     return resources
 
 

@@ -30,9 +30,9 @@ COMPILED_LIMIT = "4Gi"
 """Size of the compiled kernels of Triton and torch. Some hundred megabytes are usual; a pod beyond is evicted."""
 TMP_LIMIT = "2Gi"
 """Size of /tmp, for a socket of the worker and small files of libraries."""
-CAPTURES_LIMIT = "16Gi"
-"""Size of captured requests. The worker keeps them below distillation.capture.maxBytes, which is at most 14Gi; a pod
-beyond is evicted."""
+CAPTURES_LIMIT = "3Gi"
+"""Size of captured requests. The worker keeps them below 2Gi (`CaptureRules.max_bytes`); the rest is for a segment that
+is being written. A pod beyond is evicted."""
 SHM_LIMIT = "2Gi"
 """Size of /dev/shm, which is memory of the pod. NCCL needs some hundred megabytes with eight devices."""
 SECRET_MODE = 0o440
@@ -47,7 +47,7 @@ def volumes(spec: Spec, name: str) -> list[dict[str, Any]]:
         for claim in model_claims(spec)
     ]
     return [
-        {"name": "model-cache", **_cache(spec)},
+        {**(spec.model_cache or {"emptyDir": {}}), "name": "model-cache"},
         {"name": "plan", "configMap": {"name": plan_name(name)}},
         *(secret for secret, _ in _secrets(spec, name)),
         {"name": "compiled", "emptyDir": {"sizeLimit": COMPILED_LIMIT}},
@@ -113,8 +113,8 @@ def torch_environment() -> list[dict[str, str]]:
 def model_claims(spec: Spec) -> list[str]:
     """Return the claims that models are read from, each once: those of ``pvc://claim/path`` URIs, and of new drafts."""
     named = [uri[6:].split("/", 1)[0] for uri in model_uris(spec) if uri.startswith("pvc://")]
-    trained = spec.distillation.storage.claim
-    return list(dict.fromkeys([*named, *([trained] if trained else [])]))
+    storage = spec.distillation.storage
+    return list(dict.fromkeys([*named, *([storage.claim] if storage and storage.claim else [])]))
 
 
 def claim_volume(claim: str) -> str:
@@ -126,11 +126,10 @@ def claim_volume(claim: str) -> str:
 def _secrets(spec: Spec, name: str) -> list[tuple[dict[str, Any], str]]:
     """Return the mounted Secrets as volumes, with their folders."""
     secrets = [(secret_volume("tokens", tokens_name(name)), TOKENS_DIR)]
-    if spec.workers.api_keys_secret_ref:
-        reference = spec.workers.api_keys_secret_ref
+    if reference := spec.api_keys_secret_ref:
         secrets.append((secret_volume("api-keys", reference.name, reference.key), API_KEYS_DIR))
-    if spec.tls:
-        secrets.append((secret_volume("tls", spec.tls.secret_name), TLS_DIR))
+    if spec.tls_secret_ref:
+        secrets.append((secret_volume("tls", spec.tls_secret_ref.name), TLS_DIR))
     return secrets
 
 
@@ -144,14 +143,3 @@ def secret_variable(variable: str, name: str, key: str, *, optional: bool = Fals
     """Return the environment variable with an entry of a Secret. An ``optional`` entry may be absent."""
     reference = {"name": name, "key": key, **({"optional": True} if optional else {})}
     return {"name": variable, "valueFrom": {"secretKeyRef": reference}}
-
-
-def _cache(spec: Spec) -> dict[str, Any]:
-    cache = spec.storage.model_cache
-    if cache.pvc:
-        return {"persistentVolumeClaim": {"claimName": cache.pvc}}
-    if cache.host_path:
-        # Not DirectoryOrCreate: the kubelet would make it root's, and `pull` runs as uid 65532. A missing folder is
-        # named in the pod's events.
-        return {"hostPath": {"path": cache.host_path, "type": "Directory"}}
-    return {"emptyDir": {}}

@@ -19,8 +19,7 @@ def workload(deployment: Deployment, template: Mapping[str, Any], spec_hash: str
         spec_hash: Hash of the part of the spec that the template was made from.
         replicas: Number of workers.
     """
-    workers = deployment.spec.workers
-    strategy = {"maxSurge": workers.max_surge, "maxUnavailable": workers.max_unavailable}
+    strategy = {"maxSurge": deployment.spec.max_surge, "maxUnavailable": deployment.spec.max_unavailable}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

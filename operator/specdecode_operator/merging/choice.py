@@ -4,7 +4,7 @@
 |---|---|---|
 | nothing is known, or drafts changed | first decision; another list in the spec; another hash | all declared |
 | a gain | its lower bound (90 %) exceeds ``minGainPercent``; dwell and changes of the hour allow it | the best subset |
-| dropped drafts were not measured for ten minutes | the trial costs at most ``explorePercent`` | all, on trial |
+| dropped drafts were not measured for ten minutes | the trial costs at most ``explore`` | all, on trial |
 | a trial was measured, or its time is over | | the best subset, or those before the trial |
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specdecode_operator.api.v1alpha1 import HysteresisSpec
+from specdecode_operator.api.v1alpha1 import StabilityLimits
 from specdecode_operator.merging.options import Option
 from specdecode_operator.merging.subsets import Names
 from specdecode_operator.merging.tuning import TUNING
@@ -30,7 +30,7 @@ Because = Literal["bounds", "gain", "trial"]
 class Limits:
     """Limits of the changes of one task."""
 
-    hysteresis: HysteresisSpec
+    stability: StabilityLimits
     explore: float
     """Share of the device's time for measuring what does not run."""
     demand: float = 1.0
@@ -41,7 +41,7 @@ class Limits:
     @property
     def least_gain(self) -> float:
         """Least log gain of a change."""
-        return math.log(1 + self.hysteresis.min_gain_percent / 100) * self.demand
+        return math.log(1 + self.stability.min_gain_percent / 100) * self.demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ def next_step(known: MergeChoice, options: Sequence[Option] | None, limits: Limi
     if known.before is not None:
         return _after_trial(known, known.before, options, now)
     moves = recent_changes(known.moves, now)
-    if len(moves) >= limits.hysteresis.max_changes_per_hour:
+    if len(moves) >= limits.stability.max_changes_per_hour:
         return Step(known)
     age = now - known.since
-    if options and age >= limits.hysteresis.min_dwell_seconds:
+    if options and age >= limits.stability.min_dwell_seconds:
         best = max(options, key=lambda option: option.bound)
         if best.bound > limits.least_gain:
             return _changed(known, best, now, (*moves, now))
@@ -102,7 +102,7 @@ def retry_seconds(loss: float, limits: Limits) -> float:
     """Return the time after which dropped drafts are tried again, so that trials cost at most ``limits.explore``."""
     if limits.explore <= 0:
         return math.inf
-    return max(TUNING.retry_seconds, limits.hysteresis.min_dwell_seconds, TUNING.trial_seconds * loss / limits.explore)
+    return max(TUNING.retry_seconds, limits.stability.min_dwell_seconds, TUNING.trial_seconds * loss / limits.explore)
 
 
 def _after_trial(known: MergeChoice, before: Names, options: Sequence[Option] | None, now: float) -> Step:

@@ -20,7 +20,7 @@ class MergeTuning:
     """Longest trial of dropped drafts: as long as the window of measurements."""
     retry_seconds: float = 600.0
     """Least time between a change and a trial of the dropped drafts: the mean time between the changes that the default
-    of ``hysteresis.maxChangesPerHour`` allows."""
+    of ``StabilityLimits.max_changes_per_hour`` allows."""
     half_count: float = 0.5
     """Pseudo-count of a share of drafts, so that no event is held to be impossible (Jeffreys)."""
 

@@ -160,12 +160,12 @@ class LoadDecision:
             return 0.0
         is_chain = len({shape for _, shape in other.shapes}) == 1 and other.shapes[0][1].is_chain
         variance = 0.0
-        if not other.is_timed and not (self.speculation.explore_percent > 0 and is_chain and not now.is_plain):
+        if not other.is_timed and not (self.speculation.limits.explore_percent > 0 and is_chain and not now.is_plain):
             variance = other.seconds.relative_variance
         elif other.is_timed and now.is_plain:
             newest = max((cell.at for cell in self.learned.costs if cell.draft_passes), default=0.0)
             age = max(0.0, self.now - newest - TUNING.window_seconds)
-            variance = TUNING.drift_per_dwell**2 * age / max(1, self.speculation.hysteresis.min_dwell_seconds)
+            variance = TUNING.drift_per_dwell**2 * age / max(1, self.speculation.limits.min_dwell_seconds)
         return math.sqrt(max(0.0, variance - TUNING.measured_error**2))
 
     def _bound(self, now: Choice, other: Choice, z: float) -> float:
@@ -174,7 +174,7 @@ class LoadDecision:
 
     @property
     def _least_gain(self) -> float:
-        return math.log(1 + self.speculation.hysteresis.min_gain_percent / 100)
+        return math.log(1 + self.speculation.limits.min_gain_percent / 100)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -183,12 +183,12 @@ class LoadDecision:
 
     def _is_free(self, row: RowState) -> bool:
         """Return whether the row may change for a gain: by the changes of the hour, and its dwell or suspension."""
-        hysteresis = self.speculation.hysteresis
-        if len(recent_changes(row.moves, self.now)) >= hysteresis.max_changes_per_hour:
+        limits = self.speculation.limits
+        if len(recent_changes(row.moves, self.now)) >= limits.max_changes_per_hour:
             return False
         if self.is_suspended:
             return self._is_active(row)
-        return self.now - row.since >= hysteresis.min_dwell_seconds
+        return self.now - row.since >= limits.min_dwell_seconds
 
     def _is_active(self, row: RowState) -> bool:
         """Return whether the row's task was drafted for about as recently as any."""
@@ -197,7 +197,7 @@ class LoadDecision:
 
     def _is_outdated(self, row: RowState) -> bool:
         """Return whether a change point invalidated the row's evidence lately, and no change came shortly before it."""
-        age, changed_at = HOUR_SECONDS / self.speculation.hysteresis.max_changes_per_hour, self._changed_at(row)
+        age, changed_at = HOUR_SECONDS / self.speculation.limits.max_changes_per_hour, self._changed_at(row)
         return self.now - changed_at < age and not any(self.now - age < at < changed_at for at in row.moves)
 
     def _changed_at(self, row: RowState) -> float:

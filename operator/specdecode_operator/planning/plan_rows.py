@@ -143,7 +143,7 @@ def next_plan(
         initial=TreeShape.chain(0 if is_off else speculation.depth.initial),
         max_depth=max(bounds_of(speculation, name).most for name in names(speculation)),
         top_k=1 if is_off else speculation.tree.top_k,
-        explore=0 if is_off else min(0.5, speculation.explore_percent / 100),
+        explore=0 if is_off else min(0.5, speculation.limits.explore_percent / 100),
         tasks=tuple(task.for_worker() for task in speculation.tasks),
         assignment=assignment,
         capture=capture,

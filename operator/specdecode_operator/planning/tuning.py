@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HOUR_SECONDS = 3600.0
-"""Period of ``hysteresis.maxChangesPerHour``."""
+"""Period of ``StabilityLimits.max_changes_per_hour``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Objective:
 
     @property
     def min_speedup(self) -> float:
-        return self.asked.min_speedup or 1.0
+        return self.asked.min_speedup
 
     def violation(self, step_seconds: float, tokens: Iterable[float]) -> float:
         """Return by how much the worst objective is missed, as a share of it. ``tokens`` are those of a step by task.
@@ -61,12 +61,12 @@ class Objective:
         A prompt waits for half a step under way, and is then read. Waiting for a slot is left to scaling.
         """
         worst = 1.0
-        if self.asked.itl_milliseconds is not None:
+        if self.asked.itl_seconds is not None:
             itl = self.itl_ratio * step_seconds / min(tokens, default=1.0)
-            worst = max(worst, 1000 * itl / self.asked.itl_milliseconds)
-        if self.asked.ttft_milliseconds is not None:
+            worst = max(worst, itl / self.asked.itl_seconds)
+        if self.asked.ttft_seconds is not None:
             first = 0.5 * step_seconds + self.prompt.steps * (step_seconds + self.prompt.seconds)
-            worst = max(worst, 1000 * self.ttft_ratio * first / self.asked.ttft_milliseconds)
+            worst = max(worst, self.ttft_ratio * first / self.asked.ttft_seconds)
         return worst - 1
 
 

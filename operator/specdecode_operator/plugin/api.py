@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import urllib3
 from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 
-from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION, GROUP, PIN_ANNOTATION, PLURAL, VERSION
+from specdecode_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from specdecode_operator.errors import PluginError
 from specdecode_operator.state.learned import LearnedState, read_state
 
@@ -66,19 +66,15 @@ class Api:
         except (AttributeError, ValueError):
             return None
 
-    def offer(self, namespace: str, name: str, candidate: dict[str, str] | None) -> Resource:
-        """Set spec.rollout.draft.candidate, or remove it if it is None. Return the changed deployment."""
-        return self._patch(namespace, name, {"spec": {"rollout": {"draft": {"candidate": candidate}}}})
+    def change(self, namespace: str, name: str, spec: dict[str, Any]) -> Resource:
+        """Merge a change into the spec. Return the changed deployment."""
+        return self._patch(namespace, name, {"spec": spec}, "application/merge-patch+json")
 
-    def command_drafts(self, namespace: str, name: str, command: str) -> Resource:
-        """Set the annotation with a command on the rollout of a draft. Return the changed deployment."""
-        return self._patch(namespace, name, {"metadata": {"annotations": {DRAFT_COMMAND_ANNOTATION: command}}})
+    def edit(self, namespace: str, name: str, operations: Sequence[dict[str, Any]]) -> Resource:
+        """Change the deployment by operations of a JSON patch, which reach into lists. Return the changed one."""
+        return self._patch(namespace, name, list(operations), "application/json-patch+json")
 
-    def pin(self, namespace: str, name: str, text: str | None) -> Resource:
-        """Set the annotation specdecode.io/pin, or remove it if ``text`` is None. Return the changed deployment."""
-        return self._patch(namespace, name, {"metadata": {"annotations": {PIN_ANNOTATION: text}}})
-
-    def _patch(self, namespace: str, name: str, body: dict[str, Any]) -> Resource:
+    def _patch(self, namespace: str, name: str, body: Any, content_type: str) -> Resource:
         resource: Resource = self._call(
             lambda: self._ours.patch_namespaced_custom_object(
                 GROUP,
@@ -88,7 +84,7 @@ class Api:
                 name,
                 body,
                 field_manager="kubectl-specdecode",
-                _content_type="application/merge-patch+json",
+                _content_type=content_type,
                 **_limits(),
             )
         )

@@ -11,11 +11,10 @@ from functools import partial
 
 from pydantic import ValidationError
 
-from specdecode_operator.api.pins import read_pin
-from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION
+from specdecode_operator.api.pins import Pin, pin_operations, read_pin
 from specdecode_operator.errors import OperatorError, PluginError
 from specdecode_operator.plugin.api import Api
-from specdecode_operator.plugin.drafts import drafts, refusal_of
+from specdecode_operator.plugin.drafts import change_for, drafts
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.overview import detail, overview, spec_of
 from specdecode_operator.plugin.past import past
@@ -71,13 +70,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("explain", _explain, "show the reasons for depth and number of workers, with the measurements")
     add("history", _history, "show the latest decisions with measurements, expected gain and realised gain")
-    pin = add("pin", _pin, "fix the shape at every load, in any mode; the guard stays active")
+    pin = add("pin", _pin, "fix the shape at every load, in any mode (spec.speculation.pin); the guard stays active")
     pin.add_argument("shape", metavar="SHAPE", help="chain:3, none, or one per task: code=chain:6,chat=none")
     add("unpin", _unpin, "remove the pin; the mode of the deployment decides again")
     add("drafts", _drafts, "show the draft in use, the trial of another one, and the candidates before it")
     offer = add("try", _try, "offer a draft: one worker tries it, and a faster one is promoted")
     offer.add_argument("uri", metavar="URI", help="where the draft comes from, such as pvc://drafts/week-47")
-    offer.add_argument("hash", metavar="HASH", help="hash of the draft's files")
+    offer.add_argument("hash", metavar="HASH", nargs="?", help="hash of the draft's files (default: what lies there)")
     for verb, text in DRAFT_COMMANDS.items():
         add(verb, partial(_command, verb), text)
     simulate = add("simulate", _simulate, "simulate the deployment with the measurements of its workers")
@@ -153,16 +152,20 @@ def _pin(args: argparse.Namespace, api: Api) -> None:
     """Set the pin. An invalid shape is refused before anything is written."""
     namespace = _where(args, api)
     resource = api.get(namespace, args.name)
-    if read_pin(args.shape, spec_of(resource).speculation) is None:
+    pin = read_pin(args.shape, spec_of(resource).speculation)
+    if pin is None:
         raise PluginError("SHAPE is empty; write chain:3 or none, or use unpin")
-    api.pin(namespace, args.name, args.shape)
+    api.edit(namespace, args.name, pin_operations(resource, pin))
     print(f"{args.name} is pinned to {args.shape}. To remove the pin: kubectl specdecode unpin {args.name}")
-    if (resource["metadata"].get("annotations") or {}).get(PAUSED_ANNOTATION, "false") != "false":
-        print("The deployment is paused. The pin takes effect when the annotation specdecode.io/paused is removed.")
+    if resource["spec"].get("paused"):
+        print("The deployment is paused. The pin takes effect when spec.paused is false.")
 
 
 def _unpin(args: argparse.Namespace, api: Api) -> None:
-    resource = api.pin(_where(args, api), args.name, None)
+    namespace = _where(args, api)
+    resource = api.get(namespace, args.name)
+    if operations := pin_operations(resource, Pin()):
+        api.edit(namespace, args.name, operations)
     mode = (resource["spec"].get("speculation") or {}).get("mode", "Auto")
     print(f"{args.name} is not pinned any more. Its mode is {mode}.")
 
@@ -173,26 +176,24 @@ def _drafts(args: argparse.Namespace, api: Api) -> None:
 
 def _try(args: argparse.Namespace, api: Api) -> None:
     namespace, candidate = _where(args, api), {"uri": args.uri, "hash": args.hash}
-    before = spec_of(api.get(namespace, args.name)).rollout.draft.candidate
-    api.offer(namespace, args.name, candidate)
-    if before is not None and before.model_dump() == candidate:
-        api.command_drafts(namespace, args.name, _timed("retry"))
-    print(f"{args.name} tries {args.hash[:12]}. To watch it: kubectl specdecode drafts {args.name}")
+    rollout = spec_of(api.get(namespace, args.name)).draft_rollout
+    if rollout.candidate is not None and rollout.candidate.model_dump() == candidate:
+        raise PluginError(
+            f"{args.name} offers this draft already; to repeat its trial, remove spec.draftRollout.candidate, wait for "
+            f"kubectl specdecode drafts {args.name} to show no candidate, and offer it again"
+        )
+    # An offer takes an earlier rejection of the same draft back.
+    withdrawn = {"reject": None} if args.hash and rollout.reject == args.hash else {}
+    api.change(namespace, args.name, {"draftRollout": {"candidate": candidate, **withdrawn}})
+    print(f"{args.name} tries {args.uri}. To watch it: kubectl specdecode drafts {args.name}")
 
 
 def _command(verb: str, args: argparse.Namespace, api: Api) -> None:
-    """Give a command once. It ends with its time, so that the same command can be given again."""
+    """Change the spec as a verb asks for."""
     namespace = _where(args, api)
-    problem = refusal_of(verb, api.get(namespace, args.name))
-    if problem:
-        raise PluginError(problem)
-    api.command_drafts(namespace, args.name, _timed(verb))
+    now = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
+    api.change(namespace, args.name, change_for(verb, api.get(namespace, args.name), now))
     print(f"{verb} was requested. To see the result: kubectl specdecode drafts {args.name}")
-
-
-def _timed(verb: str) -> str:
-    """Return a command with the present time, so that a repeated command is a new one."""
-    return f"{verb} {datetime.fromtimestamp(time.time(), UTC).isoformat(timespec='milliseconds')}"
 
 
 def _simulate(args: argparse.Namespace, api: Api) -> int:

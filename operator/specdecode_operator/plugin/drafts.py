@@ -6,6 +6,7 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import DraftStatus, DraftVersionStatus
 from specdecode_operator.drafts.run_obstacle import obstacle_in_phase, obstacle_in_spec
+from specdecode_operator.errors import PluginError
 from specdecode_operator.plugin.overview import spec_of, status_of
 from specdecode_operator.plugin.text import age, figure, table, word, wrapped
 
@@ -18,8 +19,8 @@ def drafts(resource: dict[str, Any], now: float) -> list[str]:
     """Return the state of the drafts of one deployment."""
     spec, draft = spec_of(resource), status_of(resource).draft
     if draft is None or draft.phase is None:
-        candidate = spec.rollout.draft.candidate
-        waits = f"; the candidate {candidate.hash[:HASH_LENGTH]} waits" if candidate else ", and none is offered"
+        candidate = spec.draft_rollout.candidate
+        waits = f"; the candidate {candidate.uri} waits" if candidate else ", and none is offered"
         lines = [f"no candidate was tried for {resource['metadata']['name']} yet{waits}"]
         refused = (one.message for one in status_of(resource).conditions if one.reason == "RunRefused")
         return [*lines, *(line for message in refused for line in wrapped(message, ""))]
@@ -27,7 +28,7 @@ def drafts(resource: dict[str, Any], now: float) -> list[str]:
     rows += [
         (name, *_version(one)) for name, one in (("candidate", draft.candidate), ("previous", draft.previous)) if one
     ]
-    lines = [f"{draft.phase}, mode {spec.rollout.draft.mode}", "", *table(("DRAFT", "HASH", "FROM"), rows)]
+    lines = [f"{draft.phase}, mode {spec.draft_rollout.mode}", "", *table(("DRAFT", "HASH", "FROM"), rows)]
     for progress in (run_line(draft), trial_line(draft), last_run_line(draft, now)):
         lines += ["", *wrapped(progress, "")] if progress else []
     lines += ["", *wrapped(draft.last_verdict, "")] if draft.last_verdict else []
@@ -47,21 +48,44 @@ def drafts(resource: dict[str, Any], now: float) -> list[str]:
     return lines
 
 
-def refusal_of(command: str, resource: dict[str, Any]) -> str:
-    """Return why a command would change nothing now; empty if it would."""
-    draft = status_of(resource).draft
-    phase = draft.phase if draft and draft.phase else "Serving"
-    waits = any(one.type == "DraftRollout" and one.reason == "WaitsForUser" for one in status_of(resource).conditions)
-    if command == "promote" and not waits:
-        return f"no draft waits for its promotion (phase {phase}); a trial in mode Manual must find it better first"
-    if command == "reject" and phase not in ("Collecting", "Distilling", "Canary", "Promoting"):
-        return f"no draft is trained, tried or promoted now (phase {phase})"
-    if command == "distill":
-        return obstacle_in_spec(spec_of(resource)) or obstacle_in_phase(phase)
-    is_open = phase in ("Canary", "Promoting")
-    if command == "rollback" and not is_open and (draft is None or draft.previous is None):
-        return f"there is no draft to return to (phase {phase})"
-    return ""
+def change_for(command: str, resource: dict[str, Any], now: str) -> dict[str, Any]:
+    """Return the change of the spec that a command asks for.
+
+    Args:
+        command: promote, reject, rollback or distill.
+        resource: The deployment.
+        now: Present time as text, by which a request to train is a new one.
+
+    Raises:
+        PluginError: The command would change nothing now. The message says why.
+    """
+    status = status_of(resource)
+    draft = status.draft or DraftStatus()
+    phase = draft.phase or "Serving"
+    current, candidate = draft.current or DraftVersionStatus(), draft.candidate or DraftVersionStatus()
+    problem = ""
+    change: dict[str, Any] = {}
+    if command == "promote":
+        waits = any(one.type == "DraftRollout" and one.reason == "WaitsForUser" for one in status.conditions)
+        if not waits:
+            problem = f"no draft waits for its promotion (phase {phase}); a trial in mode Manual must find it better"
+        change = {"draftRollout": {"approve": candidate.hash}}
+    elif command == "distill":
+        problem = obstacle_in_spec(spec_of(resource)) or obstacle_in_phase(phase)
+        change = {"distillation": {"trigger": {"request": now}}}
+    elif phase in ("Collecting", "Distilling") and command == "reject":
+        change = {"draftRollout": {"reject": draft.run.id if draft.run else None}}
+    elif phase in ("Canary", "Promoting"):
+        change = {"draftRollout": {"reject": candidate.hash or current.hash}}
+    elif command == "reject":
+        problem = f"no draft is trained, tried or promoted now (phase {phase})"
+    elif draft.previous is None:
+        problem = f"there is no draft to return to (phase {phase})"
+    else:
+        change = {"draftRollout": {"reject": current.hash}}
+    if problem:
+        raise PluginError(problem)
+    return change
 
 
 def run_line(draft: DraftStatus | None) -> str:

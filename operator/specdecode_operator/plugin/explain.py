@@ -104,9 +104,9 @@ def _figures(speculation: SpeculationStatus, now: float) -> str:
 
 
 def _deciding_mode(mode: str, spec: Spec) -> str:
-    depth, hysteresis = spec.speculation.depth, spec.speculation.hysteresis
+    depth, limits = spec.speculation.depth, spec.speculation.limits
     if mode.startswith("Pin "):
-        return f"The pin {mode.removeprefix('Pin ')} decides (annotation specdecode.io/pin). The guard stays active."
+        return f"The pin {mode.removeprefix('Pin ')} decides (spec.speculation.pin). The guard stays active."
     sentences = {
         "Paused": "The deployment is paused: the operator updates its status only.",
         "Off": "Mode Off: the draft is loaded but not used.",
@@ -116,7 +116,7 @@ def _deciding_mode(mode: str, spec: Spec) -> str:
     return sentences.get(
         mode,
         f"Mode Auto: the depth between {depth.min} and {depth.max} with the least time per token. It changes for a gain"
-        f" of at least {hysteresis.min_gain_percent:g} % and at most once in {hysteresis.min_dwell_seconds} s.",
+        f" of at least {limits.min_gain_percent:g} % and at most once in {limits.min_dwell_seconds:g} s.",
     )
 
 
@@ -178,7 +178,7 @@ def _workers(spec: Spec, status: Status, now: float) -> Iterator[str]:
         yield (
             f"Demand in the last minute: {figure(traffic.running, 1)} running and {figure(traffic.waiting, 1)} waiting"
             f" requests, {figure(traffic.tokens_per_second, 0)} tokens per second. A worker runs up to"
-            f" {spec.workers.max_num_seqs} requests."
+            f" {spec.engine.max_num_seqs} requests."
         )
     if capacity and capacity.requests_per_second is not None:
         limit = f" (limited by {capacity.limited_by})" if capacity.limited_by else ""

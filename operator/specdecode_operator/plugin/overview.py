@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, Condition, Spec, Status
+from specdecode_operator.api.v1alpha1 import Condition, Spec, Status
 from specdecode_operator.plugin.text import age, figure, table, word
 
 HEAD = ("NAME", "READY", "MODE", "DEPTH", "ACCEPT", "TOK/STEP", "SPEEDUP", "TOK/S", "RUN", "WAIT", "WANT", "DECIDED")
@@ -53,9 +53,8 @@ def status_of(resource: dict[str, Any]) -> Status:
 
 def mode_of(resource: dict[str, Any]) -> str:
     """Return what decides the depth: a pause, else a pin, else the mode."""
-    annotations = resource["metadata"].get("annotations") or {}
     speculation = resource["spec"].get("speculation") or {}
-    if annotations.get(PAUSED_ANNOTATION, "false") != "false":
+    if resource["spec"].get("paused"):
         return "Paused"
     if speculation.get("method") == "none" or not speculation:
         return "none"

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+
+from specdecode_operator.api.v1alpha1 import DraftCandidateSpec
 from specdecode_operator.drafts.lifecycle_table import Phase
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import Artifact, DraftAssignment, DraftTrial
+
+UNRESOLVED = "by-uri-"
+"""Beginning of the name of a candidate whose hash nobody knows yet."""
+
+
+def candidate_name(candidate: DraftCandidateSpec) -> str:
+    """Return the hash of a candidate, or a name of its URI until a worker reports the hash."""
+    return candidate.hash or UNRESOLVED + hashlib.sha256(candidate.uri.encode()).hexdigest()[:12]
 
 
 def assignment_of(record: DraftRecord, deployment: Deployment) -> DraftAssignment | None:
@@ -36,7 +47,8 @@ def _is_able(worker: Worker, draft: str) -> bool:
 
 
 def _artifact(record: DraftRecord, draft: str) -> Artifact | None:
-    return Artifact(uri=record.uris[draft], hash=draft) if draft in record.uris else None
+    known = "" if draft.startswith(UNRESOLVED) else draft
+    return Artifact(uri=record.uris[draft], hash=known) if draft in record.uris else None
 
 
 def _trial(record: DraftRecord) -> DraftTrial | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from specdecode_operator.api.v1alpha1 import Spec, seconds_of
-from specdecode_operator.drafts.baseline import DAY_SECONDS
+from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.drafts.worth import FIRST_RECOVERY, TaskLoss, Worth, worth_of_run
 from specdecode_operator.state.drift_state import DriftState
 
+PAYBACK_DAYS = 7.0
+"""Days within which a run must save twice the device time that it takes."""
 LEAST_DAYS = 0.25
 """Days of measurements below which the decode time a day is that of this time, so that a busy minute is no busy day."""
 
@@ -17,7 +18,7 @@ def worth_of_drift(spec: Spec, drift: DriftState) -> Worth:
         _losses(drift),
         recovery=FIRST_RECOVERY if drift.recovery is None else drift.recovery,
         decode_seconds_per_day=decode_seconds_per_day(spec, drift),
-        payback_days=seconds_of(spec.distillation.trigger.payback) / DAY_SECONDS,
+        payback_days=PAYBACK_DAYS,
         run_seconds=drift.run_seconds or first_run_seconds(spec),
     )
 
@@ -34,8 +35,7 @@ def decode_seconds_per_day(spec: Spec, drift: DriftState) -> float:
 
 def first_run_seconds(spec: Spec) -> float:
     """Return the device seconds that a run may take at most: the estimate before the first one."""
-    job = spec.distillation.job
-    return seconds_of(job.time_limit) * max(1, job.devices)
+    return spec.distillation.time_limit_seconds * max(1, spec.distillation.job_devices)
 
 
 def _losses(drift: DriftState) -> list[TaskLoss]:

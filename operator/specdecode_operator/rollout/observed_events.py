@@ -1,4 +1,4 @@
-"""Events of the life cycle, as they follow from spec, annotations, pods and reports.
+"""Events of the life cycle, as they follow from spec, pods and reports.
 
 A detector looks at one kind of evidence. It returns the record with what it took note of, and an event if there is one.
 Detectors of training runs are in `run_events`.
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, seconds_of
 from specdecode_operator.drafts.crossover import Verdict
-from specdecode_operator.drafts.lifecycle import Event
+from specdecode_operator.drafts.lifecycle import Event, advance
 from specdecode_operator.drafts.lifecycle_table import EventKind, Mode, Phase
-from specdecode_operator.rollout.assignment import assignment_of
+from specdecode_operator.rollout.assignment import UNRESOLVED, assignment_of, candidate_name
 from specdecode_operator.rollout.trial_evidence import count_pairs, evidence_text, verdict_of
 from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
 from specdecode_operator.types import Deployment, Observation, Worker
@@ -24,15 +24,8 @@ REFUSAL_SECONDS = 10.0
 """Time after an assignment before a worker's problem counts as a refusal of it: reports may show an older problem."""
 PHASE_SECONDS: Mapping[Phase, float] = {Phase.PROMOTING: 1800.0, Phase.ROLLING_BACK: 1800.0}
 """Time limits of phases, long enough for a download by every worker."""
-RETRY, TRAIN = "retry", "distill"
-"""Commands that offer the candidate of the spec again, and that request a training run."""
 UNKNOWN_OFFER = "-"
 """``offered`` of a record that could not be read: no candidate of the spec counts as taken up."""
-_COMMANDS = {
-    "promote": EventKind.USER_PROMOTE,
-    "reject": EventKind.USER_REJECT,
-    "rollback": EventKind.USER_ROLLBACK,
-}
 _VERDICTS = {
     Verdict.PROMOTE: (EventKind.CANARY_BETTER, "the candidate is faster"),
     Verdict.ROLL_BACK: (EventKind.CANARY_WORSE, "the candidate is slower, as a whole or in a task"),
@@ -97,19 +90,19 @@ def find_image_change(facts: Facts, record: DraftRecord) -> Detection | None:
     return Detection(record=noted, event=Event(kind=EventKind.IMAGE_CHANGED), reason=reason, cause="user")
 
 
-def find_command(facts: Facts, record: DraftRecord) -> Detection | None:
-    """Find a command that was not carried out yet. Its annotation ends with the time when it was given."""
-    command = facts.deployment.draft_command
-    verb = command.partition(" ")[0]
-    if command == record.command or verb == TRAIN:
+def find_rejection(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find the draft or the training run that draftRollout.reject names, if it is tried, in service or under way."""
+    rejected = facts.deployment.spec.draft_rollout.reject
+    if not rejected:
         return None
-    noted = record.model_copy(update={"command": command})
-    if verb == RETRY and record.phase in (Phase.SERVING, Phase.COOLDOWN):
-        return Detection(record=noted.model_copy(update={"offered": "", "refusal": ""}))
-    kind = _COMMANDS.get(verb)
-    if kind is None:
-        return Detection(record=noted)
-    return Detection(record=noted, event=Event(kind=kind), reason=f"a user gave the command {command}", cause="user")
+    is_run = record.run is not None and record.run.id == rejected
+    is_served = record.current == rejected and record.previous is not None
+    kind = EventKind.USER_ROLLBACK if is_served else EventKind.USER_REJECT
+    event = Event(kind=kind)
+    is_named = is_run or is_served or record.candidate == rejected
+    if not is_named or advance(record.lifecycle, event).state == record.lifecycle:
+        return None
+    return Detection(record=record, event=event, reason=f"draftRollout.reject names {rejected[:12]}", cause="user")
 
 
 def find_withdrawn_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
@@ -117,7 +110,7 @@ def find_withdrawn_candidate(facts: Facts, record: DraftRecord) -> Detection | N
     if not record.offered or offer_of(facts.deployment) == record.offered:
         return None
     noted = record.model_copy(update={"offered": UNKNOWN_OFFER if record.problem else "", "refusal": ""})
-    if record.phase is not Phase.CANARY or record.offered.partition(" ")[0] != record.candidate:
+    if record.phase is not Phase.CANARY or record.offered.partition(" ")[2] != record.uris.get(record.candidate):
         return Detection(record=noted)
     event = Event(kind=EventKind.USER_REJECT)
     return Detection(record=noted, event=event, reason="the candidate was removed from the spec", cause="user")
@@ -128,10 +121,12 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
     if record.phase is not Phase.CANARY:
         return None
     if record.is_confirmed:
-        is_waiting = record.mode is Mode.MANUAL
-        event = Event(kind=EventKind.CANARY_BETTER)
-        reason = f"mode is {record.mode} now: {evidence_text(record.trial)}"
-        return None if is_waiting else Detection(record=record, event=event, reason=reason, cause="user")
+        is_approved = facts.deployment.spec.draft_rollout.approve == record.candidate
+        event = Event(kind=EventKind.USER_PROMOTE if is_approved else EventKind.CANARY_BETTER)
+        reason = "draftRollout.approve names it" if is_approved else f"mode is {record.mode} now"
+        if record.mode is Mode.MANUAL and not is_approved:
+            return None
+        return Detection(record=record, event=event, reason=f"{reason}: {evidence_text(record.trial)}", cause="user")
     trial = record.trial
     if trial is None or not trial.pod:
         return None
@@ -147,6 +142,8 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
     if state.state == "Failed":
         reason = f"pod {trial.pod}: {state.problem or 'the draft could not be loaded'}"
         return Detection(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=reason)
+    if record.candidate.startswith(UNRESOLVED):
+        return _resolved(facts, record, trial, state.hash) if state.hash else None
     counted = count_pairs(trial, state.pairs, _tasks(facts.deployment))
     if counted == trial:
         return None
@@ -156,6 +153,28 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
         return Detection(record=noted)
     kind, words = verdict
     return Detection(record=noted, event=Event(kind=kind), reason=f"{words}: {evidence_text(counted)}", cause="canary")
+
+
+def _resolved(facts: Facts, record: DraftRecord, trial: TrialRecord, found: str) -> Detection:
+    """Return the record with the hash of the candidate. Its trial begins anew, of files with this hash alone."""
+    uri = record.uris[record.candidate]
+    refusal = _refusal(facts, found, record.current or record.spec_hash)
+    if refusal:
+        return Detection(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=f"{uri}: {refusal}")
+    uris = {draft: place for draft, place in record.uris.items() if draft != record.candidate}
+    begun = trial.model_copy(update={"pod": "", "pod_uid": "", "boot": ""})
+    return Detection(
+        record=record.model_copy(update={"candidate": found, "uris": {**uris, found: uri}, "trial": begun})
+    )
+
+
+def _refusal(facts: Facts, candidate: str, incumbent: str) -> str:
+    """Return why a candidate is not tried; empty if it is."""
+    if candidate == incumbent:
+        return f"the workers run the candidate {candidate[:12]} already"
+    if candidate == facts.deployment.spec.draft_rollout.reject:
+        return f"draftRollout.reject names the candidate {candidate[:12]}"
+    return ""
 
 
 def find_convergence(facts: Facts, record: DraftRecord) -> Detection | None:
@@ -187,7 +206,7 @@ def find_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
     spec = facts.deployment.spec
     limits = {
         **PHASE_SECONDS,
-        Phase.CANARY: seconds_of(spec.rollout.draft.max_duration),
+        Phase.CANARY: seconds_of(spec.draft_rollout.max_duration),
         Phase.COOLDOWN: seconds_of(spec.distillation.trigger.cooldown),
     }
     limit = limits.get(record.phase)
@@ -200,36 +219,36 @@ def find_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
 
 def find_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find a candidate of the spec that was not taken up yet, once a worker runs the draft to compare it with."""
-    candidate, offer = facts.deployment.spec.rollout.draft.candidate, offer_of(facts.deployment)
+    candidate, offer = facts.deployment.spec.draft_rollout.candidate, offer_of(facts.deployment)
     incumbent = record.current or spec_hash_of(facts)
     if candidate is None or offer == record.offered or record.phase not in (Phase.SERVING, Phase.COOLDOWN):
         return None
     spec = facts.deployment.spec
     if not incumbent or spec.speculation.mode == "Off":
         return None
+    name = candidate_name(candidate)
     noted = record.model_copy(
         update={
             "offered": offer,
             **begun_from(facts),
             "spec_hash": record.spec_hash if record.current else incumbent,
-            "uris": {**record.uris, candidate.hash: candidate.uri},
+            "uris": {**record.uris, name: candidate.uri},
             "problem": "",
             "refusal": "",
         }
     )
-    if candidate.hash == incumbent:
-        refusal = f"the workers run the candidate {candidate.hash[:12]} already"
+    if refusal := _refusal(facts, name, incumbent):
         return Detection(record=noted.model_copy(update={"refusal": refusal, "uris": record.uris}))
-    event = Event(kind=EventKind.USER_CANDIDATE, draft=candidate.hash)
+    event = Event(kind=EventKind.USER_CANDIDATE, draft=name)
     reason = f"the spec offers {candidate.uri}; it is compared with {incumbent[:12]}"
     return Detection(record=noted, event=event, reason=reason, cause="user")
 
 
 def begun_from(facts: Facts) -> dict[str, object]:
-    """Return the fields of a record that say what a rollout or a training run begins from: spec, image and command."""
+    """Return the fields of a record that say what a rollout or a training run begins from: spec, image and request."""
     spec = facts.deployment.spec
     return {
-        "command": facts.deployment.draft_command,
+        "request": facts.deployment.spec.distillation.trigger.request or "",
         "spec_draft": spec.speculation.draft.uri if spec.speculation.draft else "",
         "method": spec.speculation.method,
         "target": spec.model.uri,
@@ -242,7 +261,7 @@ OFFERS: tuple[Detector, ...] = (find_withdrawn_candidate, find_candidate)
 DETECTORS: tuple[Detector, ...] = (
     find_spec_change,
     find_image_change,
-    find_command,
+    find_rejection,
     find_withdrawn_candidate,
     find_trial_event,
     find_convergence,
@@ -254,8 +273,8 @@ DETECTORS: tuple[Detector, ...] = (
 
 def offer_of(deployment: Deployment) -> str:
     """Return the candidate of the spec as text; empty without one."""
-    candidate = deployment.spec.rollout.draft.candidate
-    return f"{candidate.hash} {candidate.uri}" if candidate else ""
+    candidate = deployment.spec.draft_rollout.candidate
+    return f"{candidate_name(candidate)} {candidate.uri}" if candidate else ""
 
 
 def image_of(observed: Observation) -> str:

@@ -43,6 +43,10 @@ _OUTCOMES: dict[EventKind, Outcome] = {
 """Outcome of a candidate by the event that ended its trial or its promotion."""
 
 
+MAX_PAIRS = 120
+"""Pairs after which a trial without a verdict ends as undecided."""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutStep:
     """Result of one step."""
@@ -55,18 +59,17 @@ class RolloutStep:
 def step_rollout(deployment: Deployment, observed: Observation, *, now: float) -> RolloutStep:
     """Return the record after what was observed. A paused deployment keeps its record."""
     record, facts = observed.session.drafts, Facts(deployment, observed, now)
-    if deployment.paused or record.paused:
-        kind = EventKind.PAUSED if deployment.paused else EventKind.RESUMED
+    if deployment.spec.paused or record.paused:
+        kind = EventKind.PAUSED if deployment.spec.paused else EventKind.RESUMED
         record = record.moved(advance(record.lifecycle, Event(kind=kind)).state)
-        if deployment.paused:
+        if deployment.spec.paused:
             return RolloutStep(record)
     if record.problem and not record.offered:
         # What became of this candidate is not known any more. It is not tried again without a user.
         record = record.model_copy(update={"offered": offer_of(deployment) or UNKNOWN_OFFER})
     changes: list[DecisionRecord] = []
     if record.is_used:
-        spec = deployment.spec.rollout.draft
-        record = record.model_copy(update={"mode": Mode(spec.mode), "failure_limit": spec.failure_limit})
+        record = record.model_copy(update={"mode": Mode(deployment.spec.draft_rollout.mode)})
     for detect in (*(DETECTORS if record.is_used else OFFERS), find_drift_run, *RUN_DETECTORS, find_run_deletion):
         detection = detect(facts, record)
         if detection is not None:
@@ -92,9 +95,7 @@ def _advanced(detection: Detection, facts: Facts) -> tuple[DraftRecord, Decision
         after = after.model_copy(update={"since": now})
     is_news = after.lifecycle != before.lifecycle or event.kind is EventKind.JOB_LOST
     if Action.REPORT not in transition.actions or not is_news:
-        is_command = event.kind in (EventKind.USER_PROMOTE, EventKind.USER_REJECT, EventKind.USER_ROLLBACK)
-        reason = f"{detection.reason}; it changes nothing now"
-        return after, _change(detection, after, now, reason) if is_command else None
+        return after, None
     after = with_run_end(detection, _concluded(detection, event, after, now), facts.deployment.spec, now)
     keep = {after.current, after.candidate, after.previous}
     after = after.model_copy(update={"uris": {draft: uri for draft, uri in after.uris.items() if draft in keep}})
@@ -112,7 +113,7 @@ def _concluded(detection: Detection, event: Event, after: DraftRecord, now: floa
     is_dropped = outcome != "Promoted" and ended and ended not in (after.candidate, after.current)
     if outcome is None or not (is_promoted or is_dropped):
         is_confirmed = after.is_confirmed and not before.is_confirmed
-        verdict = f"{ended[:12]} waits for kubectl specdecode promote: {detection.reason}"
+        verdict = f"{ended[:12]} waits for draftRollout.approve (kubectl specdecode promote): {detection.reason}"
         return after.model_copy(update={"last_verdict": verdict[:1000]}) if is_confirmed else after
     gain = gain_of(before.trial) if before.trial else None
     entry = DraftLineageStatus(
@@ -173,11 +174,11 @@ def _run_canary(record: DraftRecord, facts: Facts) -> DraftRecord:
         return record
     trial = record.trial
     if trial is None:
-        spec = facts.deployment.spec.rollout.draft
+        spec = facts.deployment.spec.draft_rollout
         trial = TrialRecord(
             started_at=facts.now,
             block_requests=spec.block_requests,
-            max_pairs=spec.max_pairs,
+            max_pairs=MAX_PAIRS,
             min_gain=spec.min_gain_percent / 100,
         )
         record = record.model_copy(update={"trial": trial})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from specdecode_operator.drafts.run_places import deletion_id, published_hash, published_prefix
+from specdecode_operator.rollout.assignment import candidate_name
 from specdecode_operator.rollout.observed_events import Detection, Facts
 from specdecode_operator.rollout.run_events import jobs_with_id
 from specdecode_operator.state.draft_record import DraftRecord, RunRecord
@@ -53,11 +54,11 @@ def needed_drafts(deployment: Deployment, record: DraftRecord, place: str, uris:
         place: URI below which the drafts lie.
         uris: URIs of all drafts of the spec.
     """
-    candidate = deployment.spec.rollout.draft.candidate
+    candidate = deployment.spec.draft_rollout.candidate
     known = {record.current, record.candidate, record.previous or "", record.spec_hash}
     known |= {entry.hash for entry in record.lineage} | set(record.uris)
     if candidate is not None:
-        known.add(candidate.hash)
+        known.add(candidate_name(candidate))
     prefix = published_prefix(place, deployment.name)
     named = {
         published_hash(uri, prefix) for uri in (*uris, *record.uris.values(), *([candidate.uri] if candidate else []))

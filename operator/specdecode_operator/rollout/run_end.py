@@ -103,7 +103,7 @@ def _ended(before: DraftRecord, outcome: RunOutcome, detection: Detection, spec:
             "least_gain_percent": _percent(gain.lower) if gain else None,
             "most_gain_percent": _percent(gain.upper) if gain else None,
             "conversations": verdict.conversations,
-            "device_seconds": round(verdict.seconds * max(1, spec.distillation.job.devices), 1),
+            "device_seconds": round(verdict.seconds * max(1, spec.distillation.job_devices), 1),
         }
     )
 

@@ -1,4 +1,4 @@
-"""Events of a training run: a command to train, enough captured requests, and the state of the Job. Pure.
+"""Events of a training run: a request, enough captured requests, and the state of the Job. Pure.
 
 A run has an id that is never used twice. The Job of a run is created while ``job_uid`` of the stored run is empty, and
 is lost if it was seen and is gone. Both follow from the record and from what is in the cluster, so that an operator
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from specdecode_operator.api.v1alpha1 import Spec, seconds_of
+from specdecode_operator.api.v1alpha1 import DistillationCaptureSpec, Spec, seconds_of
 from specdecode_operator.drafts.lifecycle import Event
 from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
 from specdecode_operator.drafts.run_obstacle import obstacle_in_phase, obstacle_in_spec
 from specdecode_operator.drafts.run_places import deletion_id, problem_of_draft, published_prefix
-from specdecode_operator.rollout.observed_events import TRAIN, Detection, Detector, Facts, begun_from, spec_hash_of
+from specdecode_operator.rollout.observed_events import Detection, Detector, Facts, begun_from, spec_hash_of
 from specdecode_operator.state.draft_record import DraftRecord, RunRecord
 from specdecode_operator.types import Deployment, Observation, TrainingJob
 from specdecode_worker.contract.distillation import DistillationVerdict
@@ -37,16 +37,16 @@ def obstacle_of_run(facts: Facts, record: DraftRecord) -> str:
     return ""
 
 
-def find_run_command(facts: Facts, record: DraftRecord) -> Detection | None:
-    """Find a command to train that was not carried out yet."""
-    command = facts.deployment.draft_command
-    if command == record.command or command.partition(" ")[0] != TRAIN:
+def find_run_request(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find a request to train that was not carried out yet."""
+    request = facts.deployment.spec.distillation.trigger.request
+    if request is None or request == record.request:
         return None
     refusal = obstacle_of_run(facts, record)
-    noted = record.model_copy(update={"command": command, "run_refusal": refusal})
+    noted = record.model_copy(update={"request": request, "run_refusal": refusal})
     if refusal:
         return Detection(record=noted)
-    reason = f"a user gave the command {command}"
+    reason = f"a user requested {request!r}"
     return Detection(record=noted, event=Event(kind=EventKind.RUN_REQUESTED), reason=reason, cause="user")
 
 
@@ -80,9 +80,9 @@ def with_run(detection: Detection, facts: Facts) -> Detection:
 def _storage_of(spec: Spec) -> dict[str, str]:
     """Return the fields of a run that say where its files and its draft lie."""
     storage = spec.distillation.storage
-    s3 = storage.s3
-    bucket, endpoint = (s3.uri, s3.endpoint or "") if s3 is not None else ("", "")
-    return {"claim": storage.claim or "", "bucket": bucket, "endpoint": endpoint}
+    if storage is None:
+        return {"claim": "", "bucket": "", "endpoint": ""}
+    return {"claim": storage.claim, "bucket": storage.bucket, "endpoint": storage.endpoint or ""}
 
 
 def find_run_event(facts: Facts, record: DraftRecord) -> Detection | None:
@@ -100,8 +100,8 @@ def find_run_event(facts: Facts, record: DraftRecord) -> Detection | None:
     if record.phase is Phase.DISTILLING:
         # Jobs that cannot be listed are not lost.
         return None if facts.observed.jobs_problem else _find_job_event(facts, record, run)
-    if not distillation.capture.enabled:
-        reason = "distillation.capture.enabled is false now"
+    if distillation.capture is None:
+        reason = "distillation.capture is absent now"
         return Detection(record=record, event=Event(kind=EventKind.USER_REJECT), reason=reason, cause="user")
     needed = distillation.trigger.min_conversations
     count = captured_conversations(facts.observed, record, since_plan=True)
@@ -221,9 +221,9 @@ def find_run_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
     in a queue, but not until the requests that it was created for are gone.
     """
     distillation = facts.deployment.spec.distillation
-    limit = float(seconds_of(distillation.capture.max_age))
+    limit = seconds_of((distillation.capture or DistillationCaptureSpec()).max_age)
     if record.phase is Phase.DISTILLING:
-        limit += seconds_of(distillation.job.time_limit)
+        limit += distillation.time_limit_seconds
     if record.phase not in RUN_PHASES or facts.now - record.since < limit:
         return None
     count = captured_conversations(facts.observed, record)
@@ -232,5 +232,5 @@ def find_run_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
     return Detection(record=record, event=Event(kind=EventKind.TIME_OVER), reason=reason)
 
 
-RUN_DETECTORS: tuple[Detector, ...] = (find_run_command, find_run_event, find_run_time_over)
+RUN_DETECTORS: tuple[Detector, ...] = (find_run_request, find_run_event, find_run_time_over)
 """Detectors of training runs, in their order. They run for deployments without a rollout too."""

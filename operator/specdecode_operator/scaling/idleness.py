@@ -81,7 +81,7 @@ def _wake(spec: ScalingSpec, state: ScalingState, demand: Demand, activity: Acti
 
 
 def _rest(spec: ScalingSpec, result: ScaleResult, activity: Activity, now: float) -> ScaleResult:
-    """Remove all workers after ``idleSeconds`` without requests. A poll that says nothing only delays it."""
+    """Remove all workers after ``idleAfter`` without requests. A poll that says nothing only delays it."""
     since = result.state.idle_since if activity.is_quiet is not False else None
     if activity.is_quiet and since is None:
         since = now

@@ -114,7 +114,7 @@ class DeploymentState:
     decision: Packed[Decision] | None = None
     """Latest decision. None until the first one."""
     decided: tuple[Any, ...] = ()
-    """Identity of the resource that ``decision`` is for (generation and annotations)."""
+    """Identity of the resource that ``decision`` is for (generation)."""
     pending: Pending = Pending()
     failure: Failure | None = None
     published: Published | None = None

@@ -130,8 +130,8 @@ class DraftRecord(Stored):
     image: str = ""
     offered: str = ""
     """Candidate of the spec that was taken up: ``<hash> <uri>``."""
-    command: str = ""
-    """Annotation with the command that was carried out last."""
+    request: str = ""
+    """Value of distillation.trigger.request that was carried out last."""
     trials: int = 0
     """Number of pods that were chosen for trials so far."""
     last_verdict: str = ""
@@ -142,7 +142,7 @@ class DraftRecord(Stored):
     captures_deleted_before: float = 0
     """Time before which captured requests are deleted, in seconds of the epoch."""
     run_refusal: str = ""
-    """Reason why the latest command to train was refused; empty if it was not."""
+    """Reason why the latest request to train was refused; empty if it was not."""
     run_device_seconds: float = 0.0
     """Device seconds of the latest run with a verdict; 0 before the first one."""
     recovery: float | None = None
@@ -183,8 +183,8 @@ class DraftRecord(Stored):
 
     @property
     def is_stored(self) -> bool:
-        """True if there is anything to store: a rollout, or a command that must not be carried out again."""
-        return self.is_used or bool(self.command)
+        """True if there is anything to store: a rollout, or a request that must not be carried out again."""
+        return self.is_used or bool(self.request)
 
     @property
     def planned_draft(self) -> str:

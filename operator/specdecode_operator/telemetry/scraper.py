@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION
 from specdecode_operator.errors import OperatorError
 from specdecode_operator.periods import offset_of
 from specdecode_operator.state.deployment_state import DeploymentState, Readings, StateTable
@@ -255,5 +254,4 @@ def _running_plans(polls: Sequence[WorkerPoll]) -> dict[str, RunningPlan]:
 
 
 def _is_paused(state: DeploymentState) -> bool:
-    annotations = state.resource.value["metadata"].get("annotations") or {}
-    return bool(annotations.get(PAUSED_ANNOTATION, "false") != "false")
+    return bool(state.resource.value["spec"].get("paused"))

@@ -48,15 +48,15 @@ def deployment_for(trace: Trace, *, scaled: bool, given: Mapping[str, Any] | Non
     }
     if "objective" in SpeculationSpec.model_fields and "objective" not in speculation:
         speculation["objective"] = {
-            "itlMilliseconds": max(1, round(1000 * trace.ttit_seconds)),
-            "ttftMilliseconds": max(1, round(1000 * trace.ttft_seconds)),
+            "itl": f"{max(1, round(1000 * trace.ttit_seconds))}ms",
+            "ttft": f"{max(1, round(1000 * trace.ttft_seconds))}ms",
         }
     spec: dict[str, Any] = {
         "model": {"uri": "embedded://simulated"},
         "speculation": speculation,
         "replicas": trace.replicas,
-        "workers": {
-            "gpu": False,
+        "workers": {"accelerator": {"count": 0}},
+        "engine": {
             "maxNumSeqs": trace.limits.max_num_seqs,
             "maxNumBatchedTokens": trace.limits.max_num_batched_tokens,
             "kvCacheTokens": trace.limits.kv_tokens,

@@ -1,6 +1,6 @@
 """Two oracles. The clairvoyant picks the best shapes for every batch at every moment; the constrained one knows the
 same truth but has what our operator has: a look every poll, rows by load buckets and tasks, depth bounds, and what
-spec.hysteresis asks of every row: a dwell, a least gain, so many changes an hour.
+spec.speculation.stability asks of every row: a dwell, a least gain, so many changes an hour.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specdecode_operator.api.v1alpha1 import HysteresisSpec
+from specdecode_operator.api.v1alpha1 import STABILITY, StabilityLimits
 from specdecode_operator.planning.loads import buckets
 from specdecode_simulator.policies.operator_loop import DEEPEST
 from specdecode_simulator.records.acceptance_walks import Records, chain
@@ -23,7 +23,7 @@ from specdecode_simulator.world.truth import Truth
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
 
 HOUR_SECONDS = 3600.0
-LIMITS = HysteresisSpec()
+LIMITS = STABILITY["Medium"]
 _FIRST_CONTEXT = 400.0
 
 
@@ -118,7 +118,7 @@ class Row(NamedTuple):
     moves: tuple[float, ...] = ()
     """When it did, of the last hour; that it was made is no move."""
 
-    def may_move(self, now: float, limits: HysteresisSpec) -> bool:
+    def may_move(self, now: float, limits: StabilityLimits) -> bool:
         recent = self._recent(now)
         rested = not recent or now - recent[-1] >= limits.min_dwell_seconds
         return rested and len(recent) < limits.max_changes_per_hour
@@ -136,7 +136,7 @@ class Constrained:
 
     trace: Trace
     library: Library
-    limits: HysteresisSpec = LIMITS
+    limits: StabilityLimits = LIMITS
     versions: int = 0
     plan: Plan = field(default_factory=lambda: Plan(uid="simulated"))
     _rows: dict[RowKey, Row] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Rules of the resource on the API server: the same examples that the validators get in tests/unit/operator/api.
+"""Rules of the resource on the API server.
 
 A real API server judges the CEL rules, in server-side dry runs.
 """
@@ -6,19 +6,29 @@ A real API server judges the CEL rules, in server-side dry runs.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from specdecode_operator.api.v1alpha1 import PLURAL, VERSION
 from support.kind_copy import KindCopy
-from support.kube import KubectlError
-from support.operators.api_examples import BAD, GOOD, NAMES, TYPOS, spec_with
+from support.kube import ROOT, KubectlError
+from support.operators.api_examples import BAD, GOOD, NAMES, RESERVED, TYPOS, spec_with
+
+EXAMPLES = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "reference").glob("*.yaml")])
 
 
 @pytest.mark.parametrize("change", GOOD, ids=str)
 def test_the_api_server_accepts_valid_specs(api: KindCopy, change: dict[str, Any]) -> None:
     assert "created" in api.dry_run(spec_with(change))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_api_server_accepts_the_examples(api: KindCopy, path: Path) -> None:
+    (document,) = yaml.safe_load_all(path.read_text())
+    assert "created" in api.dry_run(document["spec"])
 
 
 @pytest.mark.parametrize(("change", "words"), BAD, ids=str)
@@ -27,7 +37,7 @@ def test_the_api_server_refuses_invalid_specs(api: KindCopy, change: dict[str, A
         api.dry_run(spec_with(change))
 
 
-@pytest.mark.parametrize("change", TYPOS, ids=str)
+@pytest.mark.parametrize("change", [*TYPOS, *RESERVED], ids=str)
 def test_the_api_server_names_unknown_fields(api: KindCopy, change: dict[str, Any]) -> None:
     with pytest.raises(KubectlError, match="unknown field"):
         api.dry_run(spec_with(change))
@@ -59,3 +69,21 @@ def test_replicas_cannot_be_changed_while_the_operator_owns_them(api: KindCopy, 
     cluster.kubectl(*scale, namespace=namespace)
     path = f"/apis/{api.group}/{VERSION}/namespaces/{namespace}/{PLURAL}/owned/scale"
     assert json.loads(cluster.kubectl("get", "--raw", path))["spec"]["replicas"] == 3
+
+
+def test_two_managers_apply_tasks_of_their_own(api: KindCopy, namespace: str) -> None:
+    """As a person's manifest in git and the plugin do: neither removes the other's items."""
+
+    def apply(manager: str, spec: dict[str, Any]) -> None:
+        words = ("apply", "--server-side", "--validate=false", f"--field-manager={manager}", "-f", "-")
+        api.cluster.kubectl(*words, namespace=namespace, stdin=json.dumps(api.manifest(spec, "shared")))
+
+    def tasks() -> dict[str, Any]:
+        stored = api.cluster.get(api.resource, "shared", namespace)["spec"]["speculation"]["tasks"]
+        return {task["name"]: task.get("pin") for task in stored}
+
+    apply("git", spec_with({"speculation": {"tasks": [{"name": "code"}, {"name": "chat"}]}}))
+    apply("person", {"speculation": {"tasks": [{"name": "code", "pin": "chain:3"}, {"name": "other", "pin": "none"}]}})
+    assert tasks() == {"code": "chain:3", "chat": None, "other": "none"}
+    apply("git", spec_with({"speculation": {"tasks": [{"name": "code"}]}}))
+    assert tasks() == {"code": "chain:3", "other": "none"}

@@ -149,7 +149,7 @@ def test_a_newer_crd_does_not_stop_an_older_operator(
         lambda: cluster.get("sdd", "skewed", namespace)["spec"]["speculation"].get("novelty") == {"level": 3},
         timeout_s=30,
     )
-    change = json.dumps({"spec": {"workers": {"maxNumSeqs": 9}}})
+    change = json.dumps({"spec": {"engine": {"maxNumSeqs": 9}}})
     cluster.kubectl("patch", "sdd", "skewed", "--type=merge", "-p", change, namespace=namespace)
 
     def status() -> Any:
@@ -323,7 +323,7 @@ def grace(cluster: Cluster, namespace: str, name: str) -> int:
 
 
 def change_grace(cluster: Cluster, namespace: str, name: str, seconds: int) -> None:
-    change = json.dumps({"spec": {"drain": {"gracePeriodSeconds": seconds}}})
+    change = json.dumps({"spec": {"drain": {"gracePeriod": f"{seconds}s"}}})
     cluster.kubectl("patch", "sdd", name, "--type=merge", "-p", change, namespace=namespace)
 
 

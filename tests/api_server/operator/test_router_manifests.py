@@ -42,9 +42,9 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 @pytest.fixture
 def deployment(cluster: Cluster, namespace: str) -> Deployment:
     spec: dict[str, Any] = {
-        "router": {"replicas": 2, "nodeSelector": {"pool": "cpu"}, "tolerations": [{"operator": "Exists"}]},
-        "workers": {"apiKeysSecretRef": {"name": "keys"}},
-        "tls": {"secretName": "cert"},
+        "router": {"replicas": 2, "template": {"spec": {"nodeSelector": {"pool": "cpu"}}}},
+        "apiKeysSecretRef": {"name": "keys"},
+        "tlsSecretRef": {"name": "cert"},
     }
     return replace(deployment_with(**spec), namespace=namespace)
 

@@ -34,8 +34,10 @@ class Made:
         cluster.apply(document, namespace=namespace)
         wait_for("the first plan", self.plan, timeout_s=30)
 
-    def annotate(self, text: str) -> None:
-        self.cluster.kubectl("annotate", "sdd", self.name, text, "--overwrite", namespace=self.namespace)
+    def change(self, **spec: Any) -> None:
+        """Merge a change into the spec; None removes a field."""
+        patch = json.dumps({"spec": spec})
+        self.cluster.kubectl("patch", "sdd", self.name, "--type=merge", "-p", patch, namespace=self.namespace)
 
     def plan(self) -> dict[str, Any]:
         config_map = self.cluster.get("configmap", f"{self.name}-plan", self.namespace)
@@ -90,39 +92,37 @@ def running(cluster: Cluster, namespace: str, tmp_path_factory: pytest.TempPathF
 def test_a_pin_becomes_the_plan_until_it_is_removed(cluster: Cluster, namespace: str) -> None:
     made = Made(cluster, namespace, "pinned")
     before = made.plan()
-    made.annotate("specdecode.io/pin=chain:2")
+    made.change(speculation={"pin": "chain:2"})
     wait_for("the pinned plan", lambda: made.plan()["initial"] == [0, 1], timeout_s=20)
     assert made.plan()["version"] > before["version"]
     wait_for("the condition", lambda: made.condition("Pinned")["status"] == "True", timeout_s=20)
-    event = ("SteeringChanged", "every load: mode Auto -> pin chain:2: annotation specdecode.io/pin")
+    event = ("SteeringChanged", "every load: mode Auto -> pin chain:2: spec.speculation.pin")
     wait_for("the Event", lambda: event in made.events(), timeout_s=20)
-    made.annotate("specdecode.io/pin-")
+    made.change(speculation={"pin": None})
     wait_for("the former plan", lambda: made.plan()["initial"] == before["initial"], timeout_s=20)
     wait_for("no condition", lambda: made.condition("Pinned")["status"] == "absent", timeout_s=20)
 
 
-def test_an_unreadable_pin_changes_nothing_and_is_reported_once(cluster: Cluster, namespace: str) -> None:
+def test_a_pin_that_cannot_run_changes_nothing_and_is_reported_once(cluster: Cluster, namespace: str) -> None:
     made = Made(cluster, namespace, "slip")
     before = made.settled()
-    made.annotate("specdecode.io/pin=chian:2")
+    made.change(speculation={"pin": "chain:17"})
     wait_for("the condition", lambda: made.condition("Pinned").get("reason") == "BadPin", timeout_s=20)
     time.sleep(TWO_ROUNDS_SECONDS)
     assert made.versions() == before
     messages = [message for reason, message in made.events() if reason == "BadPin"]
     assert len(messages) == 1
-    assert "write chain:3" in messages[0]
+    assert "at most 16 can be run" in messages[0]
 
 
 def test_a_pause_leaves_every_child_alone(cluster: Cluster, namespace: str) -> None:
     made = Made(cluster, namespace, "paused")
     before = made.settled()
-    made.annotate("specdecode.io/paused=true")
-    change = json.dumps({"spec": {"drain": {"gracePeriodSeconds": 77}, "speculation": {"mode": "Off"}}})
-    cluster.kubectl("patch", "sdd", made.name, "--type=merge", "-p", change, namespace=namespace)
+    made.change(paused=True, drain={"gracePeriod": "77s"}, speculation={"mode": "Off"})
     wait_for("the status says it", lambda: "Paused" in made.reasons(), timeout_s=20)
     time.sleep(TWO_ROUNDS_SECONDS)
     assert made.versions() == before
-    made.annotate("specdecode.io/paused-")
+    made.change(paused=None)
     wait_for("the change is applied", lambda: made.versions() != before, timeout_s=20)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator import manifests
-from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION, GROUP, KIND, VERSION
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_operator.kube.kinds import OWN_NAMESPACE_PERMISSIONS, PERMISSIONS
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Manifest
@@ -42,7 +42,7 @@ def other(cluster: Cluster) -> Iterator[str]:
 
 def jobs_in(namespace: str) -> list[Manifest]:
     """Return the Jobs that the operator makes, without their owner, which does not exist."""
-    deployment = replace(deployment_with(distillation={"storage": {"claim": "drafts"}}), namespace=namespace)
+    deployment = replace(deployment_with(distillation={"storage": {"uri": "pvc://drafts"}}), namespace=namespace)
     made = (
         manifests.distillation_job(deployment, RUN, DEFAULTS, ("0123456789abcdef",)),
         manifests.deletion_job(deployment, RUN, DEFAULTS),
@@ -137,7 +137,7 @@ def test_without_rights_on_jobs_the_operator_serves_and_the_status_names_them(
     grant(cluster, namespace, POOR, WITHOUT_JOBS, OWN_NAMESPACE_PERMISSIONS)
     spec: dict[str, Any] = {
         "replicas": 0,
-        "distillation": {"capture": {"enabled": True}, "storage": {"claim": "drafts"}},
+        "distillation": {"capture": {}, "storage": {"uri": "pvc://drafts"}},
     }
     document = {
         "apiVersion": f"{GROUP}/{VERSION}",
@@ -170,7 +170,7 @@ def test_without_rights_on_jobs_the_operator_serves_and_the_status_names_them(
         grant(cluster, namespace, POOR, PERMISSIONS, OWN_NAMESPACE_PERMISSIONS)
 
         def is_used() -> bool:
-            # The refusal of a command stays until the next one.
+            # The refusal of a request stays until the next one.
             ask_for_a_run(cluster, namespace, str(time.time_ns()))
             return "jobs" not in condition()["message"]
 
@@ -178,5 +178,5 @@ def test_without_rights_on_jobs_the_operator_serves_and_the_status_names_them(
 
 
 def ask_for_a_run(cluster: Cluster, namespace: str, number: str) -> None:
-    command = f"{DRAFT_COMMAND_ANNOTATION}=distill {number}"
-    cluster.kubectl("annotate", "sdd", "poor", "--overwrite", command, namespace=namespace)
+    change = json.dumps({"spec": {"distillation": {"trigger": {"request": number}}}})
+    cluster.kubectl("patch", "sdd", "poor", "--type=merge", "-p", change, namespace=namespace)

@@ -84,7 +84,7 @@ def endpoint(served: Endpoint, claim: Path) -> Iterator[Endpoint]:
             "replicas": 1,
             "model": {"uri": TARGET_URI},
             "speculation": {"draft": {"uri": NOISED_URI}},
-            "rollout": {"draft": {"candidate": None}},
+            "draftRollout": {"candidate": None},
             "distillation": {"trigger": {"cooldown": "1s"}},
         }
     )
@@ -175,8 +175,8 @@ def enter(endpoint: Endpoint, phase: str) -> str | None:
 def offer(endpoint: Endpoint, **settings: int) -> None:
     """Offer the embedded head, which is faster. A promotion is followed by a long phase Cooldown."""
     candidate = {"uri": GOOD_URI, "hash": model_hash(resolve(GOOD_URI))}
-    rollout = {"draft": {"candidate": candidate, **settings}}
-    endpoint.patch({"rollout": rollout, "distillation": {"trigger": {"cooldown": "10m"}}})
+    rollout = {"candidate": candidate, "reject": None, **settings}
+    endpoint.patch({"draftRollout": rollout, "distillation": {"trigger": {"cooldown": "10m"}}})
 
 
 def wait_for_phase(endpoint: Endpoint, phase: str, timeout_s: float) -> None:

@@ -31,6 +31,7 @@ from support.e2e.loop import deployed, with_knobs
 from support.e2e.questions import different_questions, different_tables
 from support.e2e.release import Release
 from support.e2e.streams import StreamTraffic, failures, unbroken_answers
+from support.e2e.training_runs import job_template
 from support.e2e.worker_faults import wait_for_ready_pods
 from support.kube import Cluster, Manifest, wait_for
 from support.storage_servers.s3_server import s3_server
@@ -70,7 +71,7 @@ def bucket(watched: Namespace, tmp_path: Path) -> Iterator[Manifest]:
         server.make_bucket("models")
         key = {name: value for name, value in server.environment.items() if name.startswith("AWS_") and "KEY" in name}
         watched.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": KEY_SECRET}, "stringData": key})
-        yield {"bucket": "models", "endpoint": server.url, "secret": KEY_SECRET}
+        yield {"uri": "s3://models", "endpoint": server.url, "secretRef": {"name": KEY_SECRET}}
         watched.kubectl("delete", "secret", KEY_SECRET)
 
 
@@ -86,12 +87,12 @@ def test_draft_reaches_workers_through_a_bucket(
     release: Release, watched: Namespace, claim: Path, bucket: Manifest
 ) -> None:
     """The incumbent lies on the claim. A new pod comes up with the promoted draft, too."""
-    settings = {**distillation(), "storage": {"s3": bucket}}
+    settings = {**distillation(), "storage": bucket}
     with served(release, watched, claim / "noised", settings, replaced=True) as loop:
         loop.endpoint.command_draft("distill")
         loop.promote()
         current = loop.endpoint.draft_status()["current"]
-        assert current["uri"] == f"s3://{bucket['bucket']}/drafts/{NAME}/{current['hash']}"
+        assert current["uri"] == f"{bucket['uri']}/drafts/{NAME}/{current['hash']}"
         old = loop.endpoint.ready_pods()[0]
         watched.kubectl("delete", "pod", old)
         wait_for_ready_pods(loop.endpoint, 2)
@@ -191,7 +192,7 @@ def served(
     speculation = {"mode": "Static", "draft": {"uri": f"pvc://{CLAIM}/{head.name}"}}
     resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": MEMORY}}
     workers = {"template": with_knobs(EQUAL_STEPS), "resources": resources}
-    extra = {"distillation": settings, "rollout": {"draft": {"blockRequests": 2}}}
+    extra = {"distillation": settings, "draftRollout": {"blockRequests": 2}}
     with (
         deployed(namespace, NAME, speculation, workers, replicas=2, **extra) as endpoint,
         namespace.reach("service", NAME, 80) as url,
@@ -210,14 +211,12 @@ def served(
 def distillation(steps: int = 40, trigger: Manifest | None = None) -> Manifest:
     """Return ``spec.distillation``: every request that permits it is captured, and a run takes a few minutes."""
     return {
-        "capture": {"enabled": True, "share": 1, "consent": "OptIn", "maxAge": "2h"},
+        "capture": {"percent": 100, "consent": "OptIn", "maxAge": "2h"},
         "trigger": trigger or {"minConversations": sum(SPLITS.values())},
-        "job": {
-            "steps": steps,
-            "timeLimit": "20m",
-            "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "6Gi"}},
-        },
-        "storage": {"claim": CLAIM},
+        "steps": steps,
+        "timeLimit": "20m",
+        "jobTemplate": job_template("6Gi"),
+        "storage": {"uri": f"pvc://{CLAIM}"},
     }
 
 

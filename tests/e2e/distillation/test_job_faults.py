@@ -27,9 +27,9 @@ from support.e2e.training_runs import (
     SPLITS,
     begin,
     job,
+    job_template,
     jobs,
     pods_of_jobs,
-    resources,
     served_meanwhile,
     trained,
     wait_for_end,
@@ -82,8 +82,7 @@ def endpoint(served: Endpoint) -> Iterator[Endpoint]:
     """Yield the deployment without a run. What a test changes in the Job's section is taken back."""
     wait_until_idle(served)
     yield served
-    changed = {"nodeSelector": {NODE_LABEL: None}, "tolerations": None, "template": None}
-    served.patch({"distillation": {"job": {**changed, "resources": resources("6Gi")}}})
+    place(served, job_template("6Gi"))
 
 
 def test_deleted_pod_is_replaced_and_the_run_goes_on(endpoint: Endpoint, folders: dict[str, Path]) -> None:
@@ -102,7 +101,7 @@ def test_deleted_pod_is_replaced_and_the_run_goes_on(endpoint: Endpoint, folders
 def test_run_on_a_lost_node_goes_on_elsewhere(endpoint: Endpoint, folders: dict[str, Path], cluster: Cluster) -> None:
     """The node loses its power for good, and its administrator says so; the Job goes on from the claim."""
     with extra_node([cluster.worker_image], timeout_s=1500) as node, served_meanwhile(endpoint):
-        endpoint.patch({"distillation": {"job": placed_on(node)}})
+        place(endpoint, job_template("6Gi", **placed_on(node)))
         run = begin(endpoint)
         wait_for_work(folders, run)
         (pod,) = pods_of_jobs(endpoint)
@@ -130,7 +129,7 @@ def test_suspended_job_goes_on_later(endpoint: Endpoint, folders: dict[str, Path
 
 
 def test_job_without_a_node_waits_with_the_words_of_the_scheduler(endpoint: Endpoint) -> None:
-    endpoint.patch({"distillation": {"job": {"nodeSelector": {NODE_LABEL: "none-such"}}}})
+    place(endpoint, job_template("6Gi", nodeSelector={NODE_LABEL: "none-such"}))
     with served_meanwhile(endpoint):
         run = begin(endpoint, state="Unschedulable")
         assert "node affinity/selector" in endpoint.draft_status()["run"]["jobReason"]
@@ -141,7 +140,7 @@ def test_job_without_a_node_waits_with_the_words_of_the_scheduler(endpoint: Endp
 
 
 def test_job_without_memory_fails_with_the_words_of_the_kernel(endpoint: Endpoint) -> None:
-    endpoint.patch({"distillation": {"job": {"resources": resources("600Mi")}}})
+    place(endpoint, job_template("600Mi"))
     with served_meanwhile(endpoint):
         ended = wait_for_end(endpoint, begin(endpoint, state=None))
     assert ended["outcome"] == "Failed", ended
@@ -176,11 +175,17 @@ def test_full_claim_fails_the_run_with_the_reason(
 
 
 def placed_on(node: str) -> Manifest:
-    """Return fields of a Job whose pod runs on the node while it is there, and is given up soon after its loss."""
+    """Return fields of a Job's pod, which runs on the node while it is there, and is given up soon after its loss."""
     lost = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute"}
     fields = prefer(node)
     tolerations = [*fields["tolerations"], {**lost, "tolerationSeconds": 5}]
-    return {"tolerations": tolerations, "template": {"spec": {"affinity": fields["affinity"]}}}
+    return {"tolerations": tolerations, "affinity": fields["affinity"]}
+
+
+def place(endpoint: Endpoint, template: Manifest) -> None:
+    """Replace the template of the Job."""
+    operations = [{"op": "replace", "path": "/spec/distillation/jobTemplate", "value": template}]
+    endpoint.namespace.kubectl("patch", "sdd", endpoint.name, "--type", "json", "--patch", json.dumps(operations))
 
 
 def wait_for_work(folders: dict[str, Path], run: str) -> None:

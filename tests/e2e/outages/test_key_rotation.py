@@ -33,7 +33,7 @@ def guarded(watched: Namespace, release: Release) -> Iterator[Routed]:
     """Yield a deployment whose clients need a key."""
     release.start()
     write_keys(watched, OLD)
-    with routed_deployment(watched, "guarded", {"apiKeysSecretRef": {"name": SECRET}}, api_key=OLD) as routed:
+    with routed_deployment(watched, "guarded", api_key=OLD, apiKeysSecretRef={"name": SECRET}) as routed:
         yield routed
     watched.kubectl("delete", "secret", SECRET)
 

@@ -66,7 +66,9 @@ def test_new_pods_use_the_resolved_commit(hub: str, watched: Namespace) -> None:
     env = [{"name": "HF_ENDPOINT", "value": f"http://{HUB}:{PORT}"}]
     workers = {"resources": HALF_A_CORE, "template": {"spec": {"initContainers": [{"name": "pull", "env": env}]}}}
     speculation = {"method": "none", "draft": None}
-    with deployed(watched, "unpinned", speculation, workers, model={"uri": URI, "maxModelLen": 512}) as endpoint:
+    with deployed(
+        watched, "unpinned", speculation, workers, model={"uri": URI}, engine={"maxModelLen": 512}
+    ) as endpoint:
         first = endpoint.one_pod()
         assert pulled_commit(endpoint, first) == FIRST
         wait_for("status has the commit", lambda: endpoint.status()["model"]["revision"] == FIRST)

@@ -76,7 +76,7 @@ def test_api_server_gone_and_a_worker_killed(
 
 def test_drained_node(watched: Namespace, cluster: Cluster, node: str) -> None:
     """All workers run on the node; the budget makes the drain wait for the replacement of the first."""
-    with routed_deployment(watched, "drained", workers=prefer(node)) as routed:
+    with routed_deployment(watched, "drained", workers={"template": {"spec": prefer(node)}}) as routed:
         assert nodes_of(routed.endpoint) == [node, node]
         try:
             with routed.unnoticed("drain of the node of both workers"):
@@ -88,7 +88,7 @@ def test_drained_node(watched: Namespace, cluster: Cluster, node: str) -> None:
 
 
 def test_lost_node(watched: Namespace, node: str) -> None:
-    with routed_deployment(watched, "lost", workers=spread()) as routed:
+    with routed_deployment(watched, "lost", workers={"template": {"spec": spread("lost")}}) as routed:
         assert node in nodes_of(routed.endpoint)
         assert len(set(nodes_of(routed.endpoint))) == 2
         with routed.unnoticed("loss of the node of a worker"):

@@ -94,7 +94,7 @@ def patches() -> Manifest:
     env = [{"name": "HF_ENDPOINT", "value": f"http://{HUB}:{PORT}"}]
     resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}
     template = {"spec": {"initContainers": [{"name": "pull", "env": env}]}}
-    return {"workers": {"resources": resources, "kvCacheTokens": 32768, "template": template}}
+    return {"workers": {"resources": resources, "template": template}, "engine": {"kvCacheTokens": 32768}}
 
 
 @pytest.fixture

@@ -145,6 +145,15 @@ def test_files_with_another_hash_are_refused_by_a_live_worker(pod: Pod, noised: 
     pod.push(None)
 
 
+def test_a_live_worker_reports_the_hash_of_a_candidate_that_has_none(pod: Pod, noised: Artifact) -> None:
+    pod.push(None, trial(Artifact(uri=noised.uri, hash=""), id="unknown"))
+    report = pod.wait(lambda report: report.trial is not None and report.trial.hash)
+    assert report.trial is not None
+    assert (report.trial.id, report.trial.hash) == ("unknown", noised.hash)
+    pod.push(None)
+    pod.wait(lambda report: report.draft.hash == pod.spec_hash and report.trial is None)
+
+
 def test_texts_of_a_trial_equal_plain_decoding(pod: Pod, noised: Artifact) -> None:
     pod.push(None, drafts=False)
     plain = pod.texts()

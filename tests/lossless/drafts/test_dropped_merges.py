@@ -46,7 +46,7 @@ def planned(local: LocalEngine, session: Session, now: float) -> tuple[Plan, Ses
 
     Guard and exploration are off and the worker's clock is ``now``, because all three depend on the machine's speed.
     """
-    spec = {"model": {"uri": EMBEDDED_TARGET}, "speculation": SPECULATION, "workers": {"maxNumSeqs": 2}}
+    spec = {"model": {"uri": EMBEDDED_TARGET}, "speculation": SPECULATION, "engine": {"maxNumSeqs": 2}}
     deployment = Deployment(
         namespace="ns", name="demo", uid="u", generation=1, spec=Spec.model_validate(spec), status=Status()
     )

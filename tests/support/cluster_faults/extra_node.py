@@ -52,7 +52,13 @@ def prefer(node: str) -> dict[str, Any]:
     return {"tolerations": TOLERATIONS, "affinity": affinity}
 
 
-def spread() -> dict[str, Any]:
-    """Return fields of pods that the scheduler spreads over all nodes, the tainted one too."""
-    constraint = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+def spread(name: str) -> dict[str, Any]:
+    """Return fields of a deployment's workers that the scheduler spreads over all nodes, the tainted one too."""
+    workers = {"matchLabels": {"specdecode.io/name": name, "specdecode.io/role": "worker"}}
+    constraint = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": workers,
+    }
     return {"tolerations": TOLERATIONS, "topologySpreadConstraints": [constraint]}

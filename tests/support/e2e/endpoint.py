@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from specdecode_operator.plugin.drafts import change_for
 from specdecode_operator.state.learned import read_state
 from specdecode_worker.contract import Plan, Port, Report, Route, StepTime, SyntheticKnobs
 from support.e2e.kube import Namespace
@@ -50,18 +51,15 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
             "model": {
                 "uri": "embedded://smollm2-135m-instruct",
                 "servedName": MODEL,
-                "dtype": DTYPE,
-                "maxModelLen": 1024,
             },
             "speculation": speculation,
+            "engine": {"dtype": DTYPE, "maxModelLen": 1024, "maxNumSeqs": 4, "kvCacheTokens": 4096},
             "workers": {
                 "accelerator": {"count": 0},
-                "maxNumSeqs": 4,
-                "kvCacheTokens": 4096,
                 "resources": resources,
                 **(workers or {}),
             },
-            "drain": {"endpointDelaySeconds": 1, "gracePeriodSeconds": 10},
+            "drain": {"endpointDelay": "1s", "gracePeriod": "10s"},
             "router": {"replicas": 0},
         },
     }
@@ -104,9 +102,8 @@ class Endpoint:
         return {self.report(pod).draft.hash for pod in self.ready_pods()}
 
     def command_draft(self, verb: str) -> None:
-        """Give a command on drafts as the kubectl plugin does."""
-        text = f"specdecode.io/draft-command={verb} {time.time_ns()}"
-        self.namespace.kubectl("annotate", "sdd", self.name, "--overwrite", text)
+        """Promote, reject, roll back or distill as the kubectl plugin does."""
+        self.patch(change_for(verb, self.get(), str(time.time_ns())))
 
     def condition(self, kind: str) -> Manifest:
         """Return the condition of this type, or a placeholder with status 'absent'."""

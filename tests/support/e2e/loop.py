@@ -26,8 +26,7 @@ MAX_DEPTH = 4
 SPECULATION: Manifest = {
     "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
     "depth": {"min": 0, "max": MAX_DEPTH, "initial": 3},
-    "hysteresis": {"minDwellSeconds": 5, "minGainPercent": 3, "maxChangesPerHour": 120},
-    "explorePercent": 20,
+    "stability": "Low",
 }
 
 
@@ -68,6 +67,7 @@ def deployed(
     """
     template = with_knobs(knobs) if knobs is not None else {}
     made = resource(name, {**SPECULATION, **speculation}, {"resources": HALF_A_CORE, "template": template, **workers})
+    made["spec"]["engine"].update(spec.pop("engine", {}))
     made["spec"].update(spec)
     namespace.apply(made)
     endpoint = Endpoint(namespace, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from support.e2e.endpoint import MODEL, Endpoint
 from support.e2e.kube import Namespace
@@ -17,7 +18,8 @@ NAME = "routed"
 WORKERS: Manifest = {
     "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}
 }
-ROUTERS = {"replicas": 2, "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
+SMALL = {"name": "router", "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
+ROUTERS = {"replicas": 2, "template": {"spec": {"containers": [SMALL]}}}
 TWO_WORKERS = {"owner": "Operator", "minReplicas": 2, "maxReplicas": 2}
 CLIENTS = 8
 
@@ -54,11 +56,11 @@ class Routed:
 
 @contextmanager
 def routed_deployment(
-    namespace: Namespace, name: str = NAME, workers: Manifest | None = None, api_key: str = "none"
+    namespace: Namespace, name: str = NAME, workers: Manifest | None = None, api_key: str = "none", **spec: Any
 ) -> Iterator[Routed]:
     """Deploy two workers behind two routers for the duration of the block."""
     fields = {**WORKERS, **(workers or {})}
-    with deployed(namespace, name, {}, fields, router=ROUTERS, scaling=TWO_WORKERS) as endpoint:
+    with deployed(namespace, name, {}, fields, router=ROUTERS, scaling=TWO_WORKERS, **spec) as endpoint:
         wait_for_ready_pods(endpoint, 2)
         wait_for("the Service selects routers", lambda: _selected_role(endpoint) == "router")
         with namespace.reach("service", name, 80) as url:

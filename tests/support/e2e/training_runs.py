@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from specdecode_operator.manifests import RUN_LABEL
+from specdecode_worker.contract.distillation import JOB_CONTAINER
 from support.e2e.askers import Askers
 from support.e2e.draft_files import GOOD_URI
 from support.e2e.endpoint import MODEL, Endpoint
@@ -26,10 +28,12 @@ def trained(
 ) -> Iterator[Endpoint]:
     """Deploy one worker whose runs take seconds."""
     distillation = {
-        "capture": {"enabled": True, "share": 1, "consent": "OptIn", "maxAge": "2h"},
+        "capture": {"percent": 100, "consent": "OptIn", "maxAge": "2h"},
         "trigger": {"minConversations": sum(SPLITS.values()), "cooldown": "1s"},
-        "job": {"steps": 4, "timeLimit": "10m", "resources": resources("6Gi")},
-        "storage": {"claim": claim},
+        "steps": 4,
+        "timeLimit": "10m",
+        "jobTemplate": job_template("6Gi"),
+        "storage": {"uri": f"pvc://{claim}"},
     }
     speculation = {"mode": "Static", "draft": {"uri": draft}}
     with deployed(namespace, name, speculation, workers or {}, replicas=1, distillation=distillation) as endpoint:
@@ -112,6 +116,7 @@ def pods_of_jobs(endpoint: Endpoint) -> list[Manifest]:
     return [pod for pod in pods if pod["status"]["phase"] in ("Pending", "Running")]
 
 
-def resources(memory: str) -> Manifest:
-    """Return resources of the Job with a limit of memory."""
-    return {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"cpu": "1", "memory": memory}}
+def job_template(memory: str, **pod: Any) -> Manifest:
+    """Return the template of the Job with a limit of memory, and with more fields of its pod."""
+    resources = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"cpu": "1", "memory": memory}}
+    return {"spec": {**pod, "containers": [{"name": JOB_CONTAINER, "resources": resources}]}}

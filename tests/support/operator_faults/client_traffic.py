@@ -14,7 +14,7 @@ from support.operator_faults.tenant import ServedDeployment
 
 SETTLE_SECONDS = 10
 RECOVERY_SECONDS = 30
-DRAIN = {"endpointDelaySeconds": 2, "gracePeriodSeconds": 5}
+DRAIN = {"endpointDelay": "2s", "gracePeriod": "5s"}
 
 
 @contextmanager

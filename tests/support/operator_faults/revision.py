@@ -56,11 +56,6 @@ class Revision:
         return self.image.rpartition(":")[2]
 
     @cached_property
-    def workers_properties(self) -> frozenset[str]:
-        """Names of the fields below ``spec.workers`` in this revision's CRD."""
-        return frozenset(self._spec_properties["workers"]["properties"])
-
-    @cached_property
     def _spec_properties(self) -> dict[str, Any]:
         """Schemas of the fields of ``spec`` in this revision's CRD."""
         document = yaml.safe_load(self.crd.read_text())
@@ -86,9 +81,4 @@ class Revision:
             resource: Name of the extended resource; ignored for a count of 0.
             count: Units per worker; 0 means workers on the CPU.
         """
-        if "accelerator" in self.workers_properties:
-            return {"accelerator": {"count": count, **({"resource": resource} if count else {})}}
-        if count == 0:
-            return {"gpu": False}
-        units = {resource: str(count)}
-        return {"gpu": False, "resources": {"requests": units, "limits": units}}
+        return {"accelerator": {"count": count, **({"resource": resource} if count else {})}}

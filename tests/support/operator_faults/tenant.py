@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from specdecode_operator.manifests.merge import merged
 from support.kube import Manifest, wait_for
 from support.operator_faults.api_client import Api, ApiError
 from support.operator_faults.installation import is_ready
@@ -42,6 +43,7 @@ class Tenant:
         replicas: int = 1,
         behaviour: Mapping[str, Any] | None = None,
         workers: Mapping[str, Any] | None = None,
+        pod: Mapping[str, Any] | None = None,
         accelerator: tuple[str, int] = ("", 0),
         **spec: Any,
     ) -> Manifest:
@@ -52,6 +54,7 @@ class Tenant:
             replicas: ``spec.replicas``.
             behaviour: Behaviour that every worker starts with.
             workers: More fields of ``spec.workers``.
+            pod: More fields of the workers' pods.
             accelerator: Extended resource and units that each worker requests.
             **spec: More fields of ``spec``.
         """
@@ -62,16 +65,15 @@ class Tenant:
             "kind": "SpecDecodeDeployment",
             "metadata": {"name": name},
             "spec": {
-                "model": {"uri": "embedded://smollm2-135m-instruct", "servedName": "stand-in", "maxModelLen": 1024},
+                "model": {"uri": "embedded://smollm2-135m-instruct", "servedName": "stand-in"},
+                "engine": {"maxModelLen": 1024, "maxNumSeqs": 4},
                 "speculation": {"draft": {"uri": "embedded://none"}},
                 "replicas": replicas,
-                "drain": {"endpointDelaySeconds": 0, "gracePeriodSeconds": 1},
+                "drain": {"endpointDelay": "0s", "gracePeriod": "1s"},
                 "workers": {
                     "image": self.revision.image,
-                    "imagePullPolicy": "IfNotPresent",
-                    "maxNumSeqs": 4,
                     "resources": resources,
-                    "template": stand_in_template(behaviour or {}),
+                    "template": merged(stand_in_template(behaviour or {}), {"spec": pod or {}}),
                     **requested,
                     **(workers or {}),
                 },

@@ -32,8 +32,8 @@ TRAINED = "7ra1ned7ra1n"
 """Hash of the draft of a training run."""
 COOLDOWN = {"trigger": {"cooldown": "1h"}}
 DISTILLATION = {
-    "capture": {"enabled": True},
-    "storage": {"claim": "drafts"},
+    "capture": {},
+    "storage": {"uri": "pvc://drafts"},
     "trigger": {"minConversations": 100, "cooldown": "1h"},
 }
 
@@ -206,8 +206,22 @@ class Canary:
         """Change the spec, as a user does."""
         self.deployment = replace(self.deployment, spec=deployment_with(replicas=2, **spec).spec)
 
-    def command(self, text: str) -> None:
-        self.deployment = replace(self.deployment, draft_command=f"{text} {self.now}")
+    def command(self, verb: str) -> None:
+        """Promote, reject, roll back or distill, as the plugin changes the spec for it."""
+        record, spec = self.record, self.deployment.spec
+        if verb == "distill":
+            trigger = spec.distillation.trigger.model_copy(update={"request": f"at {self.now}"})
+            distillation = spec.distillation.model_copy(update={"trigger": trigger})
+            self.deployment = replace(self.deployment, spec=spec.model_copy(update={"distillation": distillation}))
+            return
+        run = record.run.id if record.run else ""
+        named = {
+            "promote": {"approve": record.candidate},
+            "reject": {"reject": record.candidate or run or record.current},
+            "rollback": {"reject": record.candidate or record.current},
+        }
+        rollout = spec.draft_rollout.model_copy(update=named[verb])
+        self.deployment = replace(self.deployment, spec=spec.model_copy(update={"draft_rollout": rollout}))
 
     def restart_operator(self) -> None:
         """Drop everything but what both ConfigMaps have."""
@@ -221,7 +235,7 @@ def canary_with(**rollout: Any) -> Canary:
     """Return a deployment that offers a candidate, whose workers have reported."""
     canary = Canary(deployment_with(replicas=2))
     canary.tick()
-    canary.change(rollout={"draft": {"candidate": CANDIDATE, **rollout}})
+    canary.change(draft_rollout={"candidate": CANDIDATE, **rollout})
     return canary
 
 

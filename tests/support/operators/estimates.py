@@ -11,6 +11,7 @@ from specdecode_operator.planning.plan_rows import choose
 from specdecode_operator.planning.step_time_model import features
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState, StepTimeCell
 from specdecode_operator.telemetry.counters import PAIRS, Moments
+from support.operators.limits import speculation_of
 
 
 def moments(x: tuple[float, ...], seconds: float, count: float = 100, spread: float = 0.02) -> Moments:
@@ -51,7 +52,7 @@ def depths_of(speculation: SpeculationSpec, learned: LearnedState, now: float = 
 
 
 def spec(**fields: Any) -> SpeculationSpec:
-    return SpeculationSpec.model_validate({"method": "eagle3", "draft": {"uri": "embedded://d"}, **fields})
+    return speculation_of({"method": "eagle3", "draft": {"uri": "embedded://d"}, **fields})
 
 
 FULL = tuple(cost(n, d, truth(n, d)) for n in (1, 4, 16) for d in range(6))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pydantic.alias_generators import to_camel
 
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.decision.decide import decide
@@ -27,6 +29,7 @@ from specdecode_worker.contract import (
     TreeShape,
     draft_passes,
 )
+from support.operators.limits import speculation_of
 
 DEFAULTS = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
 StepTime = Callable[[float, int, float], float]
@@ -204,7 +207,8 @@ class SimulatedWorker:
 SPEC: dict[str, Any] = {
     "model": {"uri": "embedded://t"},
     "speculation": {"method": "eagle3", "draft": {"uri": "embedded://d"}},
-    "workers": {"accelerator": {"count": 0}, "maxNumSeqs": 16},
+    "workers": {"accelerator": {"count": 0}},
+    "engine": {"maxNumSeqs": 16},
     "router": {"replicas": 0},
 }
 
@@ -218,17 +222,32 @@ def deep(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def deployment_with(status: Status | None = None, paused: bool = False, pin: str = "", **spec: Any) -> Deployment:
+def deployment_with(status: Status | None = None, **spec: Any) -> Deployment:
+    """Return a deployment. speculation may have the key ``limits`` of `speculation_of`."""
+    fields = deep(SPEC, {to_camel(name): value for name, value in spec.items()})
+    speculation = speculation_of(fields["speculation"])
+    fields["speculation"] = {name: value for name, value in fields["speculation"].items() if name != "limits"}
     return Deployment(
         namespace="ns",
         name="demo",
         uid="u1",
         generation=1,
-        spec=Spec.model_validate(deep(SPEC, spec)),
+        spec=Spec.model_validate(fields, extra="forbid").model_copy(update={"speculation": speculation}),
         status=status or Status(),
-        paused=paused,
-        pin=pin,
     )
+
+
+def with_pin(deployment: Deployment, pin: str | None, **by_task: str) -> Deployment:
+    """Return the deployment with these pins alone, of all tasks and of some by name, as a user sets them."""
+    spec = deployment.spec
+    tasks = tuple(one.model_copy(update={"pin": by_task.get(one.name)}) for one in spec.speculation.tasks)
+    speculation = spec.speculation.model_copy(update={"pin": pin, "tasks": tasks})
+    return replace(deployment, spec=spec.model_copy(update={"speculation": speculation}))
+
+
+def with_pause(deployment: Deployment, paused: bool = True) -> Deployment:
+    """Return the deployment paused, or not any more."""
+    return replace(deployment, spec=deployment.spec.model_copy(update={"paused": paused}))
 
 
 def workload_with(replicas: int = 1, **fields: Any) -> Workload:

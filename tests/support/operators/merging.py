@@ -20,7 +20,7 @@ from specdecode_worker.contract import (
 from support.operators.fleet import Loop, SimulatedWorker, Truth, deployment_with
 
 TASK, OWN = "edits", "d1"
-QUICK: dict[str, Any] = {"minDwellSeconds": 20, "minGainPercent": 3}
+QUICK: dict[str, Any] = {"min_dwell_seconds": 20, "min_gain_percent": 3}
 HEAD: dict[str, Any] = {"name": "head", "method": "eagle3", "uri": "hf://org/head"}
 LOOKUP: dict[str, Any] = {"name": "lookup", "method": "ngram"}
 
@@ -118,7 +118,7 @@ def merging_loop(
     """
     drafts = [{**(LOOKUP if one.method == "ngram" else HEAD), "name": name} for name, one in merged.items()]
     task = {"name": TASK, "merge": [{"draft": name} for name in merged]}
-    fields: dict[str, Any] = {"drafts": drafts, "tasks": [task], "hysteresis": QUICK, **speculation}
+    fields: dict[str, Any] = {"drafts": drafts, "tasks": [task], "limits": QUICK, **speculation}
     worker = MergingWorker(
         Truth(sequences=4),
         plan=Plan(initial=TreeShape.chain(3), buckets=buckets(16)),

@@ -136,5 +136,5 @@ class PilotedWorker:
 def piloted_loop(truth: Truth, *, seed: int = 0, pass_seconds: float = 0.004, **speculation: Any) -> Loop:
     """Return the whole loop, with the worker's own half of it."""
     worker = PilotedWorker(truth, seed=seed, pass_seconds=pass_seconds)
-    deployment = deployment_with(workers={"accelerator": {"count": 0}, "maxNumSeqs": 4}, speculation=speculation)
+    deployment = deployment_with(engine={"maxNumSeqs": 4}, speculation=speculation)
     return Loop(deployment, worker)  # type: ignore[arg-type]

@@ -22,13 +22,12 @@ def polled(loop: Loop, count: int) -> None:
         loop.deployment = replace(loop.deployment, status=status)
 
 
-def resource_of(loop: Loop, **annotations: str) -> Resource:
+def resource_of(loop: Loop) -> Resource:
     deployment = loop.deployment
-    prefixed = {f"specdecode.io/{name}": value for name, value in annotations.items()}
     return {
         "apiVersion": "specdecode.io/v1alpha1",
         "kind": "SpecDecodeDeployment",
-        "metadata": {"namespace": deployment.namespace, "name": deployment.name, "uid": "u1", "annotations": prefixed},
+        "metadata": {"namespace": deployment.namespace, "name": deployment.name, "uid": "u1"},
         "spec": deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
         "status": deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
     }

@@ -93,8 +93,8 @@ class Bench:
         self.notified.append(key)
 
 
-def resource_of(key: Key, **annotations: str) -> dict[str, Any]:
-    return {"metadata": {"namespace": key[0], "name": key[1], "uid": "u", "annotations": annotations}}
+def resource_of(key: Key, **spec: Any) -> dict[str, Any]:
+    return {"metadata": {"namespace": key[0], "name": key[1], "uid": "u"}, "spec": spec}
 
 
 @contextlib.asynccontextmanager

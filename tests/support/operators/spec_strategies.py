@@ -107,7 +107,7 @@ def from_schema(node: Schema, path: str = "") -> st.SearchStrategy[Json]:
 
 
 def _objects(node: Schema, path: str) -> st.SearchStrategy[Json]:
-    if path == ".workers.template":
+    if path in (".workers.template", ".router.template", ".distillation.jobTemplate"):
         return TEMPLATE
     if "additionalProperties" in node:
         keys = st.sampled_from(("cpu", "memory", "nvidia.com/gpu", "a")) | st.text(max_size=8)
@@ -171,10 +171,18 @@ def specs(draw: st.DrawFn, schema: Schema) -> Json:
     return broken(draw, spec) if kind == "broken" else spec
 
 
+DURATIONS = (
+    ("scaling", "idleAfter"),
+    ("scaling", "scaleDownWindow"),
+    ("drain", "endpointDelay"),
+    ("drain", "gracePeriod"),
+    ("router", "holdTimeout"),
+)
+"""Durations with bounds, which a pattern cannot hold."""
 EAGLE: Json = {"method": "eagle3", "draft": {"uri": "file:///d"}}
 NO_DRAFTS: Json = {"drafts": None, "tasks": None}
 RULE_BREAKS: tuple[Json, ...] = (
-    {"model": {"quantization": "fp8"}, "workers": {"accelerator": {"count": 2}}},
+    {"engine": {"tensorParallelSize": 4}, "workers": {"accelerator": {"count": 2}}},
     {"scaling": {"owner": "Operator", "minReplicas": 0, "maxReplicas": 2}, "router": None},
     {"speculation": {"method": "eagle3", "draft": None}},
     {"speculation": {"method": "medusa", "draft": {"uri": "file:///m", "quantization": "int4"}}},
@@ -193,11 +201,12 @@ RULE_BREAKS: tuple[Json, ...] = (
     {"speculation": {**EAGLE, **NO_DRAFTS, "tasks": [{"name": "a", "depth": {"min": 3, "max": 2}}]}},
     {"scaling": {"owner": "External", "minReplicas": 3, "maxReplicas": 2}},
     {"engine": {"extraArgs": ["--port=1"]}},
-    {"workers": {"env": [{"name": "POD_NAME", "value": "x"}]}},
+    {"distillation": {"storage": {"uri": "s3://models", "secretRef": None}}},
+    {"distillation": {"trigger": {"mode": "Schedule", "schedule": None}}},
     {"workers": {"accelerator": {"resource": "node.kubernetes.io/gpu"}}},
-    {"workers": {"rollout": {"maxSurge": 0, "maxUnavailable": "0%"}}},
-    {"router": {"suspicion": {"minSeconds": 5, "maxSeconds": 2}}},
-    {"storage": {"modelCache": {"pvc": "a", "hostPath": "/a"}}},
+    {"workers": {"strategy": {"maxSurge": 0, "maxUnavailable": "0%"}}},
+    {"scaling": {"owner": "External", "idleAfter": "1s"}},
+    {"imagePullSecrets": [{"name": "a"}, {"name": "a"}]},
 )
 """Changes of a spec that break one rule across fields each. None removes a field."""
 
@@ -219,19 +228,32 @@ def repaired(spec: Json) -> Json:
         if spec["speculation"].get("draft", {}).get("placement") == "Own":
             spec.get("engine", {}).pop("sampler", None)
     workers = spec.get("workers", {})
-    workers.pop("tensorParallelSize", None)
+    spec.get("engine", {}).pop("tensorParallelSize", None)
     workers.get("accelerator", {}).pop("resource", None)
-    if workers.get("rollout", {}).get("maxUnavailable") in (0, "0%"):
-        workers["rollout"].pop("maxSurge", None)
-    if workers.get("accelerator", {}).get("count", 2) > 1:
-        spec["model"].pop("quantization", None)
-    if len(spec.get("storage", {}).get("modelCache", {})) > 1:
-        spec["storage"]["modelCache"].pop("pvc")
+    if workers.get("strategy", {}).get("maxUnavailable") in (0, "0%"):
+        workers["strategy"].pop("maxSurge", None)
+    for holder, name in DURATIONS:
+        spec.get(holder, {}).pop(name, None)
+    spec.get("speculation", {}).get("objective", {}).pop("percentile", None)
+    for name in ("ttft", "itl"):
+        spec.get("speculation", {}).get("objective", {}).pop(name, None)
+    _repair_distillation(spec.get("distillation", {}))
     scaling = spec.get("scaling", {})
     if scaling.get("minReplicas", 1) > scaling.get("maxReplicas", 4):
         scaling.pop("minReplicas", None)
         scaling["maxReplicas"] = 1000
     return spec
+
+
+def _repair_distillation(distillation: Json) -> None:
+    """Make trigger and storage agree, in place."""
+    for name in ("mode", "schedule", "baseline"):
+        distillation.get("trigger", {}).pop(name, None)
+    storage = distillation.get("storage")
+    if storage is not None and storage["uri"].startswith("s3://"):
+        storage["secretRef"] = {"name": "key"}
+    elif storage is not None:
+        distillation["storage"] = {"uri": storage["uri"]}
 
 
 def _repair_speculation(speculation: Json) -> None:

@@ -164,7 +164,7 @@ def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture
 def test_a_deployment_brings_its_bounds(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Depth 0 alone: the same as the fixed depth 0, but for exploration, of which there is none."""
     depth = {"min": 0, "max": 0, "initial": 0}
-    draft = {"method": "eagle3", "draft": {"uri": "embedded://d"}, "depth": depth, "explorePercent": 0}
+    draft = {"method": "eagle3", "draft": {"uri": "embedded://d"}, "depth": depth, "stability": "High"}
     file = tmp_path / "deployment.json"
     file.write_text(json.dumps({"spec": {"model": {"uri": "embedded://m"}, "speculation": draft}}))
     flags = ["--policy", "ours", "--policy", "fixed-0", "--recordings", str(recordings), "--json"]

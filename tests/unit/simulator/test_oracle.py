@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import HysteresisSpec
+from specdecode_operator.api.v1alpha1 import STABILITY
 from specdecode_simulator.policies.oracle import Constrained, Part, best_depths
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.records.step_times import StepTable
@@ -49,12 +50,12 @@ def test_no_fixed_depth_beats_the_oracles_by_more_than_noise(name: str, library:
     assert seconds["constrained"] < 1.05 * best
 
 
-def test_the_constrained_oracle_keeps_to_the_hysteresis(library: Library) -> None:
+def test_the_constrained_oracle_keeps_to_the_limits(library: Library) -> None:
     trace = named("dwell-flips", 0.25)
     free = {"min_dwell_seconds": 0, "min_gain_percent": 0, "max_changes_per_hour": 3600}
 
     def versions(**limits: float) -> int:
-        oracle = Constrained(trace, library, limits=HysteresisSpec(**{**free, **limits}))
+        oracle = Constrained(trace, library, limits=replace(STABILITY["Medium"], **{**free, **limits}))
         Fleet(trace, library, 0).run(oracle)
         return oracle.versions
 

@@ -144,9 +144,9 @@ def test_the_operator_knows_the_limits_of_the_modelled_workers() -> None:
     """The chunks of a prompt, and with them its time to the first token, follow from the batched tokens of a step."""
     for name in ("steady-cpu-quiet", "steady-gpu"):
         trace = named(name, 0.02)
-        workers = operator_loop.deployment_for(trace, scaled=False).spec.workers
-        assert workers.max_num_batched_tokens == trace.limits.max_num_batched_tokens
-        assert workers.max_num_seqs == trace.limits.max_num_seqs
+        engine = operator_loop.deployment_for(trace, scaled=False).spec.engine
+        assert engine.max_num_batched_tokens == trace.limits.max_num_batched_tokens
+        assert engine.max_num_seqs == trace.limits.max_num_seqs
 
 
 def test_an_operator_that_is_away_decides_nothing_and_remembers(library: Library) -> None:

@@ -19,8 +19,12 @@ class Artifact(Received):
     """A draft as files: an EAGLE-3 head with its config and calibration."""
 
     uri: str = Field(min_length=1, max_length=1024)
-    hash: str = Field(min_length=1, max_length=128)
-    """`draft_hash`: covers weights, config and calibration. A worker refuses files with another hash."""
+    hash: str = Field(max_length=128)
+    """`draft_hash`: covers weights, config and calibration. A worker refuses files with another hash.
+
+    It is empty only of a candidate whose hash nobody knows yet: the worker loads what lies there, and `TrialState.hash`
+    says what it is.
+    """
 
 
 class DraftTrial(Received):
@@ -81,6 +85,8 @@ class TrialState(Received):
     id: str
     state: Literal["Loading", "Running", "Failed"]
     """Failed: the candidate or the incumbent could not be loaded; ``problem`` says why."""
+    hash: str = Field(default="", max_length=128)
+    """Hash of the candidate; empty until it is loaded."""
     pair: int = Field(default=0, ge=0)
     """Index of the pair that runs."""
     pairs: tuple[TrialPair, ...] = Field(default=(), max_length=16)

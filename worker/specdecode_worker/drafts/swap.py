@@ -673,6 +673,7 @@ class TrialRun:
         return TrialState(
             id=schedule.trial.id,
             state="Failed" if self.problem else "Loading" if self.block is None else "Running",
+            hash=self.candidate.state.hash if self.candidate else "",
             pair=schedule.pair,
             pairs=schedule.pairs,
             problem=self.problem[:1000] or None,

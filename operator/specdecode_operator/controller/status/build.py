@@ -48,7 +48,7 @@ def status_of(
         _steady(before, state, published=decision.figures is not None, asked=observed.round > 0)
         for state in conditions(deployment, observed, decision, outcome, past=past, now=now)
     ]
-    generation = _observed_generation(deployment)
+    generation = deployment.generation
     ready = workload.ready if workload else 0
     return Status(
         observed_generation=generation,
@@ -58,7 +58,7 @@ def status_of(
         selector=decision.selector,
         ready=f"{ready}/{decision.replicas}",
         reason=_reason(states),
-        conditions=tuple(_condition(before, state, generation or 0, now) for state in states),
+        conditions=tuple(_condition(before, state, generation, now) for state in states),
         resolved_image=decision.image or None,
         model=sections.model_section(deployment, decision.model_revision),
         speculation=sections.speculation_section(deployment, decision, now),
@@ -116,11 +116,6 @@ def _availability(before: Status, observed: Observation | None) -> list[Conditio
     if any(condition.type == ConditionType.available for condition in before.conditions):
         return []
     return [ConditionState(ConditionType.available, "False", "NoWorkers", "no worker was started")]
-
-
-def _observed_generation(deployment: Deployment) -> int | None:
-    """Return the generation that the status is about. A pause leaves later specs unobserved."""
-    return deployment.status.observed_generation if deployment.paused else deployment.generation
 
 
 def _past(before: Status, now: float) -> Past:

@@ -23,9 +23,10 @@ from specdecode_operator.controller.status.progress import (
 )
 from specdecode_operator.controller.status.router_progress import find_router_blocker, find_router_motion
 from specdecode_operator.controller.status.text import enumerated, rounded
+from specdecode_operator.manifests import rolling_hash
 from specdecode_operator.types import Decision, Deployment, Observation, Outcome, Workload
 
-PAUSED = "the annotation specdecode.io/paused is set; the operator writes only status"
+PAUSED = "spec.paused is true; the operator writes only status"
 NAMED_OUTLIERS = 3
 """Outliers that a message names. Each takes a whole sentence."""
 
@@ -104,7 +105,7 @@ def available(workload: Workload | None, wanted: int, trouble: str | None, *, at
 def progressing(deployment: Deployment, observed: Observation, decision: Decision, past: Past) -> ConditionState:
     """Return whether workers are being started, replaced or removed. A blocked rollout makes it False."""
     kind = ConditionType.progressing
-    if deployment.paused:
+    if deployment.spec.paused:
         return ConditionState(kind, "Unknown", "Paused", PAUSED)
     motion = find_rollout(observed, decision, paused=False)
     blocker = find_worker_blocker(observed, decision, past=past)
@@ -208,13 +209,13 @@ def routers_ready(deployment: Deployment, observed: Observation) -> ConditionSta
 
 
 def pinned(decision: Decision) -> ConditionState:
-    """Return whether the annotation specdecode.io/pin is in force. It exists while the annotation does."""
+    """Return whether the pins of the spec are in force. It exists while there are any."""
     kind = ConditionType.pinned
     if decision.pin_problem:
         still = f"; {decision.pinned} stays pinned" if decision.pinned else "; nothing is pinned"
         return ConditionState(kind, "False", "BadPin", decision.pin_problem + still, True)
     message = f"{decision.pinned} runs at every load; the guard stays active"
-    return ConditionState(kind, "True", "PinnedByAnnotation", message)
+    return ConditionState(kind, "True", "PinnedBySpec", message)
 
 
 def reports_fresh(observed: Observation, decision: Decision) -> ConditionState:
@@ -235,15 +236,15 @@ def _summary(
     blocker = find_blocker(observed, decision, outcome, past=past) or find_router_blocker(deployment, observed)
     if blocker:
         return [stalled(blocker), not_ready(blocker)]
-    waiting = _paused(deployment, observed) if deployment.paused else None
+    waiting = _paused(deployment, observed) if deployment.spec.paused else None
     if waiting:
         return [not_ready(waiting)]
-    motion = find_motion(observed, decision, outcome, paused=deployment.paused) or find_router_motion(
+    motion = find_motion(observed, decision, outcome, paused=deployment.spec.paused) or find_router_motion(
         deployment, observed
     )
     if motion is None:
         return [_ready(deployment, observed, decision)]
-    if deployment.paused:
+    if deployment.spec.paused:
         return [not_ready(motion)]
     return [ConditionState(ConditionType.reconciling, "True", *motion), not_ready(motion)]
 
@@ -252,8 +253,8 @@ def _paused(deployment: Deployment, observed: Observation) -> Finding | None:
     """Return why a paused deployment is not as its spec wants it, if it is known not to be."""
     if observed.workload is None:
         return Finding("Paused", f"{PAUSED}; nothing was created yet")
-    if deployment.generation != (deployment.status.observed_generation or deployment.generation):
-        return Finding("Paused", f"{PAUSED}; the current spec is not applied")
+    if observed.workload.spec_hash != rolling_hash(deployment.spec):
+        return Finding("Paused", f"{PAUSED}; the workers are of an earlier spec")
     return None
 
 

@@ -8,6 +8,7 @@ from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, DraftTr
 from specdecode_operator.controller.status.condition_state import ConditionState
 from specdecode_operator.controller.status.training_run import last_run_section, run_progress, run_section
 from specdecode_operator.drafts.lifecycle_table import Phase
+from specdecode_operator.rollout.assignment import UNRESOLVED
 from specdecode_operator.rollout.observed_events import offer_of
 from specdecode_operator.rollout.run_events import RUN_PHASES
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
@@ -63,13 +64,24 @@ def draft_rollout(deployment: Deployment, observed: Observation, job_problem: st
         return ConditionState(kind, "True", _under_way(record), _progress(record))
     if record.run_refusal:
         return ConditionState(kind, "False", "RunRefused", f"no run was begun: {record.run_refusal}", True)
-    if observed.jobs_problem and deployment.spec.distillation.capture.enabled:
+    if observed.jobs_problem and deployment.spec.distillation.capture is not None:
         return ConditionState(kind, "False", "RunRefused", f"no run can begin: {observed.jobs_problem}", True)
     if not record.is_used:
         return None
     if record.refusal:
         return ConditionState(kind, "False", "CandidateRefused", record.refusal, True)
+    if record.current:
+        return ConditionState(kind, "False", "PromotedDraftServes", _promoted(record))
     return ConditionState(kind, "False", "NoRollout", record.last_verdict or "no candidate is tried")
+
+
+def _promoted(record: DraftRecord) -> str:
+    """Return that the spec does not name the draft that serves, and what makes it true for a restore from git."""
+    uri = record.uris.get(record.current, "")
+    return (
+        f"the workers run {uri} ({record.current[:12]}), which was promoted; speculation.draft.uri names "
+        f"{record.spec_draft}, to which a restore from git returns: set it to {uri}, which replaces the pods once"
+    )
 
 
 def _waiting(deployment: Deployment, record: DraftRecord) -> ConditionState | None:
@@ -96,7 +108,8 @@ def _progress(record: DraftRecord) -> str:
     if record.phase is Phase.ROLLING_BACK:
         return f"the workers return to {record.current[:12] or 'the draft of the spec'}"
     if record.is_confirmed:
-        return f"{draft} is better: {evidence_text(record.trial)}; kubectl specdecode promote or reject decides"
+        decides = "draftRollout.approve or reject decides (kubectl specdecode promote or reject)"
+        return f"{draft} is better: {evidence_text(record.trial)}; {decides}"
     pod = record.trial.pod if record.trial else ""
     return f"pod {pod}: it tries {draft}" if pod else f"no worker is ready to try {draft}"
 
@@ -123,7 +136,8 @@ def _version(record: DraftRecord, draft: str) -> DraftVersionStatus:
     """Return hash and URI of a draft; an empty hash is the draft of the spec."""
     if not draft:
         return DraftVersionStatus(hash=record.spec_hash or None, uri=record.spec_draft)
-    return DraftVersionStatus(hash=draft, uri=record.uris.get(draft))
+    known = None if draft.startswith(UNRESOLVED) else draft
+    return DraftVersionStatus(hash=known, uri=record.uris.get(draft))
 
 
 def _hashes(observed: Observation) -> Iterator[str]:

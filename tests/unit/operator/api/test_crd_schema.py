@@ -98,10 +98,22 @@ def test_conditions_fit_into_status() -> None:
     assert all(f"| {kind} |" in documented for kind in ConditionType)
 
 
+def test_lists_whose_items_have_names_are_maps() -> None:
+    """Two managers that apply items of their own must not overwrite each other's list."""
+    lists = [(path, field) for path, field, _ in [*SPEC_FIELDS, *STATUS_FIELDS] if field.get("type") == "array"]
+    named = {
+        path
+        for path, field in lists
+        if {"name", "deployment", "draft", "type"}.intersection(field["items"].get("required", ()))
+    }
+    assert named == {path for path, field in lists if field.get("x-kubernetes-list-type") == "map"}
+    assert len(named) >= 7
+
+
 def test_printer_columns_refer_to_existing_fields() -> None:
     known = {path for path, _, _ in [*SPEC_FIELDS, *STATUS_FIELDS]} | {"metadata.creationTimestamp"}
     assert [column["jsonPath"] for column in COLUMNS if column["jsonPath"][1:] not in known] == []
     narrow = [column["name"].upper() for column in COLUMNS if not column.get("priority")]
     wide = [column["name"].upper() for column in COLUMNS if column.get("priority")]
-    assert narrow == ["READY", "REPLICAS", "MODEL", "MODE", "DEPTH", "ACCEPT", "SPEEDUP", "AGE"]
-    assert wide == ["DRAFT", "URL", "ROUTERS", "REASON"]
+    assert narrow == ["READY", "MODE", "DEPTH", "ACCEPT", "SPEEDUP", "AGE", "REASON"]
+    assert wide == ["MODEL", "DRAFT", "URL", "ROUTERS"]

@@ -7,59 +7,43 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from specdecode_operator.api.crd import root_schema
-from specdecode_operator.api.distillation import ONE_STORAGE_MESSAGE, STORAGE_MESSAGE, DistillationSpec
-from specdecode_operator.api.rollout import DraftCandidateSpec
-
-S3 = {"bucket": "models", "secret": "key"}
-
-
-def test_a_bucket_has_defaults_and_a_uri() -> None:
-    storage = DistillationSpec.model_validate({"storage": {"s3": S3}}).storage
-    assert storage.s3 is not None
-    assert storage.is_set
-    assert (storage.s3.uri, storage.s3.region, storage.s3.endpoint) == ("s3://models", "us-east-1", None)
-    more = DistillationSpec.model_validate({"storage": {"s3": {**S3, "prefix": "team/a"}}}).storage
-    assert more.s3 is not None
-    assert more.s3.uri == "s3://models/team/a"
-
-
-def test_there_is_one_place_or_none() -> None:
-    with pytest.raises(ValidationError, match=ONE_STORAGE_MESSAGE):
-        DistillationSpec.model_validate({"storage": {"s3": S3, "claim": "drafts"}})
-    rules = root_schema()["properties"]["spec"]["properties"]["distillation"]["properties"]["storage"]
-    assert rules["x-kubernetes-validations"] == [
-        {"rule": "!has(self.claim) || !has(self.s3)", "message": ONE_STORAGE_MESSAGE}
-    ]
-    assert not DistillationSpec().storage.is_set
-
-
-def test_runs_by_themselves_need_a_place_and_a_bucket_is_one() -> None:
-    spec: dict[str, Any] = {"capture": {"enabled": True}, "trigger": {"mode": "Drift"}}
-    with pytest.raises(ValidationError, match=STORAGE_MESSAGE):
-        DistillationSpec.model_validate(spec)
-    DistillationSpec.model_validate({**spec, "storage": {"s3": S3}})
+from specdecode_operator.api.distillation import DistillationSpec, DistillationStorageSpec
+from specdecode_operator.api.draft_rollout import DraftCandidateSpec
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("uri", "claim", "bucket"),
     [
-        {"bucket": "Models"},
-        {"bucket": "a/b"},
-        {"prefix": "/a"},
-        {"prefix": "a/"},
-        {"prefix": "a/../b"},
-        {"endpoint": "s3.example.com"},
-        {"endpoint": "https://s3.example.com/path"},
-        {"secret": "A b"},
-        {"secret": None},
-        {"scratch": "much"},
+        ("pvc://drafts", "drafts", ""),
+        ("s3://models", "", "s3://models"),
+        ("s3://models/team/a", "", "s3://models/team/a"),
+    ],
+)
+def test_a_storage_is_a_claim_or_a_bucket(uri: str, claim: str, bucket: str) -> None:
+    storage = DistillationStorageSpec(uri=uri)
+    assert (storage.claim, storage.bucket) == (claim, bucket)
+
+
+@pytest.mark.parametrize(
+    ("limits", "devices"),
+    [
+        ({"nvidia.com/gpu": 2, "cpu": "8"}, 2),
+        ({"nvidia.com/mig-1g.10gb": "1", "memory": "8Gi"}, 1),
+        ({"cpu": 4, "hugepages-2Mi": "1Gi", "requests.kubernetes.io/x": 3}, 0),
+        ({"nvidia.com/gpu": "many"}, 0),
+        ([], 0),
     ],
     ids=str,
 )
-def test_values_that_no_store_takes_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        DistillationSpec.model_validate({"storage": {"s3": {**S3, **wrong}}})
+def test_the_devices_of_a_run_are_those_of_its_container(limits: Any, devices: int) -> None:
+    containers = [{"name": "other", "resources": {"limits": {"nvidia.com/gpu": 7}}}, {"name": "distill"}]
+    containers[1]["resources"] = {"limits": limits}
+    assert DistillationSpec(job_template={"spec": {"containers": containers}}).job_devices == devices
+
+
+@pytest.mark.parametrize("template", [{}, {"spec": None}, {"spec": {"containers": {}}}, {"spec": {"containers": [1]}}])
+def test_a_template_without_the_container_has_no_devices(template: dict[str, Any]) -> None:
+    assert DistillationSpec(job_template=template).job_devices == 0
 
 
 @pytest.mark.parametrize("uri", ["s3://models/drafts/demo/0123456789abcdef", "s3://a.b-c/x"])

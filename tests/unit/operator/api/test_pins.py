@@ -1,18 +1,19 @@
-"""Tests of the annotation specdecode.io/pin: what can be read, what runs, and that a typing error changes nothing."""
+"""Tests of pins: what can be read, what runs, and that a shape that cannot run changes nothing."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
+import jsonpatch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.api.pins import Pin, read_pin
+from specdecode_operator.api.pins import Pin, pin_operations, pin_text, read_pin
 from specdecode_operator.errors import SpecError
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
 from support.operators.estimates import spec
-from support.operators.fleet import Loop, Truth, loop_over
+from support.operators.fleet import Loop, Truth, loop_over, with_pause, with_pin
 
 TASKS = [{"name": "code"}, {"name": "chat"}]
 SPEC = spec(tasks=TASKS)
@@ -23,7 +24,7 @@ def chain(depth: int) -> TreeShape:
 
 
 def pinned(loop: Loop, text: str) -> None:
-    loop.deployment = replace(loop.deployment, pin=text)
+    loop.deployment = with_pin(loop.deployment, text or None)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ def pinned(loop: Loop, text: str) -> None:
         ("code=chain:6,chat=none", Pin(by_task={"code": chain(6), "chat": chain(0)})),
         ("code=tree:2,1,chat=chain:1", Pin(by_task={"code": TreeShape.levels(2, 1), "chat": chain(1)})),
         ("other=chain:2", Pin(by_task={"other": chain(2)})),
+        ("tree:2,1,code=none", Pin(every=TreeShape.levels(2, 1), by_task={"code": chain(0)})),
         ("", None),
     ],
 )
@@ -52,11 +54,47 @@ def test_valid_pins_are_parsed(text: str, expected: Pin | None) -> None:
         ("sql=chain:2", "no task 'sql'; there are chat, code, other"),
         ("code=chain:2,code=none", "pinned twice"),
         ("code=", "a shape is missing"),
+        ("code=none,=chain:2", "names no task"),
     ],
 )
 def test_an_invalid_pin_is_refused_with_an_example(text: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         read_pin(text, SPEC)
+
+
+def test_the_pins_of_a_spec_are_read_as_one_text() -> None:
+    pins = spec(tasks=[{"name": "code", "pin": "tree:2,1"}, {"name": "chat"}], pin="none")
+    assert pin_text(pins) == "none,code=tree:2,1"
+    assert pin_text(SPEC) == ""
+    pin = read_pin(pin_text(pins), pins)
+    assert pin is not None
+    assert [pin.shape_of(task) for task in ("code", "chat")] == [TreeShape.levels(2, 1), chain(0)]
+
+
+@pytest.mark.parametrize(
+    ("before", "pin", "after"),
+    [
+        ({}, Pin(every=chain(3)), {"pin": "chain:3"}),
+        ({"pin": "chain:3"}, Pin(), {}),
+        (
+            {"pin": "none", "tasks": [{"name": "a"}]},
+            Pin(by_task={"a": chain(2)}),
+            {"tasks": [{"name": "a", "pin": "chain:2"}]},
+        ),
+        (
+            {"tasks": [{"name": "a", "pin": "none"}, {"name": "b"}]},
+            Pin(by_task={"other": chain(1)}),
+            {"tasks": [{"name": "a"}, {"name": "b"}, {"name": "other", "pin": "chain:1"}]},
+        ),
+        ({}, Pin(by_task={"other": chain(1)}), {"tasks": [{"name": "other", "pin": "chain:1"}]}),
+        ({"tasks": [{"name": "a"}]}, Pin(), {"tasks": [{"name": "a"}]}),
+    ],
+    ids=str,
+)
+def test_the_plugin_sets_these_pins_and_no_others(before: dict[str, Any], pin: Pin, after: dict[str, Any]) -> None:
+    resource = {"spec": {"speculation": before}}
+    changed = jsonpatch.apply_patch(resource, pin_operations(resource, pin))
+    assert changed["spec"]["speculation"] == after
 
 
 def test_a_pin_needs_a_speculation_method() -> None:
@@ -92,21 +130,27 @@ def test_a_pin_of_one_task_does_not_change_the_rows_of_others() -> None:
     assert (plan.initial, plan.max_depth) == (chain(3), 6)
 
 
+def test_a_task_may_be_pinned_to_another_shape_than_the_rest() -> None:
+    rows = (PlanRow(concurrency=0, context=0, task="chat", shape=chain(1)),)
+    plan = Pin(every=chain(0), by_task={"code": chain(6)}).over(Plan(initial=chain(3), max_depth=3, rows=rows))
+    assert [plan.shape(0, 0, task).depth for task in ("code", "chat", "other")] == [6, 0, 0]
+
+
 def test_an_invalid_pin_leaves_the_previous_pin_in_force() -> None:
     loop = loop_over()
     pinned(loop, "chain:2")
     loop.polls(2)
     version = loop.versions[-1]
-    pinned(loop, "chian:4")
+    pinned(loop, "chain:17")
     decision = loop.polls(3)
     assert loop.versions[-1] == version
     assert decision.pinned == "chain:2"
-    assert "chian:4" in (decision.pin_problem or "")
+    assert "chain:17" in (decision.pin_problem or "")
 
 
 def test_an_invalid_first_pin_leaves_the_mode_in_force() -> None:
     loop = loop_over(Truth(chances=[0.02] * 5))
-    pinned(loop, "deep")
+    pinned(loop, "tree:8,8")
     loop.polls(12)
     assert loop.depths[-1] == 0, "Auto goes on"
 
@@ -130,8 +174,8 @@ def test_pinning_and_unpinning_are_recorded_in_the_history() -> None:
     decision = loop.polls(2)
     changes = [(record.before, record.after, record.reason) for record in decision.history]
     assert changes == [
-        ("pin chain:4", "mode Static", "annotation specdecode.io/pin"),
-        ("mode Static", "pin chain:4", "annotation specdecode.io/pin"),
+        ("pin chain:4", "mode Static", "spec.speculation.pin"),
+        ("mode Static", "pin chain:4", "spec.speculation.pin"),
     ]
 
 
@@ -148,13 +192,13 @@ def test_a_pin_survives_a_restart_without_a_new_record() -> None:
 def test_a_pin_has_no_effect_while_paused() -> None:
     loop = loop_over(speculation={"mode": "Static"})
     loop.polls(2)
-    loop.deployment = replace(loop.deployment, pin="chain:1", paused=True)
+    loop.deployment = with_pause(with_pin(loop.deployment, "chain:1"))
     loop.polls(2)
     assert loop.depths[-1] == 3
 
 
 @given(st.text(alphabet="chaintredo:=,0123456789- ", max_size=60))
-def test_any_annotation_is_parsed_or_refused_with_a_spec_error(text: str) -> None:
+def test_any_text_is_parsed_or_refused_with_a_spec_error(text: str) -> None:
     try:
         pin = read_pin(text, SPEC)
     except SpecError:

@@ -8,6 +8,7 @@ from typing import Any
 from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.controller.status import failed_status, status_of
 from specdecode_operator.decision.decide import decide
+from specdecode_operator.manifests import rolling_hash
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Observation, Outcome, Worker, Workload
 from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
@@ -63,27 +64,32 @@ def test_transition_times_change_only_with_the_status() -> None:
 # Pause
 
 
-def paused(before: Status, generation: int, workload: Workload | None) -> Status:
-    deployment = replace(deployment_with(before, paused=True), generation=generation)
+def paused(before: Status, workload: Workload | None, **spec: Any) -> Status:
+    deployment = replace(deployment_with(before, paused=True, **spec), generation=2)
     return status_with(workload, deployment=deployment)
 
 
+def applied() -> Workload:
+    """Return the workload of the spec before the pause."""
+    return workload_with(spec_hash=rolling_hash(deployment_with().spec))
+
+
 def test_a_pause_leaves_a_complete_deployment_ready() -> None:
-    status = paused(status_with(workload_with()), 1, workload_with())
+    status = paused(status_with(workload_with()), applied(), speculation={"pin": "none"})
     assert states(status)["Progressing"] == ("Unknown", "Paused")
     assert states(status)["Ready"][0] == "True"
     assert not {"Stalled", "Reconciling"} & states(status).keys()
+    assert status.observed_generation == 2, "the pause itself is a change of the spec"
 
 
-def test_a_spec_that_waits_for_the_end_of_a_pause_is_not_observed() -> None:
-    status = paused(status_with(workload_with()), 2, workload_with())
-    assert status.observed_generation == 1
+def test_workers_of_an_earlier_spec_wait_for_the_end_of_a_pause() -> None:
+    status = paused(status_with(workload_with()), applied(), engine={"maxNumSeqs": 3})
     assert states(status)["Ready"] == ("False", "Paused")
-    assert kstatus(status, generation=2) == "InProgress"
+    assert "of an earlier spec" in conditions(status)["Ready"].message
 
 
 def test_a_deployment_paused_from_the_start_says_so() -> None:
-    assert states(paused(Status(), 1, None))["Ready"] == ("False", "Paused")
+    assert states(paused(Status(), None))["Ready"] == ("False", "Paused")
 
 
 # Refused specs

@@ -13,7 +13,7 @@ from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Observation, Outcome, UnhealthyWorker, Worker
-from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+from support.operators.fleet import DEFAULTS, deployment_with, with_pin, workload_with
 
 POD = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report_problem="no answer")
 
@@ -98,7 +98,7 @@ def test_every_decision_is_an_event() -> None:
 
 def looked(count: int, seconds: float, pin: str = "", worker: Worker = POD) -> list[Status]:
     """Return the status after each of several reconciles with one silent worker."""
-    deployment, memory, statuses = deployment_with(pin=pin), Session(), []
+    deployment, memory, statuses = with_pin(deployment_with(), pin or None), Session(), []
     for look in range(count):
         now = 1000 + look * seconds
         observed = Observation(workload=workload_with(), workers=(worker,), session=memory)
@@ -152,20 +152,20 @@ def test_a_worker_that_is_not_ready_is_not_silent() -> None:
     assert [fresh(status) for status in shown] == ["Unknown"] * 4
 
 
-def test_pinned_exists_while_the_annotation_does() -> None:
+def test_pinned_exists_while_there_is_a_pin() -> None:
     assert condition(looked(1, 5)[0], "Pinned") is None
-    good, bad = (condition(looked(1, 5, pin=pin)[0], "Pinned") for pin in ("chain:2", "chian:2"))
+    good, bad = (condition(looked(1, 5, pin=pin)[0], "Pinned") for pin in ("chain:2", "chain:17"))
     assert good is not None
-    assert (good.status, good.reason) == ("True", "PinnedByAnnotation")
+    assert (good.status, good.reason) == ("True", "PinnedBySpec")
     assert bad is not None
     assert (bad.status, bad.reason) == ("False", "BadPin")
     assert "nothing is pinned" in bad.message
-    assert "chian:2" in (looked(1, 5, pin="chian:2")[0].reason or ""), "the REASON column says it"
+    assert "chain:17" in (looked(1, 5, pin="chain:17")[0].reason or ""), "the REASON column says it"
 
 
 def test_status_shows_pin_and_modes_of_tasks() -> None:
     tasks = [{"name": "code", "mode": "Static"}, {"name": "chat"}, {"name": "sql"}]
-    deployment = deployment_with(pin="sql=none", speculation={"tasks": tasks})
+    deployment = with_pin(deployment_with(speculation={"tasks": tasks}), None, sql="none")
     observed = Observation(workload=workload_with(), workers=(), session=Session())
     decision, _ = decide(deployment, observed, DEFAULTS, now=1)
     status = status_of(deployment, observed, decision, Outcome(), now=1)

@@ -14,7 +14,7 @@ from specdecode_operator.controller.status import failed_status, status_of
 from specdecode_operator.controller.workqueue import WorkQueue
 from specdecode_operator.decision import history
 from specdecode_operator.types import Figures, Observation, Outcome, TaskFigures
-from support.operators.fleet import Loop, Truth, loop_over, workload_with
+from support.operators.fleet import Loop, Truth, loop_over, with_pin, workload_with
 
 KEY = ("ns", "demo")
 TASK_SERIES = ("acceptance_rate", "accepted_length", "speedup", "ttft_seconds", "itl_seconds")
@@ -73,7 +73,7 @@ def test_every_decision_has_a_cause() -> None:
     assert {change.cause for change in loop.polls(30).history} == {"gain"}
     loop.deployment = loop_over(speculation={"depth": {"max": 1, "initial": 1}}).deployment
     assert {change.cause for change in loop.poll().changes} == {"bounds"}
-    loop.deployment = replace(loop.deployment, pin="chain:1")
+    loop.deployment = with_pin(loop.deployment, "chain:1")
     assert {change.cause for change in loop.poll().changes if change.kind == "Steering"} == {"pin"}
     scaled = [history.scaled(1, after, "m", "r", 0.0) for after in (2, 0)]
     assert [change and change.cause for change in scaled] == ["up", "down"]
@@ -81,10 +81,10 @@ def test_every_decision_has_a_cause() -> None:
 
 def test_the_series_of_an_absent_condition_is_removed() -> None:
     loop = loop_over()
-    loop.deployment = replace(loop.deployment, pin="chain:2")
+    loop.deployment = with_pin(loop.deployment, "chain:2")
     recorded(loop, 1)
     assert value("specdecode_condition", condition="Pinned") == 1
-    loop.deployment = replace(loop.deployment, pin="")
+    loop.deployment = with_pin(loop.deployment, None)
     recorded(loop, 1)
     assert value("specdecode_condition", condition="Pinned") is None
 
@@ -151,7 +151,7 @@ def test_the_number_of_task_series_is_bounded() -> None:
 
 
 def test_objectives_are_exported_in_seconds() -> None:
-    loop = loop_over(speculation={"objective": {"ttftMilliseconds": 300}})
+    loop = loop_over(speculation={"objective": {"ttft": "300ms"}})
     recorded(loop, 1)
     assert value("specdecode_objective_seconds", latency="ttft") == 0.3
     assert value("specdecode_objective_seconds", latency="itl") is None

@@ -135,13 +135,6 @@ def test_a_spec_with_a_value_of_another_version_is_refused_by_field() -> None:
         deployment_of(resource(spec={**SPEC, "replicas": "many"}))
 
 
-def test_the_annotation_pauses_a_deployment() -> None:
-    paused = resource()
-    assert not deployment_of(paused).paused
-    paused["metadata"]["annotations"] = {"specdecode.io/paused": "true"}
-    assert deployment_of(paused).paused
-
-
 def test_a_status_of_another_version_counts_as_empty() -> None:
     assert status_of_resource(resource(status={"observedGeneration": 3, "ready": 1})).observed_generation is None
 
@@ -154,7 +147,5 @@ def test_only_changes_by_users_change_the_identity_of_a_resource() -> None:
         {"generation": 4},
         {"uid": "other"},
         {"deletionTimestamp": "now"},
-        {"annotations": {"specdecode.io/pin": "chain:2"}},
-        {"annotations": {"specdecode.io/paused": "true"}},
     ):
         assert identity_of({**first, **change}) != identity_of(first), change

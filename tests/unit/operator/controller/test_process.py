@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, PIN_ANNOTATION
 from specdecode_operator.controller.loops import Loops
 from specdecode_operator.controller.process import Process
 from specdecode_operator.settings import Settings
@@ -52,13 +51,11 @@ def test_changes_by_users_start_a_decision_and_status_updates_do_not() -> None:
         ("MODIFIED", resource(version=2)),
         ("MODIFIED", resource(version=3, **{"kubectl.kubernetes.io/restartedAt": "now"})),
         ("MODIFIED", resource(2, version=4)),
-        ("MODIFIED", resource(2, version=5, **{PIN_ANNOTATION: "chain:2"})),
-        ("MODIFIED", resource(2, version=6, **{PAUSED_ANNOTATION: "true"})),
         ("ADDED", resource(version=7, uid="u2")),
     ):
         process.resource_event(event, body)
         counts.append(loops.changed)
-    assert counts == [1, 1, 1, 2, 3, 4, 5]
+    assert counts == [1, 1, 1, 2, 3]
     assert loops.forgotten == ["u1"]
 
 

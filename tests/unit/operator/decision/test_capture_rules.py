@@ -15,16 +15,15 @@ from support.operators.fleet import deployment_with
 
 
 def capture(**fields: Any) -> dict[str, Any]:
-    return {"distillation": {"capture": {"enabled": True, **fields}}}
+    return {"distillation": {"capture": fields}}
 
 
 def test_rules_are_those_of_the_spec_and_delete_what_the_record_says() -> None:
-    fields = {"share": 0.2, "shareByTask": {"code": 0.5}, "maxBytes": "1Gi", "maxAge": "48h", "consent": "OptIn"}
+    fields = {"percent": 20, "percentByTask": {"code": 50}, "maxAge": "48h", "consent": "OptIn"}
     record = UNUSED.model_copy(update={"captures_deleted_before": 99.0})
     assert capture_rules(deployment_with(**capture(**fields, redact="mine:names")), record) == CaptureRules(
         share=0.2,
         task_shares={"code": 0.5},
-        max_bytes=2**30,
         max_age_seconds=48 * 3600,
         redact="mine:names",
         consent="OptIn",
@@ -36,11 +35,7 @@ def test_rules_are_those_of_the_spec_and_delete_what_the_record_says() -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"share": 0.0005}, "capture.share: "),
-        ({"shareByTask": {"code": 1e-12}}, "capture.shareByTask: "),
-        ({"shareByTask": {"no task": 0.5}}, "capture.shareByTask: "),
-        ({"maxBytes": "15Gi"}, "capture.maxBytes is 15Gi; at most 14Gi"),
-        ({"maxBytes": "5"}, "capture.maxBytes: "),
+        ({"percentByTask": {"no task": 50}}, "capture.percentByTask: "),
         ({"maxAge": "0s"}, "capture.maxAge: "),
     ],
     ids=str,
@@ -50,7 +45,7 @@ def test_a_value_out_of_range_is_refused_by_its_name(fields: dict[str, Any], fie
         capture_rules(deployment_with(**capture(**fields)), UNUSED)
 
 
-@pytest.mark.parametrize("fields", [{"share": 0}, {"share": 0.001}, {"maxBytes": "14Gi"}], ids=str)
+@pytest.mark.parametrize("fields", [{"percent": 0}, {"percent": 1}, {"percent": 100}], ids=str)
 def test_limits_themselves_are_allowed(fields: dict[str, Any]) -> None:
     assert capture_rules(deployment_with(**capture(**fields)), UNUSED) is not None
 
@@ -65,12 +60,12 @@ def test_a_change_raises_the_version_and_is_pushed_without_rolling_pods() -> Non
     assert set(after.pushes) == {"10.0.0.1", "10.0.0.2"}
     assert after.children[-1] == before.children[-1], "the workload is the same"
     assert canary.tick(push=False).plan == after.plan
-    canary.change(distillation={"capture": {"enabled": False}})
+    canary.change(distillation={})
     assert canary.tick().plan.capture is None
 
 
 def test_a_paused_deployment_keeps_its_capture() -> None:
     canary = Canary(deployment_with(replicas=2, **capture()))
     plan = canary.tick().plan
-    canary.deployment = deployment_with(replicas=2, paused=True, **capture(share=1))
+    canary.deployment = deployment_with(replicas=2, paused=True, **capture(percent=100))
     assert canary.tick().plan == plan

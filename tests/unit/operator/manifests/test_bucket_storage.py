@@ -12,13 +12,13 @@ from specdecode_operator.manifests.template import pod_template
 from specdecode_operator.state.draft_record import RunRecord
 from support.operators.fleet import DEFAULTS, deployment_with
 
-S3 = {"bucket": "models", "prefix": "team", "endpoint": "https://s3.example.com", "secret": "key", "scratch": "5Gi"}
+S3 = {"uri": "s3://models/team", "endpoint": "https://s3.example.com", "secretRef": {"name": "key"}}
 RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="s3://models/head", bucket="s3://models/team")
 
 
 def pods(s3: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
     """Return the pods of the Job and of a worker."""
-    deployment = deployment_with(distillation={"storage": {"s3": s3} if s3 else {"claim": "drafts"}})
+    deployment = deployment_with(distillation={"storage": s3 or {"uri": "pvc://drafts"}})
     run = RUN if s3 else RUN.model_copy(update={"bucket": "", "claim": "drafts"})
     job = manifests.distillation_job(deployment, run, DEFAULTS)
     return {"job": job["spec"]["template"]["spec"], "worker": pod_template(deployment, DEFAULTS)["spec"]}
@@ -41,7 +41,7 @@ def test_a_run_writes_to_a_bounded_folder_and_publishes_to_the_bucket() -> None:
     made = pods(S3)["job"]
     (container,) = made["containers"]
     (scratch,) = (one for one in made["volumes"] if one["name"] == "scratch")
-    assert scratch["emptyDir"] == {"sizeLimit": "5Gi"}
+    assert scratch["emptyDir"] == {"sizeLimit": "64Gi"}
     (mount,) = (one for one in container["volumeMounts"] if one["name"] == "scratch")
     (out,) = (word for word in container["command"] if word.startswith("--out="))
     assert out == f"--out={mount['mountPath']}/distillation/demo/6740f2a1"
@@ -50,10 +50,10 @@ def test_a_run_writes_to_a_bounded_folder_and_publishes_to_the_bucket() -> None:
 
 
 def test_aws_needs_no_endpoint_and_users_variables_win_in_the_worker() -> None:
-    s3 = {"bucket": "models", "secret": "key", "region": "eu-west-1"}
-    deployment = deployment_with(
-        distillation={"storage": {"s3": s3}}, workers={"env": [{"name": "AWS_REGION", "value": "mine"}]}
-    )
+    s3 = {"uri": "s3://models", "secretRef": {"name": "key"}, "region": "eu-west-1"}
+    mine = {"name": "worker", "env": [{"name": "AWS_REGION", "value": "mine"}]}
+    template = {"spec": {"containers": [mine]}}
+    deployment = deployment_with(distillation={"storage": s3}, workers={"template": template})
     assert "AWS_ENDPOINT_URL_S3" not in str(bucket_environment(deployment.spec))
     (worker,) = pod_template(deployment, DEFAULTS)["spec"]["containers"]
     assert [one["value"] for one in worker["env"] if one["name"] == "AWS_REGION"] == ["mine"]
@@ -61,7 +61,7 @@ def test_aws_needs_no_endpoint_and_users_variables_win_in_the_worker() -> None:
 
 def test_another_path_in_the_store_replaces_no_worker() -> None:
     first, path, key = (
-        manifests.rolling_hash(deployment_with(distillation={"storage": {"s3": {**S3, **change}}}).spec)
-        for change in ({}, {"prefix": "other", "bucket": "b12", "scratch": "1Gi"}, {"secret": "other"})
+        manifests.rolling_hash(deployment_with(distillation={"storage": {**S3, **change}}).spec)
+        for change in ({}, {"uri": "s3://b12/other"}, {"secretRef": {"name": "other"}})
     )
     assert first == path != key

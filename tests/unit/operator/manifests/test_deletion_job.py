@@ -18,7 +18,7 @@ RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="dr
 
 
 def job(**settings: Any) -> Manifest:
-    distillation = {"job": settings, "storage": {"claim": "another"}}
+    distillation = {**settings, "storage": {"uri": "pvc://another"}}
     return deletion_job(deployment_with(distillation=distillation), RUN, DEFAULTS)
 
 
@@ -38,25 +38,24 @@ def test_it_deletes_the_folder_that_the_training_wrote(monkeypatch: Any) -> None
 
 def test_it_runs_where_the_training_ran_without_device_and_queue() -> None:
     template = {
-        "metadata": {"labels": {identity.ROLE_LABEL: "worker"}},
+        "metadata": {"labels": {identity.ROLE_LABEL: "worker", "kueue.x-k8s.io/queue-name": "team"}},
         "spec": {
+            "nodeSelector": {"pool": "gpu"},
             "runtimeClassName": "x",
             "initContainers": [{"name": "pull", "env": []}],
             "containers": [{"name": "distill", "resources": {"limits": {"nvidia.com/gpu": 1}}}, {"name": "side"}],
             "volumes": [{"name": "more", "emptyDir": {}}],
         },
     }
-    made = job(
-        template=template, queueName="team", accelerator={"count": 1}, nodeSelector={"pool": "gpu"}, image="trainer:1"
-    )
+    made = job(jobTemplate=template)
     pod = made["spec"]["template"]["spec"]
     assert (pod["runtimeClassName"], pod["nodeSelector"]) == ("x", {"pool": "gpu"})
     (container,) = pod["containers"]
-    assert container["image"] == "trainer:1"
+    assert container["image"] == "localhost/worker:1"
     assert "nvidia.com/gpu" not in str(pod)
     assert "initContainers" not in pod
     assert len(pod["volumes"]) == 1
-    assert "kueue.x-k8s.io/queue-name" not in made["metadata"]["labels"]
+    assert "kueue.x-k8s.io/queue-name" not in str(made), "a queue that is full must not keep captured text"
     plain = distillation_job(deployment_with(), RUN, DEFAULTS)["spec"]["template"]["spec"]
     assert pod["securityContext"] == plain["securityContext"], "it has the user that owns the files"
     for labels in (made["metadata"]["labels"], made["spec"]["template"]["metadata"]["labels"]):

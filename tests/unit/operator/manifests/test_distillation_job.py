@@ -24,11 +24,12 @@ from specdecode_worker.commands import distillation_job as distill_job
 from specdecode_worker.contract import Env
 from support.operators.fleet import DEFAULTS, deployment_with
 
+PROMPTS = {"promptsConfigMapRef": {"name": "mine"}}
 RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
 
 
 def deployment(settings: dict[str, Any] | None = None, **spec: Any) -> Deployment:
-    distillation = {"job": settings or {}, "storage": {"claim": "drafts"}}
+    distillation = {**(settings or {}), "storage": {"uri": "pvc://drafts"}}
     return deployment_with(**{"distillation": distillation, **spec})
 
 
@@ -75,7 +76,7 @@ def test_name_of_a_long_deployment_stays_a_label() -> None:
 
 
 def test_queue_label_is_there_with_a_queue_alone_and_suspend_is_left_to_kueue() -> None:
-    queued = job({"queueName": "team-a"})
+    queued = job({"jobTemplate": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "team-a"}}}})
     assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     assert "suspend" not in queued["spec"]
     assert "kueue.x-k8s.io/queue-name" not in job()["metadata"]["labels"]
@@ -119,15 +120,14 @@ def test_only_distill_writes_the_claim_and_each_run_has_its_folder() -> None:
     assert flags()["publish"] == "pvc://drafts/drafts/demo"
 
 
-def test_prompts_come_from_the_config_maps_that_the_spec_names() -> None:
+def test_prompts_come_from_the_config_map_that_the_spec_names() -> None:
     assert "golden" not in flags()
     assert "prompts" not in [one["name"] for one in pod()["volumes"]]
-    sources = volume("prompts", {"golden": "mine", "replayPrompts": "old"})["projected"]["sources"]
-    assert [(one["configMap"]["name"], one["configMap"]["items"][0]["key"]) for one in sources] == [
-        ("mine", "golden.jsonl"),
-        ("old", "replay.jsonl"),
-    ]
-    assert flags({"golden": "mine"})["golden"] == "/etc/specdecode/prompts/golden.jsonl"
+    (source,) = volume("prompts", PROMPTS)["projected"]["sources"]
+    assert source["configMap"]["name"] == "mine"
+    assert [item["key"] for item in source["configMap"]["items"]] == ["golden.jsonl", "replay.jsonl"]
+    assert flags(PROMPTS)["golden"] == "/etc/specdecode/prompts/golden.jsonl"
+    assert flags(PROMPTS)["replay-prompts"] == "/etc/specdecode/prompts/replay.jsonl"
 
 
 def test_the_template_is_merged_and_changes_no_label_that_services_select() -> None:
@@ -138,43 +138,38 @@ def test_the_template_is_merged_and_changes_no_label_that_services_select() -> N
             "containers": [{"name": "distill", "env": [{"name": "A", "value": "b"}]}],
         },
     }
-    made = job({"template": template})["spec"]["template"]
+    made = job({"jobTemplate": template})["spec"]["template"]
     assert made["metadata"]["labels"]["team"] == "x"
     assert not identity.service_labels("demo").items() <= made["metadata"]["labels"].items()
     assert made["spec"]["runtimeClassName"] == "nvidia"
     assert {"name": "A", "value": "b"} in made["spec"]["containers"][0]["env"]
-    wrong = deployment({"template": {"spec": {"containers": [{"image": "x"}]}}})
-    with pytest.raises(SpecError, match=r"distillation\.job\.template\.spec\.containers\[0\] needs a name"):
+    wrong = deployment({"jobTemplate": {"spec": {"containers": [{"image": "x"}]}}})
+    with pytest.raises(SpecError, match=r"distillation\.jobTemplate\.spec\.containers\[0\] needs a name"):
         check_job_template(wrong, DEFAULTS)
 
 
-def test_scheduling_and_devices_are_those_of_the_settings() -> None:
-    wanted = {
-        "nodeSelector": {"pool": "gpu"},
-        "tolerations": [{"key": "gpu", "operator": "Exists"}],
-        "priorityClassName": "low",
-        "resources": {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi"}},
-        "accelerator": {"resource": "nvidia.com/mig-1g.10gb"},
-        "image": "trainer:1",
-    }
+def template_with(resources: dict[str, Any], **pod: Any) -> dict[str, Any]:
+    container = {"name": "distill", "image": "trainer:1", "resources": resources}
+    return {"jobTemplate": {"spec": {**pod, "containers": [container]}}}
+
+
+def test_devices_are_those_of_the_template_and_pull_needs_none() -> None:
+    resources = {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi", "nvidia.com/mig-1g.10gb": 1}}
+    wanted = template_with(resources, nodeSelector={"pool": "gpu"})
     made = pod(wanted)
     assert made["nodeSelector"] == {"pool": "gpu"}
-    assert made["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
-    assert made["priorityClassName"] == "low"
     assert made["containers"][0]["image"] == "trainer:1"
     assert container()["image"] == "localhost/worker:1"
-    resources = made["containers"][0]["resources"]
-    assert resources == {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi", "nvidia.com/mig-1g.10gb": 1}}
-    assert "nvidia.com/mig-1g.10gb" not in made["initContainers"][0]["resources"]["limits"]
+    assert made["containers"][0]["resources"] == resources
+    assert made["initContainers"][0]["resources"] == {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi"}}
     assert (flags(wanted)["device"], flags()["device"]) == ("cuda", "cpu")
-    assert not {"nodeSelector", "tolerations", "priorityClassName"} & pod().keys()
+    assert "nodeSelector" not in pod()
 
 
 def test_threads_on_a_cpu_are_the_whole_cores_of_the_limit() -> None:
-    resources = {"limits": {"cpu": "2500m"}}
-    variables = {one["name"]: one.get("value") for one in container({"resources": resources})["env"]}
-    assert variables["OMP_NUM_THREADS"] == "2"
-    with_device = container({"resources": resources, "accelerator": {"count": 1}})["env"]
+    made = container(template_with({"limits": {"cpu": "2500m"}}))
+    assert {one["name"]: one.get("value") for one in made["env"]}["OMP_NUM_THREADS"] == "2"
+    with_device = container(template_with({"limits": {"cpu": "2500m", "nvidia.com/gpu": 1}}))["env"]
     assert "OMP_NUM_THREADS" not in {one["name"] for one in with_device}
 
 
@@ -187,7 +182,7 @@ def test_captures_are_pulled_from_all_workers_with_the_capture_token_alone() -> 
 
 
 def test_with_tls_the_job_has_the_certificate_of_the_ca_and_no_key() -> None:
-    spec = {"tls": {"secretName": "demo-tls"}}
+    spec = {"tlsSecretRef": {"name": "demo-tls"}}
     assert flags(**spec)["capture-from"] == "https://demo-workers.ns.svc:8001"
     assert flags(**spec)["capture-ca"] == "/etc/specdecode/tls/ca.crt"
     secret = volume("tls-ca", **spec)["secret"]
@@ -209,14 +204,14 @@ def test_drafts_to_keep_are_on_the_command_line() -> None:
 
 
 def test_every_mount_has_its_volume() -> None:
-    made = pod({"replayPrompts": "r", "golden": "g"}, tls={"secretName": "t"})
+    made = pod(PROMPTS, tlsSecretRef={"name": "t"})
     names = {one["name"] for one in made["volumes"]}
     for one in (*made["initContainers"], *made["containers"]):
         assert {mount["name"] for mount in one["volumeMounts"]} <= names
     assert made["initContainers"][0]["command"][-1] == "hf://org/head"
 
 
-@pytest.mark.parametrize("settings", [{}, {"replayPrompts": "r", "golden": "g", "steps": 50}], ids=["least", "most"])
+@pytest.mark.parametrize("settings", [{}, {**PROMPTS, "steps": 50}], ids=["least", "most"])
 def test_command_line_is_one_that_distill_takes(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(distill, "run", lambda args: seen.append(args) or 0)
@@ -228,5 +223,5 @@ def test_command_line_is_one_that_distill_takes(settings: dict[str, Any], monkey
     assert args.prune
     assert args.steps == settings.get("steps", 2000)
     assert (args.replay_prompts is None) == (args.replay_share == 0)
-    assert (args.golden is None) == ("golden" not in settings)
+    assert (args.golden is None) == ("promptsConfigMapRef" not in settings)
     assert args.max_age == 14 * 86400

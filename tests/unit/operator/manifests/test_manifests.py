@@ -21,6 +21,8 @@ from support.operators.fleet import DEFAULTS, deployment_with, loop_over, worklo
 
 UPGRADED = Defaults(worker_image="localhost/worker:2", worker_image_pull_policy="Always")
 
+CLAIM = {"persistentVolumeClaim": {"claimName": "shared"}}
+
 
 def template(**spec: Any) -> dict[str, Any]:
     return manifests.pod_template(deployment_with(**spec), DEFAULTS)
@@ -37,9 +39,10 @@ def environment(rendered: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_worker_config_in_the_environment_is_complete() -> None:
     spec = {
-        "model": {"uri": "hf://org/Llama@v1", "servedName": "llama", "dtype": "float32", "maxModelLen": 2048},
-        "workers": {"maxNumSeqs": 4, "kvCacheTokens": 4096, "resources": {"limits": {"cpu": "2500m"}}},
-        "drain": {"endpointDelaySeconds": 7, "gracePeriodSeconds": 90},
+        "model": {"uri": "hf://org/Llama@v1", "servedName": "llama"},
+        "engine": {"dtype": "float32", "maxModelLen": 2048, "maxNumSeqs": 4, "kvCacheTokens": 4096},
+        "workers": {"resources": {"limits": {"cpu": "2500m"}}},
+        "drain": {"endpointDelay": "7s", "gracePeriod": "90s"},
     }
     config = WorkerConfig.model_validate_json(environment(template(**spec))[Env.config])
     assert config == manifests.worker_config(deployment_with(**spec).spec, "u1")
@@ -64,7 +67,7 @@ def test_every_draft_is_pulled_and_configured_and_rolls_the_pods() -> None:
     assert manifests.rolling_hash(plain) != manifests.rolling_hash(more)
 
 
-@pytest.mark.parametrize(("drafts", "known"), [((), "672c29333038543f"), (("sql", "edits"), "4da6337dd166f0a5")])
+@pytest.mark.parametrize(("drafts", "known"), [((), "b8eb683992992326"), (("sql", "edits"), "469dd520d4f93826")])
 def test_fields_added_later_do_not_change_the_hash(drafts: tuple[str, ...], known: str) -> None:
     """Fields that came since leave the hash of a spec without them what it was."""
     all_of_them = {
@@ -76,26 +79,9 @@ def test_fields_added_later_do_not_change_the_hash(drafts: tuple[str, ...], know
     assert manifests.rolling_hash(spec) == known
 
 
-@pytest.mark.parametrize(
-    ("workers", "known"),
-    [
-        ({"gpu": True, "tensorParallelSize": 1, "updatePolicy": "OnSpecChange"}, "672c29333038543f"),
-        (
-            {"gpu": False, "tensorParallelSize": 1, "maxNumSeqs": 8, "resources": {"limits": {"cpu": "1"}}},
-            "653899848ff46248",
-        ),
-    ],
-)
-def test_spec_that_was_stored_by_the_first_v1alpha1_keeps_its_hash(workers: dict[str, Any], known: str) -> None:
-    """The API server stored defaults with the spec: an upgrade must not take them for a change."""
-    speculation = {"draft": {"uri": "embedded://d"}}
-    spec = Spec.model_validate({"model": {"uri": "embedded://t"}, "speculation": speculation, "workers": workers})
-    assert manifests.rolling_hash(spec) == known
-
-
 def test_quantised_weights_are_configured_for_each_network() -> None:
     rendered = template(
-        model={"uri": "embedded://t", "quantization": "fp8"},
+        engine={"quantization": "fp8"},
         speculation={
             "draft": {"uri": "embedded://d", "quantization": "int4"},
             "drafts": [{"name": "other", "uri": "embedded://o", "quantization": "int8"}],
@@ -151,20 +137,20 @@ def test_the_plan_is_mounted_as_a_folder() -> None:
 
 
 def test_termination_grace_covers_delay_and_grace_period_with_a_margin() -> None:
-    rendered = template(drain={"endpointDelaySeconds": 7, "gracePeriodSeconds": 90})
+    rendered = template(drain={"endpointDelay": "7s", "gracePeriod": "90s"})
     assert rendered["spec"]["terminationGracePeriodSeconds"] == 107
 
 
 @pytest.mark.parametrize(
     ("cache", "volume"),
     [
-        ({}, {"emptyDir": {}}),
-        ({"pvc": "models"}, {"persistentVolumeClaim": {"claimName": "models"}}),
-        ({"hostPath": "/models"}, {"hostPath": {"path": "/models", "type": "Directory"}}),
+        (None, {"emptyDir": {}}),
+        (CLAIM, CLAIM),
+        ({"hostPath": {"path": "/models"}}, {"hostPath": {"path": "/models"}}),
     ],
 )
-def test_the_model_cache_volume_follows_the_spec(cache: dict[str, str], volume: dict[str, Any]) -> None:
-    rendered = template(storage={"modelCache": cache})
+def test_the_model_cache_volume_follows_the_spec(cache: dict[str, Any] | None, volume: dict[str, Any]) -> None:
+    rendered = template(modelCache=cache)
     assert {"name": "model-cache", **volume} in rendered["spec"]["volumes"]
 
 
@@ -179,7 +165,7 @@ def test_only_pull_writes_models() -> None:
 
 
 def test_compiled_kernels_stay_in_the_pod_and_scratch_space_is_bounded() -> None:
-    rendered = template(storage={"modelCache": {"pvc": "shared"}})
+    rendered = template(modelCache=CLAIM)
     volumes = {volume["name"]: volume for volume in rendered["spec"]["volumes"]}
     assert all(volumes[name]["emptyDir"]["sizeLimit"] for name in ("compiled", "tmp", "shm"))
     (mount,) = [one for one in container(rendered, "worker")["volumeMounts"] if one["name"] == "compiled"]
@@ -197,12 +183,12 @@ def test_claims_of_models_are_mounted_once_and_read_only() -> None:
 
 
 def test_the_claim_of_new_drafts_is_mounted_read_only_and_captures_have_a_bounded_folder() -> None:
-    spec = {"speculation": {"draft": {"uri": "pvc://drafts/d"}}, "distillation": {"storage": {"claim": "drafts"}}}
+    spec = {"speculation": {"draft": {"uri": "pvc://drafts/d"}}, "distillation": {"storage": {"uri": "pvc://drafts"}}}
     rendered = template(**spec)
     assert [one for one in container(rendered, "worker")["volumeMounts"] if one["name"].startswith("claim-")] == [
         {"name": "claim-drafts", "mountPath": "/mnt/pvc/drafts", "readOnly": True}
     ]
-    assert {"name": "captures", "emptyDir": {"sizeLimit": "16Gi"}} in rendered["spec"]["volumes"]
+    assert {"name": "captures", "emptyDir": {"sizeLimit": "3Gi"}} in rendered["spec"]["volumes"]
     config = WorkerConfig.model_validate_json(environment(rendered)[Env.config])
     mounts = {one["mountPath"]: one["name"] for one in container(rendered, "worker")["volumeMounts"]}
     assert mounts[str(config.capture_dir)] == "captures"
@@ -358,33 +344,35 @@ def pod(decision: Decision) -> Any:
 LIVE: list[dict[str, Any]] = [
     {"speculation": {"mode": "Static"}},
     {"speculation": {"depth": {"min": 1, "max": 7, "initial": 2}}},
-    {"speculation": {"hysteresis": {"minDwellSeconds": 5}, "explorePercent": 9}},
+    {"speculation": {"stability": "Low", "pin": "none"}},
     {"speculation": {"tasks": [{"name": "code"}]}},
     {"scaling": {"minReplicas": 2, "maxReplicas": 9}},
     {"replicas": 3},
-    {"distillation": {"capture": {"enabled": True, "share": 0.5}, "trigger": {"minConversations": 9}}},
-    {"distillation": {"job": {"image": "other", "golden": "g"}}},
-    {"workers": {"rollout": {"maxSurge": "25%"}}},
+    {"distillation": {"capture": {"percent": 50}, "trigger": {"minConversations": 9}}},
+    {"distillation": {"steps": 9, "promptsConfigMapRef": {"name": "g"}, "jobTemplate": {"spec": {}}}},
+    {"draftRollout": {"mode": "Manual", "reject": "a"}},
+    {"paused": False},
+    {"workers": {"strategy": {"maxSurge": "25%"}}},
 ]
 ROLLING: list[dict[str, Any]] = [
-    {"model": {"dtype": "float32"}},
-    {"model": {"quantization": "int8"}},
+    {"engine": {"dtype": "float32"}},
+    {"engine": {"quantization": "int8"}},
     {"speculation": {"draft": {"uri": "embedded://other"}}},
     {"speculation": {"draft": {"uri": "embedded://d", "quantization": "int4"}}},
     {"speculation": {"draft": {"uri": "embedded://d", "placement": "Own"}}},
-    {"speculation": {"required": True}},
-    {"workers": {"maxNumSeqs": 8}},
-    {"workers": {"env": [{"name": "A", "value": "b"}]}},
+    {"engine": {"maxNumSeqs": 8}},
+    {"workers": {"template": {"spec": {"containers": [{"name": "worker", "env": [{"name": "A", "value": "b"}]}]}}}},
     {"workers": {"accelerator": {"count": 1}}},
-    {"workers": {"priorityClassName": "high"}},
+    {"apiKeysSecretRef": {"name": "keys"}},
+    {"imagePullSecrets": [{"name": "registry"}]},
     {"engine": {"maxWaiting": 8}},
     {"engine": {"extraArgs": ["--api-key-metrics"]}},
-    {"tls": {"secretName": "t"}},
+    {"tlsSecretRef": {"name": "t"}},
     {"workers": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},
-    {"drain": {"gracePeriodSeconds": 61}},
-    {"storage": {"modelCache": {"hostPath": "/x"}}},
-    {"distillation": {"storage": {"claim": "drafts"}}},
-    {"distillation": {"storage": {"s3": {"bucket": "drafts", "secret": "key"}}}},
+    {"drain": {"gracePeriod": "61s"}},
+    {"modelCache": {"hostPath": {"path": "/x"}}},
+    {"distillation": {"storage": {"uri": "pvc://drafts"}}},
+    {"distillation": {"storage": {"uri": "s3://drafts", "secretRef": {"name": "key"}}}},
 ]
 
 
@@ -407,7 +395,7 @@ def test_an_upgrade_of_the_operator_does_not_roll_pods() -> None:
     second, memory = decided(memory, UPGRADED)
     assert pod(second) == pod(first)
     assert second.image == "localhost/worker:1"
-    third, _ = decided(memory, UPGRADED, drain={"gracePeriodSeconds": 61})
+    third, _ = decided(memory, UPGRADED, drain={"gracePeriod": "61s"})
     assert third.image == "localhost/worker:2", "with the next change of the spec it may"
 
 

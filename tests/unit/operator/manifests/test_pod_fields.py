@@ -43,23 +43,22 @@ def mount_of(pod: Json, folder: str) -> tuple[Json, Json]:
 
 
 @pytest.mark.parametrize(
-    ("workers", "limits", "device", "ranks"),
+    ("accelerator", "size", "limits", "device", "ranks"),
     [
-        ({"accelerator": {"count": 1}}, {"nvidia.com/gpu": 1}, "cuda", 1),
-        ({"accelerator": {"count": 4}}, {"nvidia.com/gpu": 4}, "cuda", 4),
-        ({"accelerator": {"count": 4}, "tensorParallelSize": 4}, {"nvidia.com/gpu": 4}, "cuda", 4),
-        ({"accelerator": {"count": None}}, {"nvidia.com/gpu": 1}, "cuda", 1),
-        ({"accelerator": {"count": None}, "tensorParallelSize": 4}, {"nvidia.com/gpu": 4}, "cuda", 4),
-        ({"accelerator": {"count": None}, "gpu": False, "tensorParallelSize": 1}, {}, "cpu", 1),
-        ({"accelerator": {"count": None}, "gpu": True, "tensorParallelSize": 2}, {"nvidia.com/gpu": 2}, "cuda", 2),
-        ({"accelerator": {"count": 2}, "gpu": False}, {"nvidia.com/gpu": 2}, "cuda", 2),
-        ({"accelerator": {"resource": "nvidia.com/mig-1g.10gb", "count": 1}}, {"nvidia.com/mig-1g.10gb": 1}, "cuda", 1),
-        ({"accelerator": {"count": 0}}, {}, "cpu", 1),
-        ({"accelerator": {"count": 0}, "tensorParallelSize": 2}, {}, "cpu", 2),
+        ({"count": 1}, None, {"nvidia.com/gpu": 1}, "cuda", 1),
+        ({"count": 4}, None, {"nvidia.com/gpu": 4}, "cuda", 4),
+        ({"count": 4}, 4, {"nvidia.com/gpu": 4}, "cuda", 4),
+        ({"count": None}, None, {"nvidia.com/gpu": 1}, "cuda", 1),
+        ({"count": None}, 4, {"nvidia.com/gpu": 4}, "cuda", 4),
+        ({"resource": "nvidia.com/mig-1g.10gb", "count": 1}, None, {"nvidia.com/mig-1g.10gb": 1}, "cuda", 1),
+        ({"count": 0}, None, {}, "cpu", 1),
+        ({"count": 0}, 2, {}, "cpu", 2),
     ],
 )
-def test_accelerator_sets_limits_device_and_ranks(workers: Json, limits: Json, device: str, ranks: int) -> None:
-    pod = pod_of(workers=workers)
+def test_accelerator_sets_limits_device_and_ranks(
+    accelerator: Json, size: int | None, limits: Json, device: str, ranks: int
+) -> None:
+    pod = pod_of(workers={"accelerator": accelerator}, engine={"tensorParallelSize": size})
     assert worker_of(pod)["resources"].get("limits", {}) == limits
     assert not pod["initContainers"][0]["resources"], "pulling needs no device"
     assert (config_of(pod).engine.device, config_of(pod).engine.tensor_parallel_size) == (device, ranks)
@@ -91,7 +90,10 @@ def test_accelerator_is_added_to_other_limits() -> None:
 
 def test_resource_claims_reach_pod_and_container_and_the_worker_looks_for_its_device() -> None:
     claim = {"name": "gpu", "resourceClaimTemplateName": "one-h100"}
-    pod = pod_of(workers={"accelerator": {"count": 0}, "resourceClaims": [claim], "resources": {"limits": {"cpu": 2}}})
+    container = {"name": "worker", "resources": {"claims": [{"name": "gpu"}]}}
+    template = {"spec": {"resourceClaims": [claim], "containers": [container]}}
+    workers = {"accelerator": {"count": 0}, "resources": {"limits": {"cpu": 2}}, "template": template}
+    pod = pod_of(workers=workers)
     assert pod["resourceClaims"] == [claim]
     assert worker_of(pod)["resources"] == {"limits": {"cpu": 2}, "claims": [{"name": "gpu"}]}
     assert (config_of(pod).engine.device, config_of(pod).engine.threads) == ("auto", None)
@@ -113,41 +115,44 @@ SCHEDULING: Json = {
     "nodeSelector": {"disk": "fast"},
     "tolerations": [{"key": "gpu", "operator": "Exists"}],
     "affinity": {"nodeAffinity": {}},
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
     "priorityClassName": "high",
     "serviceAccountName": "reader",
     "runtimeClassName": "nvidia",
 }
 
 
-def test_scheduling_fields_reach_the_pod() -> None:
-    pod = pod_of(workers=SCHEDULING)
+def test_scheduling_of_the_template_reaches_the_pod() -> None:
+    pod = pod_of(workers={"template": {"spec": SCHEDULING}})
     assert {name: pod[name] for name in SCHEDULING} == SCHEDULING
     assert pod["automountServiceAccountToken"] is False
     assert not SCHEDULING.keys() & pod_of().keys(), "absent fields are left to Kubernetes"
 
 
-def test_spread_counts_the_workers_unless_it_has_a_selector() -> None:
-    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
-    own = {**spread, "topologyKey": "host", "labelSelector": {"matchLabels": {"a": "b"}}}
-    labels = manifests.selector("demo")
-    constraints = pod_of(workers={"topologySpreadConstraints": [spread, own]})["topologySpreadConstraints"]
-    assert constraints == [{**spread, "labelSelector": {"matchLabels": labels}}, own]
-    with pytest.raises(SpecError, match=r"topologySpreadConstraints\[0\] needs a topologyKey"):
-        pod_of(workers={"topologySpreadConstraints": [{"maxSkew": 1}]})
-
-
-def test_template_is_merged_over_the_fields() -> None:
-    template = {"spec": {"nodeSelector": {"zone": "a"}, "priorityClassName": "low"}}
-    pod = pod_of(workers={**SCHEDULING, "template": template})
-    assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"disk": "fast", "zone": "a"}, "low")
-
-
 def test_env_of_users_replaces_that_of_the_operator() -> None:
     secret = {"secretKeyRef": {"name": "s", "key": "k"}}
     env = [{"name": "HOME", "valueFrom": secret}, {"name": "NCCL_DEBUG", "value": "WARN"}]
-    worker = worker_of(pod_of(workers={"env": env, "envFrom": [{"secretRef": {"name": "proxy"}}]}))
-    assert [variable for variable in worker["env"] if variable["name"] in ("HOME", "NCCL_DEBUG")] == env
+    container = {"name": "worker", "env": env, "envFrom": [{"secretRef": {"name": "proxy"}}]}
+    worker = worker_of(pod_of(workers={"template": {"spec": {"containers": [container]}}}))
+    made = [variable for variable in worker["env"] if variable["name"] in ("HOME", "NCCL_DEBUG")]
+    assert made == [{"name": "HOME", "valueFrom": secret}, env[1]]
     assert worker["envFrom"] == [{"secretRef": {"name": "proxy"}}]
+
+
+@pytest.mark.parametrize("name", ["SPECDECODE_CONFIG", "SPECDECODE_PLAN_PATH", "POD_NAME"])
+def test_variables_that_the_operator_needs_are_refused(name: str) -> None:
+    template = {"spec": {"containers": [{"name": "worker", "env": [{"name": name, "value": "x"}]}]}}
+    with pytest.raises(SpecError, match=f"must not set {name}"):
+        pod_of(workers={"template": template})
+
+
+def test_all_pods_have_the_credentials_of_the_registry() -> None:
+    spec: Json = {"imagePullSecrets": [{"name": "registry"}], "distillation": {"storage": {"uri": "pvc://drafts"}}}
+    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
+    job = manifests.distillation_job(deployment_with(**spec), run, DEFAULTS)
+    routers = manifests.router_workload(deployment_with(**spec), DEFAULTS)
+    for pod in (pod_of(**spec), *(one["spec"]["template"]["spec"] for one in (job, routers))):
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
 
 
 # --- secrets -------------------------------------------------------------------------------------------------------
@@ -155,12 +160,6 @@ def test_env_of_users_replaces_that_of_the_operator() -> None:
 
 PROXY: Json = {
     "workers": {
-        "env": [
-            {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},
-            {"name": "HOME", "value": "/home"},
-            {"name": "CORES", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
-        ],
-        "envFrom": [{"configMapRef": {"name": "mirror"}}],
         "template": {
             "spec": {
                 "volumes": [
@@ -171,7 +170,13 @@ PROXY: Json = {
                 "containers": [
                     {
                         "name": "worker",
-                        "env": [{"name": "SSL_CERT_FILE", "value": "/ca/ca.crt"}],
+                        "env": [
+                            {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},
+                            {"name": "HOME", "value": "/home"},
+                            {"name": "CORES", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
+                            {"name": "SSL_CERT_FILE", "value": "/ca/ca.crt"},
+                        ],
+                        "envFrom": [{"configMapRef": {"name": "mirror"}}],
                         "volumeMounts": [
                             {"name": "ca", "mountPath": "/ca", "readOnly": True},
                             {"name": "tmp", "mountPath": "/more"},
@@ -187,7 +192,7 @@ PROXY: Json = {
 
 def pods_that_download() -> dict[str, Json]:
     """Return the pod of a worker and that of a training Job."""
-    storage = {"distillation": {"storage": {"claim": "drafts"}}}
+    storage = {"distillation": {"storage": {"uri": "pvc://drafts"}}}
     run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
     job = manifests.distillation_job(deployment_with(**storage, **PROXY), run, DEFAULTS)
     return {"worker": pod_of(**storage, **PROXY), "job": job["spec"]["template"]["spec"]}
@@ -233,19 +238,19 @@ def test_tokens_secret_has_one_token_a_line_the_current_one_first() -> None:
 
 
 def test_api_keys_are_a_folder_or_one_file_of_it() -> None:
-    folder = pod_of(workers={"apiKeysSecretRef": {"name": "keys"}})
+    folder = pod_of(apiKeysSecretRef={"name": "keys"})
     path = config_of(folder).server.api_keys_path
     assert path is not None
     assert mount_of(folder, path)[1]["secret"] == {"secretName": "keys", "defaultMode": 0o440}
-    one = pod_of(workers={"apiKeysSecretRef": {"name": "keys", "key": "all.txt"}})
+    one = pod_of(apiKeysSecretRef={"name": "keys", "key": "all.txt"})
     assert config_of(one).server.api_keys_path == f"{path}/all.txt"
     assert mount_of(one, path)[1]["secret"]["items"] == [{"key": "all.txt", "path": "all.txt"}]
     assert config_of(pod_of()).server.api_keys_path is None
 
 
 def test_tls_is_mounted_probed_and_served() -> None:
-    deployment = deployment_with(tls={"secretName": "cert"})
-    pod = pod_of(tls={"secretName": "cert"})
+    deployment = deployment_with(tlsSecretRef={"name": "cert"})
+    pod = pod_of(tlsSecretRef={"name": "cert"})
     server = config_of(pod).server
     assert (server.tls_cert_file, server.tls_key_file) == ("/etc/specdecode/tls/tls.crt", "/etc/specdecode/tls/tls.key")
     assert mount_of(pod, "/etc/specdecode/tls")[1]["secret"]["secretName"] == "cert"
@@ -267,10 +272,10 @@ def test_without_tls_everything_is_plain_http() -> None:
 
 
 def test_engine_fields_reach_the_worker() -> None:
-    engine = {"gpuMemoryUtilization": 0.9, "maxWaiting": 7, "enforceEager": True, "sampler": "mss"}
+    engine = {"memoryPercent": 90, "maxWaiting": 7, "sampler": "mss"}
     pod = pod_of(engine={**engine, "extraArgs": ["--queue-timeout-seconds=5", "--api-key-metrics"]})
     config = config_of(pod)
-    assert (config.engine.gpu_memory_utilization, config.engine.enforce_eager) == (0.9, True)
+    assert config.engine.gpu_memory_utilization == 0.9
     assert (config.engine.sampler, config.server.max_waiting) == ("mss", 7)
     assert worker_of(pod)["command"] == [
         "specdecode-worker", "serve", "--queue-timeout-seconds=5", "--api-key-metrics",
@@ -278,7 +283,7 @@ def test_engine_fields_reach_the_worker() -> None:
 
 
 def test_defaults_of_the_engine_are_those_of_the_worker() -> None:
-    config = config_of(pod_of(workers={"maxNumSeqs": EngineConfig().max_num_seqs}))
+    config = config_of(pod_of(engine={"maxNumSeqs": EngineConfig().max_num_seqs}))
     assert config.engine == EngineConfig(device="cpu")
     assert config.server == ServerConfig(admin_tokens_path=config.server.admin_tokens_path)
 
@@ -286,7 +291,8 @@ def test_defaults_of_the_engine_are_those_of_the_worker() -> None:
 # --- other children ------------------------------------------------------------------------------------------------
 
 
-CLAIMS = {"accelerator": {"count": 0}, "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "t"}]}
+CLAIM = {"name": "gpu", "resourceClaimTemplateName": "t"}
+CLAIMS = {"accelerator": {"count": 0}, "template": {"spec": {"resourceClaims": [CLAIM]}}}
 
 
 @pytest.mark.parametrize(
@@ -295,14 +301,16 @@ CLAIMS = {"accelerator": {"count": 0}, "resourceClaims": [{"name": "gpu", "resou
         ({"accelerator": {"count": 1}}, 0, 1),
         (CLAIMS, 0, 1),
         ({"accelerator": {"count": 0}}, 1, 0),
-        ({"accelerator": {"count": 1}, "rollout": {"maxSurge": 1}}, 1, 0),
-        ({"accelerator": {"count": 1}, "rollout": {"maxSurge": 0}}, 0, 1),
-        ({"accelerator": {"count": 1}, "rollout": {"maxUnavailable": 0}}, 1, 0),
-        ({"accelerator": {"count": 0}, "rollout": {"maxUnavailable": "25%"}}, 0, "25%"),
-        ({"accelerator": {"count": 0}, "rollout": {"maxSurge": "25%", "maxUnavailable": 2}}, "25%", 2),
+        ({"accelerator": {"count": 1}, "strategy": {"maxSurge": 1}}, 1, 0),
+        ({"accelerator": {"count": 1}, "strategy": {"maxSurge": 0}}, 0, 1),
+        ({"accelerator": {"count": 1}, "strategy": {"maxUnavailable": 0}}, 1, 0),
+        ({"accelerator": {"count": 0}, "strategy": {"maxUnavailable": "25%"}}, 0, "25%"),
+        ({"accelerator": {"count": 0}, "strategy": {"maxSurge": "25%", "maxUnavailable": 2}}, "25%", 2),
     ],
 )
-def test_rollout_needs_no_spare_device_by_default(workers: Json, surge: int | str, unavailable: int | str) -> None:
+def test_a_rolling_update_needs_no_spare_device_by_default(
+    workers: Json, surge: int | str, unavailable: int | str
+) -> None:
     workload = manifests.workload(deployment_with(workers=workers), {}, "h", 1)
     rolling = workload["spec"]["strategy"]["rollingUpdate"]
     assert rolling == {"maxSurge": surge, "maxUnavailable": unavailable}

@@ -133,8 +133,8 @@ def test_an_autoscaler_keeps_the_number_of_routers() -> None:
 
 def test_flags_name_workers_demand_and_bounds() -> None:
     spec = {
-        "router": {"replicas": 2, "holdSeconds": 900, "suspicion": {"minSeconds": 0.5, "maxSeconds": 4}},
-        "drain": {"endpointDelaySeconds": 7, "gracePeriodSeconds": 90},
+        "router": {"replicas": 2, "holdTimeout": "15m"},
+        "drain": {"endpointDelay": "7s", "gracePeriod": "90s"},
     }
     assert flags(**spec) == {
         "host": "0.0.0.0",
@@ -161,7 +161,7 @@ def test_a_router_mounts_its_own_token_and_no_other() -> None:
 
 
 def test_keys_and_certificates_of_workers_are_used_by_routers() -> None:
-    spec = {"workers": {"apiKeysSecretRef": {"name": "keys", "key": "all.txt"}}, "tls": {"secretName": "cert"}}
+    spec = {"apiKeysSecretRef": {"name": "keys", "key": "all.txt"}, "tlsSecretRef": {"name": "cert"}}
     made = flags(**spec)
     assert made["api-keys-path"] == "/etc/specdecode/api-keys/all.txt"
     assert (made["tls-cert-file"], made["tls-key-file"], made["ca-file"]) == (
@@ -185,13 +185,21 @@ def test_a_router_meets_the_restricted_security_profile() -> None:
     assert security["readOnlyRootFilesystem"]
 
 
-def test_scheduling_fields_replace_the_defaults() -> None:
+def test_the_template_is_merged_and_the_labels_stay() -> None:
     assert "podAntiAffinity" in pod()["affinity"]
-    router = {"replicas": 2, "affinity": {"nodeAffinity": {}}, "nodeSelector": {"pool": "cpu"}, "image": "mine:1"}
-    rendered = pod(router=router)
-    assert rendered["affinity"] == {"nodeAffinity": {}}
-    assert rendered["nodeSelector"] == {"pool": "cpu"}
-    assert rendered["containers"][0]["image"] == "mine:1"
+    container = {"name": "router", "image": "mine:1", "resources": {"limits": {"memory": "2Gi"}}}
+    users = {"affinity": {"podAntiAffinity": None, "nodeAffinity": {}}, "nodeSelector": {"pool": "cpu"}}
+    labels = {"specdecode.io/role": "worker", "team": "search"}
+    template = {"metadata": {"labels": labels}, "spec": {**users, "containers": [container]}}
+    made = children(router={"replicas": 2, "template": template})["Deployment", "demo-router"]["spec"]["template"]
+    assert (made["metadata"]["labels"]["specdecode.io/role"], made["metadata"]["labels"]["team"]) == (
+        "router",
+        "search",
+    )
+    assert (made["spec"]["affinity"], made["spec"]["nodeSelector"]) == ({"nodeAffinity": {}}, {"pool": "cpu"})
+    (router,) = made["spec"]["containers"]
+    assert (router["image"], router["resources"]["limits"]) == ("mine:1", {"memory": "2Gi"})
+    assert router["resources"]["requests"] == {"cpu": "250m", "memory": "256Mi"}, "what it does not say stays"
     assert pod()["containers"][0]["image"] == DEFAULTS.router_image
 
 
@@ -218,17 +226,16 @@ def test_shares_of_other_deployments_become_flags_and_mounted_tokens() -> None:
         assert secret["items"] == [{"key": "router", "path": "router"}]
 
 
-def routed(percent: int, hold: int, least: float) -> dict[str, Any]:
+def routed(percent: int, hold: str) -> dict[str, Any]:
     return {
         "replicas": 2,
-        "holdSeconds": hold,
-        "suspicion": {"minSeconds": least, "maxSeconds": 4},
+        "holdTimeout": hold,
         "trafficSplit": [{"deployment": "next", "percent": percent}],
     }
 
 
 def test_the_router_understands_its_flags_and_settings(tmp_path: Path) -> None:
-    router = routed(10, 900, 0.5)
+    router = routed(10, "15m")
     given = router_parser().parse_args(pod(router=router)["containers"][0]["command"][1:])
     (tmp_path / "settings.json").write_text(
         children(router=router)["ConfigMap", "demo-router"]["data"]["settings.json"]
@@ -240,12 +247,11 @@ def test_the_router_understands_its_flags_and_settings(tmp_path: Path) -> None:
     (backend,) = settings.backends
     assert (backend.name, backend.percent, backend.service) == ("next", 10, "next-workers")
     assert (settings.hold_seconds, settings.no_worker_seconds) == (900, 900)
-    assert (settings.min_silence_seconds, settings.max_silence_seconds) == (0.5, 4)
     assert settings.deployment == "demo"
 
 
-def test_split_hold_and_suspicion_change_without_a_rollout() -> None:
-    before, after = (children(router=router) for router in (routed(10, 600, 1), routed(25, 900, 0.5)))
+def test_split_and_hold_change_without_a_rollout() -> None:
+    before, after = (children(router=router) for router in (routed(10, "10m"), routed(25, "15m")))
     assert before["Deployment", "demo-router"] == after["Deployment", "demo-router"]
     assert before["ConfigMap", "demo-router"]["data"] != after["ConfigMap", "demo-router"]["data"]
     order = list(after)
@@ -259,10 +265,12 @@ def test_a_share_for_the_deployment_itself_is_left_out() -> None:
 
 
 def test_tracing_is_configured_by_the_variables_of_the_sdk() -> None:
-    tracing = {"endpoint": "http://collector.ns.svc:4318", "samplePercent": 5}
-    made = pod(router={"replicas": 2, "tracing": tracing})["containers"][0]["env"]
+    endpoint = "http://collector.ns.svc:4318"
+    fewer = {"name": "router", "env": [{"name": "OTEL_TRACES_SAMPLER_ARG", "value": "0.05"}]}
+    router = {"replicas": 2, "tracingEndpoint": endpoint, "template": {"spec": {"containers": [fewer]}}}
+    made = pod(router=router)["containers"][0]["env"]
     env = {one["name"]: one.get("value") for one in made}
-    assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector.ns.svc:4318"
+    assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == endpoint
     assert (env["OTEL_TRACES_SAMPLER"], env["OTEL_TRACES_SAMPLER_ARG"]) == ("parentbased_traceidratio", "0.05")
     assert "k8s.pod.name=$(POD_NAME)" in str(env["OTEL_RESOURCE_ATTRIBUTES"]), "Kubernetes fills it in"
     assert list(env).index("POD_NAME") < list(env).index("OTEL_RESOURCE_ATTRIBUTES"), "it refers to an earlier variable"

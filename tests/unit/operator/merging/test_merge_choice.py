@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.api.v1alpha1 import HysteresisSpec
+from specdecode_operator.api.v1alpha1 import STABILITY
 from specdecode_operator.merging.choice import Limits, all_declared, next_step, renewed, retry_seconds
 from specdecode_operator.merging.options import Option
 from specdecode_operator.merging.subsets import subsets_of
@@ -18,7 +18,7 @@ from specdecode_operator.state.cells import MergeChoice
 NOW = 10_000.0
 DECLARED = ("lookup", "head")
 HASHES = ("d1", "l", "h")
-LIMITS = Limits(hysteresis=HysteresisSpec(), explore=0.01)
+LIMITS = Limits(stability=STABILITY["Medium"], explore=0.01)
 WHOLE = Option(DECLARED, 0.0, 0.0, 1.0, 1.0)
 
 
@@ -57,7 +57,7 @@ def test_otherwise_all_stay(choice: MergeChoice, options: list[Option] | None, l
 
 
 def test_a_task_with_few_tokens_needs_a_gain_of_its_share() -> None:
-    limits = Limits(hysteresis=HysteresisSpec(), explore=0.01, demand=0.1)
+    limits = Limits(stability=STABILITY["Medium"], explore=0.01, demand=0.1)
     assert next_step(known(), [WHOLE, fewer(0.01, error=0.002)], limits, NOW).because == "gain"
 
 
@@ -81,11 +81,11 @@ def test_a_measured_trial_keeps_the_better_drafts() -> None:
 
 
 def test_a_trial_waits_for_traffic_and_costs_no_more_than_exploration() -> None:
-    idle = Limits(hysteresis=HysteresisSpec(), explore=0.01, is_active=False)
+    idle = Limits(stability=STABILITY["Medium"], explore=0.01, is_active=False)
     assert next_step(DROPPED, None, idle, NOW).because is None
     assert retry_seconds(0.5, LIMITS) == pytest.approx(3000)
     assert retry_seconds(0.01, LIMITS) == TUNING.retry_seconds
-    assert retry_seconds(0.01, Limits(hysteresis=HysteresisSpec(), explore=0.0)) == math.inf
+    assert retry_seconds(0.01, Limits(stability=STABILITY["Medium"], explore=0.0)) == math.inf
 
 
 def test_other_drafts_begin_with_all_of_them() -> None:
@@ -117,7 +117,7 @@ choices = st.builds(
 )
 limits_of = st.builds(
     Limits,
-    hysteresis=st.just(HysteresisSpec()),
+    stability=st.just(STABILITY["Medium"]),
     explore=st.floats(0, 0.5),
     demand=st.floats(0, 1),
     is_active=st.booleans(),

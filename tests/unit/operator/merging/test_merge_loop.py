@@ -11,8 +11,8 @@ from specdecode_operator.controller.status.sections import task_sections
 from specdecode_operator.planning.task_bounds import bounds_of
 from specdecode_operator.plugin.explain import explain
 from specdecode_worker.contract import TreeShape
-from support.operators.fleet import Loop
-from support.operators.merging import OWN, TASK, MergedTruth, MergingWorker, merging_loop
+from support.operators.fleet import Loop, with_pin
+from support.operators.merging import OWN, QUICK, TASK, MergedTruth, MergingWorker, merging_loop
 
 
 def worker_of(loop: Loop) -> MergingWorker:
@@ -31,7 +31,7 @@ def changes(loop: Loop, polls: int) -> list[tuple[str, str, str | None]]:
 
 def test_a_draft_that_never_hits_is_dropped_and_taken_back_when_the_traffic_turns() -> None:
     head = MergedTruth(rescue=0.0, agreement=0.2)
-    loop = merging_loop({"head": head}, explore_percent=5)
+    loop = merging_loop({"head": head}, limits={**QUICK, "explore_percent": 5})
     assert changes(loop, 20) == [("merge head", "merge nothing", "gain")]
     assert worker_of(loop).running == []
     choice = loop.memory.learned.merges[0]
@@ -48,7 +48,7 @@ def test_a_draft_that_never_hits_is_dropped_and_taken_back_when_the_traffic_turn
 
 
 def test_a_trial_in_vain_ends() -> None:
-    loop = merging_loop({"head": MergedTruth(rescue=0.0)}, explore_percent=5)
+    loop = merging_loop({"head": MergedTruth(rescue=0.0)}, limits={**QUICK, "explore_percent": 5})
     changes(loop, 20)
     loop.now = loop.memory.learned.merges[0].since + 595
     assert changes(loop, 14) == [
@@ -98,7 +98,7 @@ def test_other_modes_merge_as_declared(mode: str) -> None:
 
 
 def test_rows_outside_of_the_bounds_of_a_new_spec_are_no_obstacle() -> None:
-    loop = merging_loop({"head": MergedTruth(rescue=0.8)}, hysteresis={"maxChangesPerHour": 1})
+    loop = merging_loop({"head": MergedTruth(rescue=0.8)}, limits={"max_changes_per_hour": 1})
     loop.polls(8)
     learned, wide = loop.memory.learned, TreeShape.parse("tree:3,2,1")
     rows = tuple(row.running(wide, since=loop.now - 100) for row in learned.rows)
@@ -108,7 +108,7 @@ def test_rows_outside_of_the_bounds_of_a_new_spec_are_no_obstacle() -> None:
 
 def test_a_pin_keeps_the_drafts() -> None:
     loop = merging_loop({"head": MergedTruth(rescue=0.0)})
-    object.__setattr__(loop.deployment, "pin", "chain:3")
+    loop.deployment = with_pin(loop.deployment, "chain:3")
     assert changes(loop, 20) == []
     assert worker_of(loop).running == ["head"]
 

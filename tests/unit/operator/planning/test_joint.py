@@ -221,7 +221,7 @@ def test_the_time_to_the_next_token_of_the_worst_task_is_a_bound() -> None:
     )
     tasks = [{"name": "hard"}]
     assert depths(settled(spec(tasks=tasks), learned), BUSY)["other"] == 5
-    found = settled(spec(tasks=tasks, objective={"itlMilliseconds": 40}), learned)
+    found = settled(spec(tasks=tasks, objective={"itl": "40ms"}), learned)
     assert 1 <= depths(found, BUSY)["other"] <= 3, "0.02 + 0.006 depth must stay below 0.04"
 
 
@@ -230,12 +230,12 @@ def test_who_runs_alone_does_not_pay_for_anothers_depth() -> None:
     learned = LearnedState(
         acceptance=(*chances(0.95), *of("hard", 0.02)), costs=costs, wander=0.0, traffic=traffic(other=500, hard=500)
     )
-    promised = spec(tasks=[{"name": "hard"}], objective={"itlMilliseconds": 40})
+    promised = spec(tasks=[{"name": "hard"}], objective={"itl": "40ms"})
     assert depths(settled(promised, learned)) == {"other": 5, "hard": 0}
 
 
 def test_the_time_to_the_first_token_is_a_bound() -> None:
-    objective = Objective(ObjectiveSpec(ttft_milliseconds=100), prompt=Prompt(steps=2, seconds=0.01))
+    objective = Objective(ObjectiveSpec(ttft="100ms"), prompt=Prompt(steps=2, seconds=0.01))
     assert objective.violation(0.032, [1.0]) == pytest.approx(0.0, abs=1e-6)
     assert objective.violation(0.064, [1.0]) == pytest.approx(0.8)
 
@@ -243,11 +243,11 @@ def test_the_time_to_the_first_token_is_a_bound() -> None:
 def test_a_least_speedup_stops_what_gains_too_little() -> None:
     learned = LearnedState(acceptance=chances(0.3), costs=FULL, wander=0.0)
     assert depths(settled(spec(), learned))["other"] == 1
-    assert depths(settled(spec(objective={"minSpeedup": 1.5}), learned))["other"] == 0
+    assert depths(settled(spec(objective={"minGainPercent": 50}), learned))["other"] == 0
 
 
 def test_changes_run_out_but_not_stops() -> None:
-    speculation = spec(hysteresis={"maxChangesPerHour": 2, "minDwellSeconds": 0})
+    speculation = spec(limits={"max_changes_per_hour": 2, "min_dwell_seconds": 0})
     row = RowState(concurrency=0, context=0, task="other", depth=2, since=1, moves=(1500.0, 1600.0))
     good, bad = (LearnedState(acceptance=chances(p), costs=FULL, rows=(row,)) for p in (0.95, 0.02))
     assert depths(chosen(speculation, good))["other"] == 2
@@ -265,9 +265,9 @@ timed = st.lists(
 objectives = st.fixed_dictionaries(
     {},
     optional={
-        "itlMilliseconds": st.floats(0.1, 1e5),
-        "ttftMilliseconds": st.floats(1, 1e5),
-        "minSpeedup": st.floats(1, 3),
+        "itl": st.integers(1, 10**5).map("{}ms".format),
+        "ttft": st.integers(1, 10**5).map("{}ms".format),
+        "minGainPercent": st.integers(0, 200),
     },
 )
 tasks = st.lists(
@@ -320,7 +320,7 @@ def test_any_memory_gives_rows_within_bounds_and_none_that_is_worse(
         tree={"topK": top_k, "maxNodes": nodes},
         objective=objective,
         tasks=task,
-        hysteresis={"minDwellSeconds": 0},
+        limits={"min_dwell_seconds": 0},
     )
     acceptance = [
         AcceptanceCell(task=name, depth=d, parent=parent, hits=p * n, total=n, ranks=(min(extra, n - p * n),), at=1)
@@ -341,7 +341,7 @@ def test_any_memory_gives_rows_within_bounds_and_none_that_is_worse(
         assert bounds_of(speculation, row.task).nearest(row.shape) == row.shape
     for change in found.changes:
         is_trial = change.cause in ("probe", "trial")
-        assert change.gain is None or change.gain >= 0 or is_trial or objective.get("minSpeedup")
+        assert change.gain is None or change.gain >= 0 or is_trial or objective.get("minGainPercent")
 
 
 @pytest.mark.parametrize(("code_at", "depth"), [(1995, 2), (1930, 3)])
@@ -353,7 +353,7 @@ def test_of_a_task_that_is_not_there_the_guards_hold_nothing_back(code_at: float
     rows = tuple(RowState(concurrency=1, context=0, task=task, depth=3, since=1900) for task in ("code", "other"))
     costs = tuple(cost(2, depth, seconds) for depth, seconds in enumerate((0.3, 0.32, 0.34, 0.45)))
     learned = LearnedState(acceptance=tuple(cells), costs=costs, rows=rows, traffic=traffic(code=20, other=20))
-    slow = spec(tasks=[{"name": "code"}], depth={"max": 3}, hysteresis={"minDwellSeconds": 600})
+    slow = spec(tasks=[{"name": "code"}], depth={"max": 3}, limits={"min_dwell_seconds": 600})
     assert depths(chosen(slow, learned, held_back={(1, 0)}), (1, 0)) == {"other": depth, "code": depth}
 
 

@@ -10,7 +10,7 @@ from specdecode_operator.api.v1alpha1 import Decision, Status, TrafficStatus
 from specdecode_operator.state.learned import LearnedState, render_state
 from specdecode_operator.state.session import Session
 from specdecode_worker.contract import SyntheticKnobs
-from support.operators.fleet import Truth, best_depth, linear_time, loop_over
+from support.operators.fleet import Truth, best_depth, linear_time, loop_over, with_pause
 
 
 def dear_when_deep(sequences: float, depth: int, context: float) -> float:
@@ -39,7 +39,7 @@ def test_speculation_stops_when_it_loses_and_the_reason_says_so() -> None:
 
 def test_depth_falls_with_the_cost_of_deep_trees_and_rises_again() -> None:
     truth = Truth()
-    loop = loop_over(truth, explore=0.1, speculation={"hysteresis": {"minDwellSeconds": 10}})
+    loop = loop_over(truth, explore=0.1, speculation={"limits": {"min_dwell_seconds": 10}})
     loop.polls(20)
     assert loop.depths[-1] >= 3
     truth.step_time = dear_when_deep
@@ -83,7 +83,7 @@ def test_versions_only_rise_and_survive_a_restart_of_the_operator() -> None:
 
 def test_dwell_holds_over_a_restart() -> None:
     truth = Truth(chances=[0.3, 0.2, 0.1, 0.1, 0.1])
-    loop = loop_over(truth, explore=0.2, speculation={"hysteresis": {"minDwellSeconds": 3600}})
+    loop = loop_over(truth, explore=0.2, speculation={"limits": {"min_dwell_seconds": 3600}})
     loop.polls(12)
     moved = loop.depths[-1]
     assert moved < 3
@@ -132,7 +132,7 @@ def test_a_paused_deployment_keeps_its_plan_whatever_changes() -> None:
     loop.polls(1)
     version = loop.versions[-1]
     changed = loop_over(speculation={"depth": {"max": 1, "initial": 1}}).deployment
-    loop.deployment = replace(changed, paused=True)
+    loop.deployment = with_pause(changed)
     loop.polls(10)
     assert loop.versions[-1] == version
     loop.deployment = changed

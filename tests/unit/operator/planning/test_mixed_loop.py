@@ -14,12 +14,12 @@ from support.operators.mixed import MixedWorker, TaskTruth, batch_time, mixed_lo
 
 CODE, PROSE = [0.8], [0.7]
 BAD = [0.1]
-QUICK = {"minDwellSeconds": 10, "minGainPercent": 3}
+QUICK = {"min_dwell_seconds": 10, "min_gain_percent": 3}
 TASKS: list[dict[str, Any]] = [{"name": "code"}, {"name": "prose"}]
 
 
 def speculation(**fields: Any) -> dict[str, Any]:
-    return {"speculation": {"tasks": TASKS, "hysteresis": QUICK, **fields}}
+    return {"speculation": {"tasks": TASKS, "limits": QUICK, **fields}}
 
 
 def rates(ranks: list[float]) -> TaskAcceptance:
@@ -72,7 +72,7 @@ def test_trees_come_near_the_best_tree(seed: int) -> None:
     loop = mixed_loop(
         tasks,
         seed=seed,
-        speculation={"tree": {"topK": 3, "maxNodes": 16}, "hysteresis": QUICK},
+        speculation={"tree": {"topK": 3, "maxNodes": 16}, "limits": QUICK},
         workers={"accelerator": {"count": 0}},
     )
     loop.polls(30)
@@ -90,7 +90,7 @@ def test_a_trial_that_disappoints_is_over_at_once_and_not_repeated() -> None:
 
     loop = mixed_loop(
         {"other": TaskTruth(2, [0.45, 0.2, 0.1])},
-        speculation={"tree": {"topK": 3, "maxNodes": 16}, "hysteresis": {"minDwellSeconds": 100}},
+        speculation={"tree": {"topK": 3, "maxNodes": 16}, "limits": {"min_dwell_seconds": 100}},
     )
     worker_of(loop).batch_time = trees_are_dear
     seen = []

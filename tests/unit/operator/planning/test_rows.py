@@ -105,7 +105,7 @@ def test_without_bursts_a_deeper_chain_is_tried_before_it_is_believed() -> None:
     learned = LearnedState(
         acceptance=chances(0.93), costs=(cost(1, 0, truth(1, 0)), cost(1, 3, truth(1, 3))), load=LoadState(at=2000)
     )
-    chosen = choose(spec(explorePercent=0), learned, buckets(16), max_num_seqs=16, now=2000)
+    chosen = choose(spec(limits={"explore_percent": 0}), learned, buckets(16), max_num_seqs=16, now=2000)
     assert chosen.rows[0].depth > 3
     assert chosen.rows[0].trial
 
@@ -141,7 +141,7 @@ def test_few_drafts_and_few_requests_are_one_doubt() -> None:
 
 
 def test_the_dwell_holds_unless_speculation_loses() -> None:
-    slow = spec(hysteresis={"minDwellSeconds": 600}, depth={"max": 5})
+    slow = spec(limits={"min_dwell_seconds": 600}, depth={"max": 5})
     moved = RowState(concurrency=0, context=0, task="other", depth=2, since=1900)
     assert depths_of(slow, LearnedState(acceptance=chances(0.95), costs=FULL, rows=(moved,)))[0] == 2
     assert depths_of(slow, LearnedState(acceptance=chances(0.02), costs=FULL, rows=(moved,)))[0] == 0
@@ -172,7 +172,7 @@ def test_what_the_guards_hold_back_makes_room_for_less_before_its_dwell_is_over(
     held: bool, moves: int, depth: int
 ) -> None:
     """Unless the hour has no changes left."""
-    one = spec(hysteresis={"minDwellSeconds": 600, "maxChangesPerHour": 12})
+    one = spec(limits={"min_dwell_seconds": 600, "max_changes_per_hour": 12})
     costs = (cost(1, 0, 0.02), cost(1, 1, 0.025), cost(1, 3, 0.04))
     row = RowState(concurrency=0, context=0, task="other", depth=3, since=1990, moves=(1990.0,) * moves)
     learned = LearnedState(acceptance=chances(0.6), costs=costs, rows=(row,))
@@ -191,7 +191,7 @@ def test_what_the_guards_hold_back_makes_room_for_less_before_its_dwell_is_over(
     ],
 )
 def test_there_is_less_only_where_it_is_believed_to_be_better(seconds: tuple[float, float, float], depth: int) -> None:
-    one = spec(hysteresis={"minDwellSeconds": 600})
+    one = spec(limits={"min_dwell_seconds": 600})
     costs = tuple(cost(1, depth, each) for depth, each in zip((0, 1, 3), seconds, strict=True))
     row = RowState(concurrency=0, context=0, task="other", depth=3, since=1990)
     learned = LearnedState(acceptance=chances(0.6), costs=costs, rows=(row,))
@@ -199,7 +199,7 @@ def test_there_is_less_only_where_it_is_believed_to_be_better(seconds: tuple[flo
 
 
 def test_guards_that_hold_back_the_smallest_shape_leave_it_to_the_stop() -> None:
-    one = spec(hysteresis={"minDwellSeconds": 600})
+    one = spec(limits={"min_dwell_seconds": 600})
     row = RowState(concurrency=0, context=0, task="other", depth=1, since=1990)
     learned = LearnedState(acceptance=chances(0.6), costs=(cost(1, 0, 0.02), cost(1, 1, 0.025)), rows=(row,))
     assert choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == 1
@@ -219,7 +219,7 @@ def test_the_dwell_and_the_changes_of_the_hour_bound_how_often_a_row_changes(
 ) -> None:
     row = RowState(concurrency=0, context=0, task="other", depth=2, since=moves[-1], moves=moves)
     better = LearnedState(acceptance=chances(0.95), costs=FULL, rows=(row,))
-    limited = spec(hysteresis={"minDwellSeconds": 60, "maxChangesPerHour": 3})
+    limited = spec(limits={"min_dwell_seconds": 60, "max_changes_per_hour": 3})
     assert depths_of(limited, better, now=5000)[0] == depth
 
 
@@ -326,7 +326,7 @@ def test_within_bounds_for_any_memory_and_then_at_rest(
 ) -> None:
     """Whatever was measured, rows lie within the bounds; with nothing new measured, they move once and then rest."""
     low, initial, high = bound
-    speculation = spec(depth={"min": low, "max": high, "initial": initial}, hysteresis={"minDwellSeconds": 0})
+    speculation = spec(depth={"min": low, "max": high, "initial": initial}, limits={"min_dwell_seconds": 0})
     learned = LearnedState(
         acceptance=tuple(
             AcceptanceCell(task="other", depth=d, hits=p * n, total=n, at=1) for d, (p, n) in enumerate(rate, start=1)

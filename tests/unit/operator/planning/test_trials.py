@@ -22,7 +22,7 @@ def test_speculation_that_comes_back_untimed_is_a_probe() -> None:
 
 def test_a_trial_in_vain_is_not_repeated() -> None:
     """Without bursts a deeper chain can be known by running it alone; here each disappoints."""
-    quiet = spec(explorePercent=0)
+    quiet = spec(limits={"explore_percent": 0})
     learned = LearnedState(acceptance=chances(0.93), costs=tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3)))
     begun, now = list[int](), 2000.0
     while now < 2000 + 3600:

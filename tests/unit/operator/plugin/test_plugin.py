@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from specdecode_operator.plugin.explain import explain
-from specdecode_operator.plugin.overview import HEAD, detail, overview
+from specdecode_operator.plugin.overview import HEAD, detail, mode_of, overview
 from specdecode_operator.plugin.past import past
 from specdecode_operator.plugin.simulation import document
 from specdecode_operator.plugin.text import age, figure, percent, table
 from specdecode_operator.state.learned import AcceptanceCell, DraftEstimates
 from specdecode_operator.telemetry.counters import CellKey, Moments
-from support.operators.fleet import Loop, Truth, loop_over
+from support.operators.fleet import Loop, Truth, loop_over, with_pause, with_pin
 from support.operators.resources import polled, remembered, resource_of
 
 
@@ -55,28 +55,33 @@ def test_nothing_there_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("annotations", "spec", "mode"),
+    ("spec", "mode"),
     [
-        ({"paused": "true"}, {}, "Paused"),
-        ({"pin": "chain:2"}, {}, "Pin chain:2"),
-        ({}, {"mode": "Advisory"}, "Advisory"),
-        ({}, {"method": "none", "draft": None}, "none"),
+        ({"speculation": {"pin": "chain:2"}}, "Pin chain:2"),
+        ({"speculation": {"mode": "Advisory"}}, "Advisory"),
+        ({"speculation": {"method": "none", "draft": None}}, "none"),
     ],
 )
-def test_status_says_who_decides(annotations: dict[str, str], spec: dict[str, object], mode: str) -> None:
-    loop = loop_over(speculation=spec)
-    loop.deployment = replace(loop.deployment, pin=annotations.get("pin", ""))
+def test_status_says_who_decides(spec: dict[str, Any], mode: str) -> None:
+    loop = loop_over(**spec)
     polled(loop, 2)
-    (row,) = cells(overview([resource_of(loop, **annotations)], loop.now), HEAD)
+    (row,) = cells(overview([resource_of(loop)], loop.now), HEAD)
     assert row["MODE"] == mode
+
+
+def test_a_pause_decides_before_pin_and_mode() -> None:
+    loop = loop_over(speculation={"pin": "chain:2"})
+    polled(loop, 2)
+    loop.deployment = with_pause(loop.deployment)
+    assert mode_of(resource_of(loop)) == "Paused"
 
 
 def test_problems_are_listed_below_the_table() -> None:
     loop = loop_over()
-    loop.deployment = replace(loop.deployment, pin="chian:2")
+    loop.deployment = with_pin(loop.deployment, "chain:17")
     polled(loop, 1)
     lines = overview([resource_of(loop)], loop.now)
-    assert any(line.startswith("demo: ") and "chian:2" in line for line in lines)
+    assert any(line.startswith("demo: ") and "chain:17" in line for line in lines)
 
 
 def test_detail_shows_tasks_and_conditions() -> None:

@@ -199,14 +199,17 @@ def test_explain_without_the_right_to_read_config_maps(
     assert "configmaps is forbidden" in capsys.readouterr().out
 
 
-def test_pin_writes_the_annotation_and_nothing_else(
+def test_pin_writes_the_shape_of_a_task_and_nothing_else(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert server.run("pin", "demo", "code=chain:6") == 0
     ((path, kind, body),) = server.written
     assert path == demo
-    assert kind == "application/merge-patch+json"
-    assert body == {"metadata": {"annotations": {"specdecode.io/pin": "code=chain:6"}}}
+    assert kind == "application/json-patch+json"
+    assert body == [
+        {"op": "test", "path": "/spec/speculation/tasks/0/name", "value": "code"},
+        {"op": "add", "path": "/spec/speculation/tasks/0/pin", "value": "chain:6"},
+    ]
     assert "unpin demo" in capsys.readouterr().out
 
 
@@ -217,16 +220,19 @@ def test_a_slip_is_refused_before_it_is_written(server: Server, demo: str, capsy
     assert "no task 'sql'; there are code, other" in capsys.readouterr().err
 
 
-def test_unpin_takes_the_annotation_off(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unpin_removes_all_pins(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert server.run("unpin", "demo") == 0
-    assert server.written[0][2] == {"metadata": {"annotations": {"specdecode.io/pin": None}}}
+    assert server.written == [], "there is none"
+    server.answers[demo][1]["spec"]["speculation"]["pin"] = "chain:2"
+    assert server.run("unpin", "demo") == 0
+    assert server.written[0][2] == [{"op": "remove", "path": "/spec/speculation/pin"}]
     assert "not pinned any more. Its mode is Auto." in capsys.readouterr().out
 
 
 def test_pin_of_a_paused_deployment_says_that_it_waits(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.answers[demo][1]["metadata"]["annotations"]["specdecode.io/paused"] = "true"
+    server.answers[demo][1]["spec"]["paused"] = True
     assert server.run("pin", "demo", "chain:2") == 0
     assert "takes effect when" in capsys.readouterr().out
 
@@ -312,31 +318,28 @@ def test_a_resource_of_another_version(server: Server, demo: str, capsys: pytest
 def test_try_offers_a_candidate(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert server.run("try", "demo", "pvc://drafts/new", "4f1c9a7be2d05c6e") == 0
     candidate = {"uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e"}
-    body = {"spec": {"rollout": {"draft": {"candidate": candidate}}}}
+    body = {"spec": {"draftRollout": {"candidate": candidate}}}
     assert server.written == [(demo, "application/merge-patch+json", body)]
     assert "kubectl specdecode drafts demo" in capsys.readouterr().out
 
 
-def test_try_repeats_a_trial_of_the_same_candidate(server: Server, demo: str) -> None:
+def test_try_says_how_to_repeat_a_trial(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, resource = server.answers[demo]
     candidate = {"uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e"}
-    spec = {**resource["spec"], "rollout": {"draft": {"candidate": candidate}}}
-    server.answers[demo] = status, {**resource, "spec": spec}
-    assert server.run("try", "demo", *candidate.values()) == 0
-    command = server.written[-1][2]["metadata"]["annotations"]["specdecode.io/draft-command"]
-    assert command.startswith("retry ")
+    server.answers[demo] = status, {**resource, "spec": {**resource["spec"], "draftRollout": {"candidate": candidate}}}
+    assert server.run("try", "demo", *candidate.values()) == 1
+    assert server.written == []
+    assert "remove spec.draftRollout.candidate" in said(capsys)
 
 
-def test_a_command_about_drafts_is_written_with_its_time(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_about_drafts_names_the_draft(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, resource = server.answers[demo]
     draft = {"phase": "Canary", "hash": "a", "current": {"hash": "a"}, "candidate": {"hash": "b"}}
     server.answers[demo] = status, {**resource, "status": {**resource["status"], "draft": draft}}
     assert server.run("reject", "demo") == 0
     ((path, _, body),) = server.written
     assert path == demo
-    assert re.fullmatch(r"reject \d{4}-\d\d-\d\dT\S+", body["metadata"]["annotations"]["specdecode.io/draft-command"])
+    assert body == {"spec": {"draftRollout": {"reject": "b"}}}
     assert server.run("drafts", "demo") == 0
     assert "Canary, mode Canary" in capsys.readouterr().out
 
@@ -354,10 +357,11 @@ def test_a_command_to_train_is_written_if_a_run_can_begin(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert server.run("distill", "demo") == 1
-    assert "distillation.capture.enabled is false" in capsys.readouterr().err
+    assert "distillation.capture is absent" in capsys.readouterr().err
     status, resource = server.answers[demo]
-    distillation = {"capture": {"enabled": True}, "storage": {"claim": "drafts"}}
+    distillation = {"capture": {}, "storage": {"uri": "pvc://drafts"}}
     server.answers[demo] = status, {**resource, "spec": {**resource["spec"], "distillation": distillation}}
     assert server.run("distill", "demo") == 0
     ((_, _, body),) = server.written
-    assert body["metadata"]["annotations"]["specdecode.io/draft-command"].startswith("distill ")
+    request = body["spec"]["distillation"]["trigger"]["request"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\S+", request), "another one each time"

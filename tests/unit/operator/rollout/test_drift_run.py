@@ -19,10 +19,10 @@ from support.operators.drifting import SLOWER, Drifting, drifting
 
 def distillation(mode: str = "Drift", limit: str = "1m", **trigger: Any) -> dict[str, Any]:
     return {
-        "capture": {"enabled": True},
-        "storage": {"claim": "drafts"},
+        "capture": {},
+        "storage": {"uri": "pvc://drafts"},
         "trigger": {"mode": mode, **trigger},
-        "job": {"timeLimit": limit},
+        "timeLimit": limit,
     }
 
 
@@ -134,7 +134,9 @@ def test_the_worth_is_the_sum_of_share_loss_recovery_and_decode_time(stale: Drif
     worth = worth_of_drift(spec, stale.drift)
     assert worth.saved_seconds == pytest.approx(0.8 * lost, rel=0.02)
     assert worth.needed_seconds == 100
-    stale.change(workers={"accelerator": {"count": 2}}, distillation={"job": {"accelerator": {"count": 4}}})
+    container = {"name": "distill", "resources": {"limits": {"nvidia.com/gpu": 4}}}
+    template = {"spec": {"containers": [container]}}
+    stale.change(workers={"accelerator": {"count": 2}}, distillation={"jobTemplate": template})
     assert worth_of_drift(stale.deployment.spec, stale.drift).saved_seconds == pytest.approx(2 * worth.saved_seconds)
     assert first_run_seconds(stale.deployment.spec) == 4 * 4 * 3600
 

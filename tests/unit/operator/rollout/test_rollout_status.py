@@ -11,7 +11,8 @@ from specdecode_operator import metrics, run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
 from specdecode_operator.controller.events import event_notices
 from specdecode_operator.controller.status import status_of
-from specdecode_operator.plugin.drafts import drafts, refusal_of
+from specdecode_operator.errors import PluginError
+from specdecode_operator.plugin.drafts import change_for, drafts
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.past import past
 from specdecode_operator.state.draft_record import UNUSED
@@ -20,6 +21,15 @@ from support.operators.canary import CANDIDATE, NEW, OLD, Canary, canary_with, t
 from support.operators.fleet import workload_with
 
 Resource = dict[str, Any]
+
+
+def refusal_of(verb: str, resource: dict[str, Any]) -> str:
+    """Return why the plugin refuses a command; empty if it does not."""
+    try:
+        change_for(verb, resource, "now")
+    except PluginError as error:
+        return str(error)
+    return ""
 
 
 def shown(canary: Canary) -> Status:
@@ -122,7 +132,7 @@ def test_a_refused_candidate_is_the_reason_to_look_at() -> None:
 @pytest.mark.parametrize(("mode", "word"), [("Off", "mode is Off"), ("Auto", "no worker has reported")])
 def test_a_candidate_that_waits_says_for_what(mode: str, word: str) -> None:
     canary = canary_with()
-    canary.change(rollout={"draft": {"candidate": CANDIDATE}}, speculation={"mode": mode})
+    canary.change(draft_rollout={"candidate": CANDIDATE}, speculation={"mode": mode})
     if mode == "Auto":
         canary.pods = []
     canary.tick()
@@ -142,10 +152,28 @@ def test_an_unreadable_record_is_shown() -> None:
     assert "section lifecycle: bad" in condition.message
 
 
+def test_the_condition_says_that_the_spec_does_not_name_the_promoted_draft() -> None:
+    canary = trying()
+    canary.finish_pairs(40, 0.3)
+    canary.until("Cooldown")
+    condition = rollout_of(canary)
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("False", "PromotedDraftServes")
+    assert "run file:///new (new000new000)" in condition.message
+    assert "names embedded://d, to which a restore from git returns" in condition.message
+    canary.change(speculation={"draft": {"uri": "file:///new"}})
+    canary.spec_draft = NEW
+    canary.ticks(3)
+    condition = rollout_of(canary)
+    assert condition is not None
+    assert condition.reason == "NoRollout"
+    assert [pod.draft for pod in canary.pods] == [NEW, NEW]
+
+
 def test_the_plugin_shows_trial_and_lineage() -> None:
     canary = canary_with()
     assert drafts(resource_of(_ticked(canary, 0)), canary.now) == [
-        "no candidate was tried for demo yet; the candidate new000new000 waits"
+        "no candidate was tried for demo yet; the candidate file:///new waits"
     ]
     canary.ticks(2)
     canary.finish_pairs(10, 0.04)

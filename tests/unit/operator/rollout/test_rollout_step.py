@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from specdecode_operator.drafts.crossover import Crossover, CrossoverTuning, Evidence
+from specdecode_operator.rollout.rollout_step import MAX_PAIRS
 from specdecode_operator.rollout.trial_evidence import count_pairs, gain_of, verdict_of
 from specdecode_operator.state.cells import AcceptanceCell, RowState, StepTimeCell
 from specdecode_operator.state.draft_record import UNUSED, TrialRecord
 from specdecode_worker.contract import Artifact, TrialState
 from support.operators.canary import CANDIDATE, NEW, OLD, Canary, Pod, canary_with, pair, trying
+from support.operators.fleet import deployment_with, with_pause
 
 
 def outcomes(canary: Canary) -> list[tuple[str, str]]:
@@ -69,8 +71,8 @@ def test_a_faster_candidate_is_promoted_and_the_others_follow() -> None:
 
 @pytest.mark.parametrize(("gain", "outcome"), [(-0.08, "RolledBack"), (0.0, "Undecided")])
 def test_a_candidate_that_is_not_better_is_rolled_back(gain: float, outcome: str) -> None:
-    canary = trying(maxPairs=60)
-    canary.finish_pairs(60, gain)
+    canary = trying()
+    canary.finish_pairs(MAX_PAIRS, gain)
     assert canary.phase == "RollingBack"
     canary.until("Cooldown")
     assert outcomes(canary) == [(outcome, NEW)]
@@ -284,7 +286,7 @@ def test_a_draft_or_target_of_the_user_wins_at_once(spec: dict[str, object], pro
     canary = trying()
     if promoted:
         canary.finish_pairs(60, 0.10)
-    canary.change(rollout={"draft": {"candidate": CANDIDATE}}, **spec)
+    canary.change(draft_rollout={"candidate": CANDIDATE}, **spec)
     canary.tick()
     assert canary.phase == "Serving"
     assert (canary.record.current, canary.record.trial) == ("", None)
@@ -307,7 +309,7 @@ def test_a_promoted_draft_that_does_not_come_back_after_a_trial_gives_way_to_tha
     canary = trying()
     canary.finish_pairs(60, 0.10)
     canary.until("Cooldown")
-    canary.change(rollout={"draft": {"candidate": {"uri": "file:///third", "hash": "third0third0"}}})
+    canary.change(draft_rollout={"candidate": {"uri": "file:///third", "hash": "third0third0"}})
     canary.ticks(2)
     assert canary.phase == "Canary"
     canary.command("rollback")
@@ -344,30 +346,104 @@ def test_a_trial_ends_with_its_time() -> None:
 
 def test_a_removed_candidate_ends_its_trial_and_may_be_offered_again() -> None:
     canary = trying()
-    canary.change(rollout={"draft": {}})
+    canary.change(draft_rollout={})
     canary.tick()
     assert canary.phase == "RollingBack"
     canary.until("Cooldown")
-    canary.change(rollout={"draft": {"candidate": CANDIDATE}})
+    canary.change(draft_rollout={"candidate": CANDIDATE})
     canary.tick()
     assert canary.phase == "Canary"
     assert canary.record.trial is not None
     assert canary.record.trial.id.endswith("-2")
 
 
-def test_a_candidate_is_tried_again_on_request() -> None:
+def test_a_rejected_draft_is_not_tried_while_the_spec_rejects_it() -> None:
     canary = trying()
     canary.command("reject")
     canary.until("Cooldown")
+    assert outcomes(canary) == [("Rejected", NEW)]
+    canary.change(draft_rollout={"reject": NEW})
+    canary.tick()
+    canary.change(draft_rollout={"candidate": CANDIDATE, "reject": NEW})
     canary.ticks(2)
     assert canary.phase == "Cooldown"
-    canary.command("retry")
+    assert "draftRollout.reject names the candidate" in canary.record.refusal
+    canary.change(draft_rollout={})
     canary.tick()
+    canary.change(draft_rollout={"candidate": CANDIDATE})
+    canary.tick()
+    assert canary.phase == "Canary", "removed and offered again, it is tried again"
+
+
+def test_a_worker_reports_the_hash_of_a_candidate_and_the_trial_is_of_it_alone() -> None:
+    canary = Canary(deployment_with(replicas=2))
+    canary.tick()
+    canary.change(draft_rollout={"candidate": {"uri": "file:///new"}})
+    canary.ticks(2)
+    first = canary.tries
     assert canary.phase == "Canary"
+    assert canary.decision is not None
+    assignment = canary.decision.plan.assignment
+    assert assignment is not None
+    assert assignment.trial is not None
+    assert assignment.trial.candidate == Artifact(uri="file:///new", hash="")
+    canary.finish_pairs(3, 0.5)
+    assert canary.record.trial is not None
+    assert canary.record.trial.pairs == (), "nothing counts before the hash is known"
+    assert first.trial is not None
+    first.trial = first.trial.model_copy(update={"hash": NEW})
+    canary.ticks(2)
+    assert (canary.record.candidate, canary.record.uris[NEW]) == (NEW, "file:///new")
+    assignment = canary.decision.plan.assignment
+    assert assignment is not None
+    assert assignment.trial is not None
+    assert assignment.trial.candidate.hash == NEW
+    assert assignment.trial.id.endswith("-2"), "it begins anew"
     canary.restart_operator()
-    canary.finish_pairs(60, -0.1)
-    canary.ticks(5)
-    assert canary.phase == "Cooldown", "a command is carried out once"
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    assert outcomes(canary) == [("Promoted", NEW)]
+    canary.ticks(3)
+    assert canary.phase == "Cooldown", "it is tried once"
+
+
+@pytest.mark.parametrize(("found", "reject"), [(OLD, None), (NEW, NEW)])
+def test_a_candidate_that_turns_out_to_be_in_use_or_rejected_is_refused(found: str, reject: str | None) -> None:
+    canary = Canary(deployment_with(replicas=2))
+    canary.tick()
+    canary.change(draft_rollout={"candidate": {"uri": "file:///new"}, "reject": reject})
+    canary.ticks(2)
+    tries = canary.tries
+    assert tries.trial is not None
+    tries.trial = tries.trial.model_copy(update={"hash": found})
+    canary.until("Cooldown")
+    assert [outcome for outcome, _ in outcomes(canary)] == ["Refused"]
+    assert [pod.draft for pod in canary.pods] == [OLD, OLD]
+
+
+def test_removing_a_candidate_ends_its_trial_also_once_its_hash_is_known() -> None:
+    canary = Canary(deployment_with(replicas=2))
+    canary.tick()
+    canary.change(draft_rollout={"candidate": {"uri": "file:///new"}})
+    canary.ticks(2)
+    tries = canary.tries
+    assert tries.trial is not None
+    tries.trial = tries.trial.model_copy(update={"hash": NEW})
+    canary.ticks(2)
+    canary.change(draft_rollout={})
+    canary.until("Cooldown")
+    assert outcomes(canary) == [("Rejected", NEW)]
+
+
+def test_an_approval_may_come_before_the_trial_ends() -> None:
+    early, other = (trying(mode="Manual", approve=draft) for draft in (NEW, OLD))
+    for canary in (early, other):
+        canary.finish_pairs(60, 0.2)
+    early.ticks(2)
+    other.ticks(2)
+    assert early.phase in ("Promoting", "Cooldown")
+    assert outcomes(early) == [("Promoted", NEW)]
+    assert (other.phase, other.record.is_confirmed) == ("Canary", True), "another draft is approved"
 
 
 def test_another_pod_runs_its_pairs_under_another_name() -> None:
@@ -393,14 +469,10 @@ def test_removing_a_promoted_candidate_keeps_it() -> None:
 
 def test_manual_mode_waits_for_promote() -> None:
     canary = trying(mode="Manual")
-    canary.command("promote")
-    canary.tick()
-    assert canary.phase == "Canary", "there is no verdict yet"
-    assert canary.decision is not None
-    assert any("changes nothing now" in change.reason for change in canary.decision.changes)
     canary.finish_pairs(60, 0.10)
     assert (canary.phase, canary.record.is_confirmed) == ("Canary", True)
     canary.ticks(5)
+    assert canary.decision is not None
     assert canary.decision.plan.assignment is not None
     assert canary.pods[0].trial is None, "the trial is over"
     canary.command("promote")
@@ -424,14 +496,14 @@ def test_a_command_is_carried_out_once() -> None:
 
 def test_a_paused_deployment_keeps_its_rollout() -> None:
     canary = trying()
-    canary.deployment = replace(canary.deployment, paused=True)
+    canary.deployment = with_pause(canary.deployment)
     canary.tries.boot = "boot-2"
     plan = canary.session.learned.plan
     canary.tick(100_000)
     assert canary.phase == "Canary"
     assert canary.decision is not None
     assert canary.decision.plan == plan
-    canary.deployment = replace(canary.deployment, paused=False)
+    canary.deployment = with_pause(canary.deployment, False)
     canary.tick()
     assert not canary.record.paused
     assert canary.phase == "RollingBack", "its time is over"
@@ -454,7 +526,7 @@ def test_a_veto_of_one_task_rolls_back() -> None:
             update={"incumbent": fast.incumbent + slow.incumbent, "candidate": fast.candidate + slow.candidate}
         )
         pod.trial = pod.trial.model_copy(update={"pairs": (both,)})
-        canary.change(rollout={"draft": {"candidate": CANDIDATE}}, speculation={"tasks": [{"name": "code"}]})
+        canary.change(draft_rollout={"candidate": CANDIDATE}, speculation={"tasks": [{"name": "code"}]})
         canary.tick()
         if canary.phase != "Canary":
             break

@@ -8,9 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import DRAFT_COMMAND_ANNOTATION
 from specdecode_operator.controller.reconciler import Parts, Reconciler
-from specdecode_operator.controller.resource import MAX_COMMAND, deployment_of, identity_of
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.state.deployment_state import DeploymentState, Pending, StateTable
@@ -20,7 +18,7 @@ from specdecode_operator.state.store import StateStore
 from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import ChildProblem, Key, Observation, Outcome
 from support.operators.canary import Canary, capturing, distilling, trying
-from support.operators.fleet import SPEC, workload_with
+from support.operators.fleet import workload_with
 
 
 class Cluster:
@@ -75,13 +73,6 @@ async def carried_out(cluster: Cluster, canary: Canary) -> tuple[Outcome, StateT
     return outcome, table
 
 
-def test_a_command_is_an_action_of_a_user_and_bounded() -> None:
-    metadata = {"namespace": "ns", "name": "demo", "uid": "u1", "generation": 1}
-    commanded = {**metadata, "annotations": {DRAFT_COMMAND_ANNOTATION: "reject " + "x" * 1000}}
-    assert identity_of(metadata) != identity_of(commanded), "it is carried out at once"
-    assert len(deployment_of({"metadata": commanded, "spec": SPEC}).draft_command) == MAX_COMMAND
-
-
 async def test_the_rollout_is_written_before_state_and_plan() -> None:
     cluster = Cluster()
     outcome, table = await carried_out(cluster, trying())
@@ -124,8 +115,8 @@ async def test_no_job_is_created_for_a_run_that_cannot_be_stored(down: str) -> N
 
 
 async def test_a_refused_command_is_stored_so_that_it_is_not_carried_out_after_a_restart() -> None:
-    quiet = capturing(distillation={"storage": {}})
-    commanded = capturing(distillation={"storage": {}})
+    quiet = capturing(distillation={"storage": None})
+    commanded = capturing(distillation={"storage": None})
     commanded.command("distill")
     commanded.tick()
     for canary, is_stored in ((quiet, False), (commanded, True)):

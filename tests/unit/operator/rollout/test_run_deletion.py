@@ -91,7 +91,7 @@ def test_every_other_end_of_a_job_deletes_the_run(how: str) -> None:
         case "time":
             canary.now += 341 * 3600
         case "claim":
-            canary.change(distillation={**DISTILLATION, "storage": {"claim": "another"}})
+            canary.change(distillation={**DISTILLATION, "storage": {"uri": "pvc://another"}})
         case "draft":
             canary.change(speculation={"draft": {"uri": "file:///mine"}}, distillation=DISTILLATION)
         case _:
@@ -173,7 +173,7 @@ def test_drafts_that_may_be_assigned_or_were_tried_are_needed() -> None:
     )
     assert needed(record) == {"current", "previous", "candidate", OLD, TRAINED, "tried"}
     assert needed(DraftRecord(previous=None)) == set()
-    assert needed(DraftRecord(), rollout={"draft": {"candidate": CANDIDATE}}) == {NEW}
+    assert needed(DraftRecord(), draft_rollout={"candidate": CANDIDATE}) == {NEW}
 
 
 def test_drafts_that_the_spec_names_by_their_place_are_needed() -> None:

@@ -11,6 +11,7 @@ from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.rollout.run_end import recovery_of
 from specdecode_worker.contract import Artifact, CaptureRules
 from support.operators.canary import CANDIDATE, DISTILLATION, OLD, TRAINED, Canary, capturing, distilling, verdict
+from support.operators.fleet import with_pause
 
 
 def running(**spec: Any) -> Canary:
@@ -97,8 +98,8 @@ def test_a_worker_that_has_not_deleted_yet_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("distillation", "words"),
     [
-        ({"storage": {}}, "distillation.storage.claim is absent"),
-        ({"capture": {"enabled": False}}, "distillation.capture.enabled is false"),
+        ({"storage": None}, "distillation.storage is absent"),
+        ({"capture": None}, "distillation.capture is absent"),
     ],
     ids=["claim", "capture"],
 )
@@ -164,7 +165,7 @@ def test_a_better_draft_is_tried_and_captures_are_deleted() -> None:
 
 
 def test_mode_direct_promotes_at_once_and_the_lineage_has_it() -> None:
-    canary = running(rollout={"draft": {"mode": "Direct"}})
+    canary = running(draft_rollout={"mode": "Direct"})
     canary.job_ends(verdict())
     canary.tick()
     assert (canary.phase, canary.record.current) == ("Promoting", TRAINED)
@@ -294,8 +295,8 @@ def test_a_user_ends_a_run(phase: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"distillation": {**DISTILLATION, "storage": {"claim": "new"}}},
-        {"distillation": {"capture": {"enabled": False}}},
+        {"distillation": {**DISTILLATION, "storage": {"uri": "pvc://new"}}},
+        {"distillation": {}},
     ],
     ids=["claim", "all"],
 )
@@ -312,7 +313,7 @@ def test_collecting_ends_when_capture_is_switched_off_and_after_max_age() -> Non
     for canary in (off, slow):
         canary.command("distill")
         canary.tick()
-    off.change(distillation={**DISTILLATION, "capture": {"enabled": False}})
+    off.change(distillation={**DISTILLATION, "capture": None})
     off.tick()
     assert (off.phase, off.record.run_outcomes) == ("Cooldown", {"Rejected": 1})
     slow.tick(336 * 3600 - 10)
@@ -345,7 +346,7 @@ def test_another_draft_or_target_of_the_spec_ends_the_run_and_deletes_captures()
 
 def test_a_candidate_of_the_user_waits_for_the_run() -> None:
     canary = running()
-    canary.change(distillation=DISTILLATION, rollout={"draft": {"candidate": CANDIDATE}})
+    canary.change(distillation=DISTILLATION, draft_rollout={"candidate": CANDIDATE})
     canary.ticks(2)
     assert canary.phase == "Distilling"
     canary.job_ends(verdict("worse"))
@@ -356,12 +357,12 @@ def test_a_candidate_of_the_user_waits_for_the_run() -> None:
 
 def test_a_pause_keeps_the_job() -> None:
     canary = running()
-    canary.deployment = replace(canary.deployment, paused=True)
+    canary.deployment = with_pause(canary.deployment)
     canary.job_ends(verdict())
     decision = canary.tick(push=False)
     assert canary.phase == "Distilling"
     assert decision.ended_jobs == ()
-    canary.deployment = replace(canary.deployment, paused=False)
+    canary.deployment = with_pause(canary.deployment, False)
     canary.tick()
     assert canary.phase == "Canary"
 

@@ -10,13 +10,13 @@ from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_worker.contract import Artifact
 from support.operators.canary import DISTILLATION, TRAINED, Canary, distilling, verdict
 
-S3 = {"bucket": "models", "prefix": "team", "secret": "key"}
-BUCKET = {**DISTILLATION, "storage": {"s3": S3}}
+S3 = {"uri": "s3://models/team", "secretRef": {"name": "key"}}
+BUCKET = {**DISTILLATION, "storage": S3}
 PLACE = f"s3://models/team/drafts/demo/{TRAINED}"
 
 
 def running() -> Canary:
-    canary = distilling(distillation={"storage": {"claim": None, "s3": S3}})
+    canary = distilling(distillation={"storage": S3})
     canary.ticks(2)
     assert len(canary.jobs) == 1
     return canary
@@ -57,30 +57,30 @@ def test_a_draft_at_another_place_is_not_taken(uri: str) -> None:
 @pytest.mark.parametrize(
     "storage",
     [
-        {"claim": "drafts"},
-        {"s3": {**S3, "bucket": "others"}},
-        {"s3": {**S3, "prefix": "other"}},
-        {"s3": {**S3, "endpoint": "https://s3.example.com"}},
-        {},
+        {"uri": "pvc://drafts"},
+        {**S3, "uri": "s3://others/team"},
+        {**S3, "uri": "s3://models/other"},
+        {**S3, "endpoint": "https://s3.example.com"},
+        None,
     ],
     ids=["claim", "bucket", "prefix", "endpoint", "none"],
 )
-def test_another_storage_ends_the_run(storage: dict[str, Any]) -> None:
+def test_another_storage_ends_the_run(storage: dict[str, Any] | None) -> None:
     canary = running()
     canary.change(distillation={**DISTILLATION, "storage": storage})
     canary.tick()
     assert (canary.phase, canary.record.run_outcomes) == ("Cooldown", {"Rejected": 1})
 
 
-def test_another_key_or_scratch_size_does_not() -> None:
+def test_another_key_does_not() -> None:
     canary = running()
-    canary.change(distillation={**BUCKET, "storage": {"s3": {**S3, "secret": "rotated", "scratch": "9Gi"}}})
+    canary.change(distillation={**BUCKET, "storage": {**S3, "secretRef": {"name": "rotated"}}})
     canary.tick()
     assert canary.phase == "Distilling"
 
 
 def test_a_failed_run_leaves_nothing_to_delete_and_no_draft_is_deleted() -> None:
-    canary = distilling(distillation={"storage": {"claim": None, "s3": S3}})
+    canary = distilling(distillation={"storage": S3})
     assert canary.decision is not None
     assert canary.decision.job is not None
     command = canary.decision.job["spec"]["template"]["spec"]["containers"][0]["command"]

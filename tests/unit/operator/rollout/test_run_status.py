@@ -11,7 +11,8 @@ from specdecode_operator import metrics, run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.drafts.job_status import JobState, JobStatus
-from specdecode_operator.plugin.drafts import drafts, refusal_of
+from specdecode_operator.errors import PluginError
+from specdecode_operator.plugin.drafts import change_for, drafts
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.types import Observation, Outcome
 from support.operators.canary import DISTILLATION, TRAINED, Canary, capturing, distilling, verdict
@@ -19,6 +20,15 @@ from support.operators.fleet import workload_with
 
 QUOTA = "jobs.batch is forbidden: exceeded quota"
 UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+
+
+def refusal_of(verb: str, resource: dict[str, Any]) -> str:
+    """Return why the plugin refuses a command; empty if it does not."""
+    try:
+        change_for(verb, resource, "now")
+    except PluginError as error:
+        return str(error)
+    return ""
 
 
 def shown(canary: Canary, job_problem: str = "") -> Status:
@@ -90,7 +100,7 @@ def test_a_worker_that_cannot_capture_is_named() -> None:
 def test_the_count_changes_status_at_most_a_hundred_times() -> None:
     canary = collecting()
     trigger = {"minConversations": 1000}
-    canary.change(distillation={"capture": {"enabled": True}, "storage": {"claim": "drafts"}, "trigger": trigger})
+    canary.change(distillation={"capture": {}, "storage": {"uri": "pvc://drafts"}, "trigger": trigger})
     counts = set()
     for count in range(0, 1200, 7):
         canary.pods[0].captured = count
@@ -164,14 +174,14 @@ def test_the_latest_run_is_shown_with_its_gain_and_counted() -> None:
 
 
 def test_a_refused_command_is_shown_and_the_plugin_refuses_it_first() -> None:
-    canary = capturing(distillation={"storage": {}})
+    canary = capturing(distillation={"storage": None})
     canary.command("distill")
     canary.tick()
     condition = condition_of(shown(canary))
     assert (condition.status, condition.reason) == ("False", "RunRefused")
-    assert "distillation.storage.claim is absent" in condition.message
-    assert "distillation.storage.claim is absent" in text_of(canary)
-    assert "distillation.storage.claim is absent" in refusal_of("distill", resource_of(canary))
+    assert "distillation.storage is absent" in condition.message
+    assert "distillation.storage is absent" in text_of(canary)
+    assert "distillation.storage is absent" in refusal_of("distill", resource_of(canary))
 
 
 @pytest.mark.parametrize(
@@ -179,8 +189,8 @@ def test_a_refused_command_is_shown_and_the_plugin_refuses_it_first() -> None:
     [
         {"speculation": {"method": "medusa"}, "distillation": {}},
         {"speculation": {"mode": "Off"}},
-        {"distillation": {"storage": {}}},
-        {"distillation": {"capture": {"enabled": False}}},
+        {"distillation": {**DISTILLATION, "storage": None}},
+        {"distillation": {}},
     ],
     ids=["method", "mode", "claim", "capture"],
 )

@@ -193,7 +193,7 @@ def test_the_first_answers_are_not_as_long_as_all_that_run() -> None:
 
 # --- replicas -----------------------------------------------------------------------------------------------------
 
-SPEC = ScalingSpec(min_replicas=1, max_replicas=8, scale_down_window_seconds=60)
+SPEC = ScalingSpec(min_replicas=1, max_replicas=8, scale_down_window="60s")
 ONE = Capacity(rate=2.0, sequences=10, step_seconds=0.03, limited_by="itl")
 
 

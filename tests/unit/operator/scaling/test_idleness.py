@@ -17,7 +17,7 @@ from specdecode_worker.contract import DraftState, Report
 from specdecode_worker.contract.demand import HeldRequests
 from support.operators.fleet import DEFAULTS, deployment_with, workload_with
 
-SPEC = ScalingSpec(min_replicas=0, max_replicas=3, idle_seconds=100)
+SPEC = ScalingSpec(min_replicas=0, max_replicas=3, idle_after="100s")
 IDLE = Delta(seconds=5)
 
 
@@ -126,7 +126,7 @@ def test_replicas_that_the_operator_does_not_set_stay(fields: dict[str, Any]) ->
 
 
 def test_a_lower_bound_above_zero_never_rests() -> None:
-    spec = ScalingSpec(min_replicas=1, idle_seconds=100)
+    spec = ScalingSpec(min_replicas=1, idle_after="100s")
     _, state = sized(0, worker(), scaling=spec)
     decision, state = sized(500, worker(), state=state, scaling=spec)
     assert (decision.replicas, state.idle_since) == (1, None)

@@ -25,7 +25,7 @@ from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Capacity, Worker
 from support.operators.fleet import SimulatedWorker, Truth, workload_with
 
-SPEC = ScalingSpec(min_replicas=1, max_replicas=6, scale_down_window_seconds=60)
+SPEC = ScalingSpec(min_replicas=1, max_replicas=6, scale_down_window="60s")
 REPORT = SimulatedWorker(Truth()).report()
 POLL_SECONDS = 5.0
 TIMEOUT = TUNING.placement_timeout_seconds

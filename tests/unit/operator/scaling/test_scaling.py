@@ -11,7 +11,7 @@ from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.scaling import Demand, scale
 from specdecode_operator.state.learned import ScalingState
 
-SPEC = ScalingSpec(min_replicas=1, max_replicas=4, scale_down_window_seconds=60)
+SPEC = ScalingSpec(min_replicas=1, max_replicas=4, scale_down_window="60s")
 
 
 def polls(

@@ -102,7 +102,7 @@ def test_an_unschedulable_pod_is_reported() -> None:
 
 def test_a_tighter_objective_means_less_capacity() -> None:
     loose, tight = (
-        decided(4, speculation={"objective": {"itlMilliseconds": most}}, **OPERATOR).capacity for most in (100, 10)
+        decided(4, speculation={"objective": {"itl": f"{most}ms"}}, **OPERATOR).capacity for most in (100, 10)
     )
     assert loose is not None
     assert tight is not None

@@ -55,7 +55,7 @@ def full() -> DraftRecord:
     canary.finish_pairs(3, 0.1)
     canary.command("reject")
     canary.until("Cooldown")
-    canary.change(rollout={"draft": {"candidate": {**CANDIDATE, "hash": "third0third0"}}})
+    canary.change(draft_rollout={"candidate": {**CANDIDATE, "hash": "third0third0"}})
     canary.ticks(2)
     canary.finish_pairs(5, 0.05)
     return canary.record
@@ -141,7 +141,7 @@ async def test_an_unreadable_record_stays_until_another_candidate_is_taken_up() 
     assert (canary.phase, canary.record.is_used) == ("Serving", False)
     assert await store.save(canary.deployment, canary.record) is None
     assert cluster.writes[-1] == broken
-    canary.change(rollout={"draft": {"candidate": {**CANDIDATE, "hash": "third0third0"}}})
+    canary.change(draft_rollout={"candidate": {**CANDIDATE, "hash": "third0third0"}})
     canary.tick()
     assert (canary.phase, canary.record.problem) == ("Canary", "")
     await store.save(canary.deployment, canary.record)

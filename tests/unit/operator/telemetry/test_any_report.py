@@ -110,9 +110,9 @@ SPEC: dict[str, Any] = {
     "speculation": {
         "tree": {"topK": 2, "maxNodes": 6},
         "depth": {"max": 4},
-        "objective": {"itlMilliseconds": 30, "ttftMilliseconds": 500},
+        "objective": {"itl": "30ms", "ttft": "500ms"},
         "tasks": [{"name": "code"}],
-        "hysteresis": {"minDwellSeconds": 0},
+        "limits": {"min_dwell_seconds": 0},
     },
     "scaling": {"owner": "Operator", "maxReplicas": 5},
     "workers": {"recycle": "OnCollapse"},

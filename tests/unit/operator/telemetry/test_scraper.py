@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION
 from specdecode_operator.errors import OperatorError
 from specdecode_operator.state.deployment_state import Published
 from specdecode_operator.state.packed import Packed
@@ -235,7 +234,7 @@ async def test_no_plan_is_pushed_to_a_paused_deployment() -> None:
     async with bench_of() as bench:
         worker = GoodWorker()
         await bench.add(worker)
-        bench.table.update(KEY, resource=Packed.of(resource_of(KEY, **{PAUSED_ANNOTATION: "true"})))
+        bench.table.update(KEY, resource=Packed.of(resource_of(KEY, paused=True)))
         publish(bench, 3)
         await bench.rounds(3)
         assert versions(worker) == []

@@ -82,7 +82,7 @@ def test_an_autoscaler_decides_how_many_routers_are_enough() -> None:
 
 
 def test_no_workers_of_an_idle_deployment_is_what_the_spec_wants() -> None:
-    spec = {**TWO, "scaling": {"minReplicas": 0, "idleSeconds": 60}}
+    spec = {**TWO, "scaling": {"minReplicas": 0, "idleAfter": "60s"}}
     status = status_with(workload_with(2), workload_with(0), resting=True, **spec)
     assert states(status)["Ready"] == ("True", "ScaledToZero")
     assert states(status)["Available"] == ("False", "ScaledToZero")

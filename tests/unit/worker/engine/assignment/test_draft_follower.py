@@ -313,6 +313,18 @@ def test_a_plan_that_ends_the_trial_is_taken_at_once(run: Harness, end: str) -> 
     drain(run.engine)
 
 
+def test_a_candidate_without_a_hash_is_tried_and_its_hash_is_reported(run: Harness) -> None:
+    unknown = Artifact(uri="file:///new", hash="")
+    run.push(None, DraftTrial(id="t", candidate=unknown, pod="me", block_requests=2))
+    state = run.follower.trial
+    assert state is not None
+    assert (state.state, state.hash) == ("Running", "new")
+    run.push(None, trial(id="t-2"))
+    state = run.follower.trial
+    assert state is not None
+    assert (state.id, state.state, state.hash) == ("t-2", "Running", "new"), "the trial of the known hash begins anew"
+
+
 def test_a_candidate_that_cannot_be_loaded_fails_the_trial(run: Harness) -> None:
     run.push("old", trial("bad-candidate"))
     state = run.follower.trial

@@ -1,1 +1,0 @@
-"""Tasks of a deployment, and the drafts that they use."""
