@@ -72,7 +72,9 @@ def test_pull_reaches_a_mirror_through_the_proxy_that_the_workers_are_given(
     with StandInHub(repository) as hub, forward_proxy(hub.url) as (proxy, asked):
         settings = {"HTTP_PROXY": proxy, "HF_ENDPOINT": f"http://{MIRROR}"}
         env = [{"name": name, "value": value} for name, value in settings.items()]
-        spec = Spec.model_validate({"model": {"uri": URI}, "speculation": {"method": "none"}, "workers": {"env": env}})
+        template = {"spec": {"containers": [{"name": "worker", "env": env}]}}
+        workers = {"template": template}
+        spec = Spec.model_validate({"model": {"uri": URI}, "speculation": {"method": "none"}, "workers": workers})
         deployment = Deployment(namespace="ns", name="llama", uid="u", generation=1, spec=spec, status=Status())
         template = manifests.pod_template(deployment, Defaults(worker_image="w", worker_image_pull_policy="Never"))
         (pull,) = template["spec"]["initContainers"]

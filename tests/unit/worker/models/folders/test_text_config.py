@@ -97,6 +97,6 @@ def test_tokens_that_only_the_files_beside_it_name_are_whole(tmp_path: Path) -> 
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.encode(text) == Chat(tmp_path).encode(text) == read_tokenizer(tmp_path).encode(text).ids == ids
     assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a <tag>b</s>"
-    assert end_tokens(tmp_path) == (267,)
+    assert all_end_tokens(tmp_path) == (267,)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert Tokenizer.from_folder(tmp_path).digest != tokenizer.digest
