@@ -231,7 +231,7 @@ def test_a_biased_row_leaves_the_others_in_the_graph(make_engine: Any, lossless:
     assert engine.report().accepted_tokens > 0
 
 
-@pytest.mark.parametrize("draft", [None, "eagle3", "medusa", "ngram-blind"])
+@pytest.mark.parametrize("draft", [None, "eagle3", "medusa", "peagle", "ngram-blind"])
 def test_graphs_of_other_drafts(guided_engine: Any, plain: GuidedDecoding, draft: str | None) -> None:
     engine = guided_engine(draft, graphs=(2, 8), pipelined=True)
     assert run(engine, requests()) == texts(plain, requests())

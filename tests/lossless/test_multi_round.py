@@ -150,7 +150,7 @@ def counted(make_engine: Any, plan_of: Any, draft: str, graphs: tuple[int, ...],
     return answers, report.drafts, report.accepted_tokens, ranks
 
 
-@pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model"])
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model", "peagle"])
 @pytest.mark.parametrize("feature", ["none", "penalties"])
 def test_graphs_have_the_text_of_eager_steps(
     make_engine: Any, lossless: Any, draft: str, feature: str, monkeypatch: pytest.MonkeyPatch

@@ -91,7 +91,7 @@ def test_mixed_batch_equals_plain_decoding(make_engine: Any, lossless: Any, plai
     assert run(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
 
 
-@pytest.mark.parametrize("draft", ["copy", "eagle3", "medusa"])
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "medusa", "peagle"])
 def test_mixed_batch_in_graphs_equals_plain_decoding(
     make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str
 ) -> None:

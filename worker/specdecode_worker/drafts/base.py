@@ -276,7 +276,11 @@ class PagedDrafter(Drafter):
 
 
 class CapturedDrafter(PagedDrafter):
-    """Paged drafter with one pass for each level of a tree. The passes can be captured in a graph."""
+    """Paged drafter whose passes can be captured in a graph: one for each level of a tree.
+
+    With ``one_pass`` the first of them also runs a mask slot behind the root for each further level, and is the only
+    one. `root_states` then gets these slots too, and a level has the states at its mask slot.
+    """
 
     _state: DeviceState
 
@@ -320,7 +324,7 @@ class CapturedDrafter(PagedDrafter):
 
         Args:
             slots_T: Slot of the request in DeviceState.
-            index_T: Draft slot, i.e. index of the token in the text.
+            index_T: Draft slot, i.e. index of the token in the text. Mask slots are behind the root.
             packed: The pass over these draft slots.
         """
 

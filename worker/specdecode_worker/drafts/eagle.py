@@ -176,6 +176,10 @@ class HeadDrafter(StateDrafter):
         """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
         return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
 
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
+        """Return the best target token ids behind these states, [R, K], best first."""
+        return self._ranking.of(self._head.logits(hidden_RE), at, depth, sampler)
+
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)
 
@@ -189,10 +193,6 @@ class EagleDrafter(HeadDrafter, CapturedDrafter):
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
         return self._fused(self._state.aux(slots_T, index_T - 1), packed)
-
-    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
-        """Return the best target token ids behind these states, [R, K], best first."""
-        return self._ranking.of(self._head.logits(hidden_RE), at, depth, sampler)
 
 
 def _eagle3(head: Eagle3Head, context: DraftContext) -> EagleDrafter:

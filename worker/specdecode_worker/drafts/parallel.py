@@ -16,7 +16,15 @@ from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache, slots_of, spread
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import DraftContext, DraftMethod, Expand, Ranking, catch_up_runs, causal_pass
+from specdecode_worker.drafts.base import (
+    CapturedDrafter,
+    DraftContext,
+    DraftMethod,
+    Expand,
+    Ranking,
+    catch_up_runs,
+    causal_pass,
+)
 from specdecode_worker.drafts.eagle import Head, HeadDrafter, StateDrafter, head_parts
 from specdecode_worker.models.config import PEagleConfig
 from specdecode_worker.models.dflash import DFlashHead
@@ -62,12 +70,6 @@ class _Slots:
         return tuple(count + masks for count, masks in zip(self.committed, self.masks, strict=True))
 
     @property
-    def is_masked(self) -> list[bool]:
-        """True for each slot of the pass that is a mask slot."""
-        parts = zip(self.committed, self.masks, strict=True)
-        return [masked for count, masks in parts for masked in [False] * count + [True] * masks]
-
-    @property
     def proposing(self) -> list[int]:
         """Indices in the pass of the root and the mask slots of every request, request by request."""
         begins = accumulate(self.counts, initial=0)
@@ -75,7 +77,7 @@ class _Slots:
         return [begin + count - 1 + depth for begin, count, masks in parts for depth in range(masks + 1)]
 
 
-class PEagleDrafter(HeadDrafter):
+class PEagleDrafter(HeadDrafter, CapturedDrafter):
     """Drafter of the method peagle."""
 
     one_pass = True
@@ -115,28 +117,26 @@ class PEagleDrafter(HeadDrafter):
 
         return expand
 
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the head's hidden states [T, E] at committed slots and at the mask slots behind the roots."""
+        masked_T = index_T > self._state.length_S[slots_T]
+        tokens_T = torch.where(masked_T, self._masked_head.config.mask_token_id, packed.tokens_T)
+        aux_TA = self.columns.of(self._state.aux(slots_T, index_T - 1))
+        return self.node_states(self._masked_head.masked_states(aux_TA, masked_T), replace(packed, tokens_T=tokens_T))
+
     def _run(self, slots: _Slots) -> Tensor:
         """Run the head over the slots and return its hidden states [T, E]."""
-        state = self._state
+        state, counts = self._state, slots.counts
         first_B, _, _ = catch_up_runs(state, slots.requests, slots.committed)
-        packed = causal_pass(state, slots.requests, slots.counts, first_B, self.last_position, first_key=self.first_key)
-        masked_T = to_device(slots.is_masked, first_B.device)
-        packed = _with_masks(packed, slots, masked_T, self._masked_head.config.mask_token_id)
-        sequence_T, row_T = spread(slots.counts, first_B.device)
+        packed = causal_pass(state, slots.requests, counts, first_B, self.last_position, first_key=self.first_key)
+        bounds = tuple(
+            min(bound + masks, len(request.blocks) * BLOCK_SIZE)
+            for bound, masks, request in zip(packed.key_bounds, slots.masks, slots.requests, strict=True)
+        )
+        sequence_T, row_T = spread(counts, first_B.device)
         slots_B = to_device([request.slot for request in slots.requests], first_B.device)
-        aux_TA = state.aux(slots_B[sequence_T], first_B[sequence_T] + row_T - 1)
-        hidden_TE = self._masked_head.masked_states(self.columns.of(aux_TA), masked_T)
-        return self.node_states(hidden_TE, packed)
-
-
-def _with_masks(packed: PackedBatch, slots: _Slots, masked_T: Tensor, mask_token: int) -> PackedBatch:
-    """Return the pass with the mask token at masked slots, and bounds that include their keys."""
-    bounds = tuple(
-        min(bound + masks, len(request.blocks) * BLOCK_SIZE)
-        for bound, masks, request in zip(packed.key_bounds, slots.masks, slots.requests, strict=True)
-    )
-    tokens_T = torch.where(masked_T, mask_token, packed.tokens_T)
-    return replace(packed, tokens_T=tokens_T, key_bounds=bounds)
+        index_T = first_B[sequence_T] + row_T
+        return self.root_states(slots_B[sequence_T], index_T, replace(packed, key_bounds=bounds))
 
 
 # Drafter of the method dflash (DFlash, arXiv 2602.06036): all depths in one pass over a block of mask slots.

@@ -134,7 +134,7 @@ class CapturedStep:
         vocab_size = parts.target.vocab_size
         self.logprobs = LogprobOutputs(key, vocab_size, parts.state.dtype, device) if key.features.logprobs else None
         # Constants of the key: no pass starts after the first key, root rows have node and depth 0.
-        most = max(key.tokens, key.level_rows, key.rows)
+        most = max(key.tokens, key.catch_up_slots, key.level_rows, key.rows)
         self._zeros = torch.zeros(most, dtype=torch.int64, device=device)
         self._depths = torch.arange(key.passes + 1, device=device)[:, None].expand(-1, most).contiguous()
         self._slots = SlotState(parts.state.tokens_SP, parts.state.length_S, parts.state.block_table_SM, BLOCK_SIZE)
@@ -181,7 +181,8 @@ class CapturedStep:
         assert ranked_BNK is not None, "a key with passes has ranks"
         ranked_BNK.fill_(-1)
         trees = at["node_parent"], at["node_rank"], at["node_depth"]
-        hidden_RE = self._root_states(drafter, rows)[at["catch_last"]]
+        hidden_TE = self._root_states(drafter, rows)
+        hidden_RE = hidden_TE[at["catch_last"]]
         zeros_B = self._zeros[: self.key.rows]
         nodes, ancestors_R = Nodes(at["first_sequence"], zeros_B, zeros_B), None
         packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
@@ -189,7 +190,11 @@ class CapturedStep:
             if depth:
                 nodes, ancestors_R = self._nodes(depth), at["level_ancestors"][depth - 1]
                 packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
-                hidden_RE = self._level(drafter, rows, packed, depth, hidden_RE)
+                if drafter.one_pass:
+                    last_R = at["catch_last"][nodes.batch_R.clamp(max=self.key.rows - 1)]
+                    hidden_RE = hidden_TE[(last_R + depth).clamp(max=len(hidden_TE) - 1)]
+                else:
+                    hidden_RE = self._level(drafter, rows, packed, depth, hidden_RE)
             # The masks of the roots are known; those of deeper nodes depend on the tokens that are drafted here.
             masks_R = at["mask_row"][at["root_row"]] if self.key.features.masks and not depth else None
             sampled = _sampled(packed, nodes.batch_R, nodes.node_R, ancestors_R, masks_R)
@@ -201,7 +206,7 @@ class CapturedStep:
         at = self._at
         packed = self._pack(rows, at["catch_sequence"], at["catch_offset"], None, drafter.last_position)
         first_B = rows.roots_B1[:-1] + at["catch_base"][:-1]
-        causal_T = self._zeros[: self.key.tokens]
+        causal_T = self._zeros[: self.key.catch_up_slots]
         tables = self._tables(rows, packed, at["catch_start"], first_B, causal_T, at["key_start"][:-1])
         return drafter.root_states(packed.slots_T, packed.index_T, tables)
 

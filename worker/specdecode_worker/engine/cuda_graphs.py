@@ -350,7 +350,7 @@ class StepPlanner:
         if isinstance(features, EagerReason):
             return features
         plan = self._plan(rows, bucket, features, cuts=truncates(batch))
-        if plan is None or plan.key.tokens > self._max_tokens:
+        if plan is None or plan.key.most_tokens > self._max_tokens:
             return EagerReason.SIZE
         if features.rounds and plan.outside is not None and any(row.tree.drafted_depth for row in rows):
             return EagerReason.SAMPLER
@@ -386,7 +386,7 @@ class StepPlanner:
         if not features.rounds and _drafts_unguided(rows):
             own = replace(features, logprobs=False)
             drafts = self._whole(rows, trees, running, bucket, own, cuts=cuts)
-        if drafts is None or drafts.key.tokens > self._max_tokens:
+        if drafts is None or drafts.key.most_tokens > self._max_tokens:
             return plan.without_drafts()
         return replace(plan, drafts=replace(drafts, key=replace(drafts.key, only_drafts=True)))
 
@@ -410,8 +410,10 @@ class StepPlanner:
         behind = draft.drafter.catch_up_counts([rows[b].request for b in draft.rows])
         for b, count in zip(draft.rows, behind, strict=True):
             counts[b] = count
-        key = key_of(bucket, trees, max(counts), cuts=cuts, draft=draft.name, features=features)
-        return None if key is None else StepPlan(key, CatchUp(tuple(counts)), draft.drafter)
+        one_pass, masks = draft.drafter.one_pass, tuple(max(row.tree.drafted_depth - 1, 0) for row in rows)
+        key = key_of(bucket, trees, max(counts), cuts=cuts, draft=draft.name, one_pass=one_pass, features=features)
+        catch_up = CatchUp(tuple(counts), masks=masks if one_pass else ())
+        return None if key is None else StepPlan(key, catch_up, draft.drafter)
 
     def _outside(self, rows: Sequence[Row], running: Sequence[_Running]) -> OutsideReason | None:
         """Return the reason why drafts run before the graph without one, None if they run in one or not at all."""
@@ -608,7 +610,9 @@ class StepGraphs:
 
     def _planned_keys(self, wanted: Iterable[TreeShape]) -> list[GraphKey]:
         """Return the keys of the tree shapes ``wanted`` and of plain steps, the most important first."""
-        shapes = {(PLAIN, ""), *((tree_of(shape), name) for shape in wanted for name in self._captured_drafters())}
+        drafters = self._captured_drafters().items()
+        drafted = ((tree_of(shape), name, one.one_pass) for shape in wanted for name, one in drafters)
+        shapes = {(PLAIN, "", False), *drafted}
         cuts = (False, True) if self._coupled else (False,)
         return keys_of_shapes(self._rows, shapes, self._max_tokens, cuts=cuts)
 
@@ -706,7 +710,7 @@ class StepGraphs:
             counts = catch_up.counts
             behind = requests if all(counts) else [one for one, n in zip(requests, counts, strict=True) if n]
             drafter.record_catch_up(behind, [count for count in counts if count])
-            catch_up = CatchUp(catch_up.counts, tuple(drafter.first_key(request) for request in requests))
+            catch_up = replace(catch_up, key_starts=tuple(drafter.first_key(request) for request in requests))
         if masks is not None:
             self._masks().write(masks.table_NW)
         graph.step.inputs.write(tuple(row.tree for row in rows), requests, catch_up, depth_limits, masks)
@@ -728,7 +732,8 @@ class StepGraphs:
 
     def _is_replay_faster(self, graph: Graph, chunk_tokens: int) -> bool:
         """Return whether a graph and a pass of the prompt chunks take less time than one eager pass of all rows."""
-        seconds, passes, layers = graph.captured.seconds, graph.step.key.passes, self._target.layers
+        key, seconds, layers = graph.step.key, graph.captured.seconds, self._target.layers
+        passes = 1 if key.catch_up_per_row else key.passes
         verify_seconds = seconds - self._draft_seconds(graph)
         return is_replay_faster(seconds, verify_seconds, chunk_tokens, layers=layers, passes=passes)
 

@@ -39,6 +39,7 @@ MOST_GRAPHS = 128
 NODES = MAX_NODES + 1
 """Number of columns of the tree tables: nodes of the widest tree, its root included."""
 TOKENS_PER_ROW = (*range(1, 10), 12, 16, 24, 32, 48, NODES)
+SLOTS_PER_ROW = (*TOKENS_PER_ROW, 2 * NODES)
 ROWS_PER_LEVEL = (1, 2, 4, 8, 16, 32, NODES)
 SIBLINGS = (1, 2, 4, MAX_RANKS)
 
@@ -68,6 +69,7 @@ class GraphKey:
     outside: int = 0
     features: Features = NO_FEATURES
     only_drafts: bool = False
+    catch_up_per_row: int = 0
 
     @property
     def depth(self) -> int:
@@ -78,6 +80,16 @@ class GraphKey:
     def tokens(self) -> int:
         """Number of packed tokens of the step, padding included."""
         return self.rows * self.tokens_per_row
+
+    @property
+    def catch_up_slots(self) -> int:
+        """Number of packed slots of the first draft pass, padding included."""
+        return self.rows * (self.catch_up_per_row or self.tokens_per_row)
+
+    @property
+    def most_tokens(self) -> int:
+        """Number of packed tokens of its largest pass, padding included."""
+        return max(self.tokens, self.catch_up_slots)
 
     def has_passes_of(self, draft: str) -> bool:
         """Return whether the step has passes of the draft of this name."""
@@ -96,21 +108,28 @@ def key_of(
     *,
     cuts: bool,
     draft: str = "",
+    one_pass: bool = False,
     features: Features = NO_FEATURES,
 ) -> GraphKey | None:
     """Return the key of a step of ``trees``, drafted by ``draft``, in a bucket of ``rows``.
 
     Return None if the longest catch-up of a draft exceeds the largest bucket of tokens per row. A tree of several rows
-    is needed once.
+    is needed once. With ``one_pass`` the draft runs the mask slots of a tree behind the slots that it catches up with.
     """
-    tokens = at_least(max(longest_catch_up, *(tree.verified for tree in trees)), TOKENS_PER_ROW)
-    passes = max(tree.drafted_depth for tree in trees)
+    verified, passes = max(tree.verified for tree in trees), max(tree.drafted_depth for tree in trees)
+    longest, slots = max(longest_catch_up, verified), 0
+    if one_pass and passes:
+        slots, longest = at_least(longest + passes - 1, SLOTS_PER_ROW) or 0, verified
+        if not slots:
+            return None
+    tokens = at_least(longest, TOKENS_PER_ROW)
     if tokens is None:
         return None
     widest = max((len(level) for tree in trees for level in tree.expanded[1:]), default=0)
     width = at_least(widest, ROWS_PER_LEVEL) if widest else 0
     assert width is not None, "no tree has more nodes"
-    return GraphKey(rows, tokens, passes, width, cuts, draft if passes else "", features=features)
+    named = draft if passes else ""
+    return GraphKey(rows, tokens, passes, width, cuts, named, features=features, catch_up_per_row=slots)
 
 
 def key_outside(rows: int, trees: Sequence[Tree], *, cuts: bool, features: Features = NO_FEATURES) -> GraphKey:
@@ -124,7 +143,7 @@ def key_outside(rows: int, trees: Sequence[Tree], *, cuts: bool, features: Featu
 
 
 def keys_of_shapes(
-    rows: Sequence[int], shapes: Iterable[tuple[Tree, str]], max_tokens: int, *, cuts: Sequence[bool]
+    rows: Sequence[int], shapes: Iterable[tuple[Tree, str, bool]], max_tokens: int, *, cuts: Sequence[bool]
 ) -> list[GraphKey]:
     """Return the keys of steps in which all rows have one shape, the most important first.
 
@@ -132,17 +151,17 @@ def keys_of_shapes(
 
     Args:
         rows: Buckets of rows.
-        shapes: Trees and the drafts that propose their tokens.
+        shapes: Trees, the drafts that propose their tokens, and whether these need one pass.
         max_tokens: Maximum number of packed tokens of one graph.
         cuts: Whether steps sample with top-k, top-p or min-p.
     """
     keys = {
-        key_of(bucket, [tree], tree.verified, cuts=cut, draft=name)
+        key_of(bucket, [tree], tree.verified, cuts=cut, draft=name, one_pass=one_pass)
         for bucket in rows
-        for tree, name in shapes
+        for tree, name, one_pass in shapes
         for cut in cuts
     }
-    fitting = [key for key in keys if key is not None and key.tokens <= max_tokens]
+    fitting = [key for key in keys if key is not None and key.most_tokens <= max_tokens]
     return sorted(fitting, key=lambda key: (key.cuts, key.passes > 0, key))
 
 
@@ -360,11 +379,13 @@ class CatchUp:
     """Catch-up of the draft for each row of a step.
 
     ``counts`` is the number of draft slots up to the root to run, 0 for a row without a draft. ``key_starts`` is the
-    first draft slot whose keys are visible.
+    first draft slot whose keys are visible. ``masks`` is the number of mask slots behind the root, of a draft that
+    needs one pass; empty for others.
     """
 
     counts: tuple[int, ...] = ()
     key_starts: tuple[int, ...] = ()
+    masks: tuple[int, ...] = ()
 
 
 def row_shapes(key: GraphKey) -> TableShapes:
@@ -389,7 +410,8 @@ def step_shapes(key: GraphKey) -> TableShapes:
     table_shapes: dict[str, tuple[int, ...]] = {}
     if key.passes:
         table_shapes |= dict.fromkeys(("catch_base", "key_start", "catch_start"), (key.rows + 1,))
-        table_shapes |= {"catch_sequence": (key.tokens,), "catch_offset": (key.tokens,), "catch_last": (key.rows,)}
+        slots = key.catch_up_slots
+        table_shapes |= {"catch_sequence": (slots,), "catch_offset": (slots,), "catch_last": (key.rows,)}
     if key.features.masks:
         table_shapes["mask_row"] = (key.tokens,)
     return table_shapes
@@ -433,19 +455,22 @@ def _fill_catch_up(tables: Mapping[str, NDArray[np.int64]], key: GraphKey, catch
     rows = len(catch_up.counts)
     counts = np.zeros(key.rows + 1, dtype=np.int64)
     counts[:rows] = catch_up.counts
+    slots = counts.copy()
+    if catch_up.masks:
+        slots[:rows] += catch_up.masks
     starts = tables["catch_start"]
     starts[0] = 0
-    np.cumsum(counts[:-1], out=starts[1:])
+    np.cumsum(slots[:-1], out=starts[1:])
     total = int(starts[-1])
     np.subtract(1, counts, out=tables["catch_base"])
     tables["key_start"][:rows] = catch_up.key_starts
     tables["key_start"][rows:] = 0
-    np.maximum(starts[1:] - 1, 0, out=tables["catch_last"])
+    np.maximum(starts[:-1] + counts[:-1] - 1, 0, out=tables["catch_last"])
     sequence, offset = tables["catch_sequence"], tables["catch_offset"]
-    sequence[:total] = np.repeat(np.arange(key.rows + 1), counts)
+    sequence[:total] = np.repeat(np.arange(key.rows + 1), slots)
     sequence[total:] = key.rows
-    # The slots of a row end at its root, offset 0.
-    offset[:total] = np.arange(total) - np.repeat(starts + counts - 1, counts)
+    # The root of a row has offset 0; mask slots are behind it.
+    offset[:total] = np.arange(total) - np.repeat(starts + counts - 1, slots)
     offset[total:] = 0
 
 
