@@ -24,8 +24,8 @@ from specdecode_worker.training.conversations import Conversation, DataSet, batc
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
 from specdecode_worker.training.prompts import TEMPERATURES
 from specdecode_worker.training.unroll import (
-    Batch,
     RootShare,
+    TrainingBatch,
     all_roots,
     batch_for,
     logits_of,
@@ -242,7 +242,7 @@ def target_distribution(
 
 
 def loss_of(
-    draft: Draft, batch: Batch, output_VE: Tensor, aim: LossSettings, counts: Sequence[int] | None = None
+    draft: Draft, batch: TrainingBatch, output_VE: Tensor, aim: LossSettings, counts: Sequence[int] | None = None
 ) -> Tensor:
     """Return the scalar loss of one batch, averaged over ``counts``.
 
@@ -271,7 +271,7 @@ def loss_of(
     return total
 
 
-def _target(batch: Batch, output_VE: Tensor, vocabulary: Tensor, temperature: float) -> Tensor:
+def _target(batch: TrainingBatch, output_VE: Tensor, vocabulary: Tensor, temperature: float) -> Tensor:
     """Return the target's probabilities at the valid slots of ``batch``, [R, V]."""
     valid_R = batch.valid_BA.flatten()
     normaliser_R = None
@@ -395,7 +395,7 @@ def loss_settings_at(share: float, step: int, settings: TrainSettings) -> LossSe
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """Counters and validation history of a training run, as the checkpoint stores them."""
 
     step: int = 0
@@ -479,7 +479,7 @@ def validation_line(draft: Draft, conversations: Sequence[Conversation], output_
 # master weights. A checkpoint holds everything that the next step depends on, so a killed run resumes with the same
 # result.
 
-__all__ = ["Progress", "TrainSettings", "Trainer", "learning_rate_factor"]
+__all__ = ["TrainSettings", "Trainer", "TrainingProgress", "learning_rate_factor"]
 
 _LONGEST_STEP, _FEW_STEPS = 10, 20
 """Longest time counted for a step, in mean step times, and the number of steps from which the mean is used."""
@@ -508,7 +508,7 @@ class Trainer:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.best: dict[str, Tensor] = {}  # master weights at the best validation so far
 
     @property
@@ -707,7 +707,7 @@ class Trainer:
         self.master.load_state_dict(state["head"])
         self.best = state["best"]
         self.optimizer.load_state_dict(state["optimizer"])
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
         if self.data.grow(self.progress.shards) != self.progress.shards:
             raise ResumeMismatch(f"{folder} has seen {self.progress.shards} shards, {self.data.folder} holds fewer")
         self.head.load_state_dict(self.master.state_dict())
