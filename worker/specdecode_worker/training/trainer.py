@@ -324,13 +324,13 @@ def _acceptance(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """Settings of a training run. Training ends after ``steps``, or after ``minutes`` if ``steps`` is 0.
+    """Settings of a training run. Training ends after ``steps`` or ``minutes``, whichever comes first; 0 is no limit.
 
     The defaults are those that produced the shipped head.
     """
 
     steps: int = 0
-    minutes: float = 65.0
+    minutes: float = 0.0
     learning_rate: float = 1e-3
     # Learning rate of lm_head relative to the rest: its rows start as the target's, and rare tokens have few examples.
     output_rate: float = 0.1
@@ -515,7 +515,9 @@ class Trainer:
     def share_done(self) -> float:
         """Completed share of the run, by steps or by time; 1 or more means complete."""
         limits = self.settings
-        return self.progress.step / limits.steps if limits.steps else self.progress.seconds / (60 * limits.minutes)
+        by_steps = self.progress.step / limits.steps if limits.steps else 0.0
+        by_time = self.progress.seconds / (60 * limits.minutes) if limits.minutes else 0.0
+        return max(by_steps, by_time)
 
     @property
     def depth(self) -> int:
