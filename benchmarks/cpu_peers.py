@@ -28,7 +28,7 @@ from machine import described
 from specdecode_worker.commands.bench import QUESTIONS
 from specdecode_worker.commands.comparison import transformers_tokens_per_second
 from specdecode_worker.commands.flags import add_model_flags
-from specdecode_worker.commands.local_engine import LocalEngine, Prompt, local_engine
+from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt, local_engine
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.messages import Sampling
 
@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _round(engine: LocalEngine, prompts: list[Prompt], args: argparse.Namespace) -> dict[str, float]:
+def _round(engine: LocalEngine, prompts: list[TokenizedPrompt], args: argparse.Namespace) -> dict[str, float]:
     """Tokens a second of everybody."""
     before = _ours(engine, prompts, args.max_tokens)
     tokens = [prompt.tokens for prompt in prompts]
@@ -75,7 +75,7 @@ def _round(engine: LocalEngine, prompts: list[Prompt], args: argparse.Namespace)
     return found
 
 
-def _ours(engine: LocalEngine, prompts: list[Prompt], max_tokens: int) -> float:
+def _ours(engine: LocalEngine, prompts: list[TokenizedPrompt], max_tokens: int) -> float:
     tokens = seconds = 0.0
     for prompt in prompts:
         how = Sampling(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)

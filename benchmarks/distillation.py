@@ -35,7 +35,7 @@ from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.capture.records import encode
 from specdecode_worker.capture.segments import SegmentWriter
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.local_engine import LocalEngine, Prompt
+from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
@@ -142,7 +142,7 @@ class Bench:
     def gain(self) -> dict[str, Any]:
         """Gain of `after` over `before` on tables, at 1, 8 and 32 requests at once in the real engine."""
         samples = [s for s in read_samples(self.out / "after" / "data" / "test") if s.record.task == traffic.NEW]
-        prompts = [Prompt(s.record.tokens[: s.record.prompt_length]) for s in samples]
+        prompts = [TokenizedPrompt(s.record.tokens[: s.record.prompt_length]) for s in samples]
         uris = [f"file://{self.out / 'before'}", f"file://{self.out / 'after' / 'head'}"]
         engine = both_drafts(*uris, 32)
         return {"gain_by_concurrency": gains(engine, prompts, (1, 8, 32), self.args.rounds, self.args.max_tokens)}
@@ -259,7 +259,7 @@ class Bench:
             engine=EngineConfig(max_num_seqs=len(samples), threads=1, kv_cache_tokens=16 * 256),
         )
         engine = LocalEngine(config, default_cache_dir())
-        prompts = [Prompt(s.record.tokens[: s.record.prompt_length]) for s in samples]
+        prompts = [TokenizedPrompt(s.record.tokens[: s.record.prompt_length]) for s in samples]
         wanted = [list(s.record.tokens[s.record.prompt_length :]) for s in samples]
         found: dict[str, Any] = {}
         for draft, uri in uris.items():

@@ -28,7 +28,7 @@ from typing import Any
 from machine import described
 
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
-from specdecode_worker.commands.local_engine import LocalEngine, Prompt
+from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import (
     DraftConfig,
@@ -168,7 +168,9 @@ def trained_tokens(uri: str) -> int | None:
     return int(history[-1]["tokens"]) if history else 0
 
 
-def answer(local: LocalEngine, prompts: Sequence[Prompt], at_once: int, most: int) -> tuple[Cell, list[list[int]]]:
+def answer(
+    local: LocalEngine, prompts: Sequence[TokenizedPrompt], at_once: int, most: int
+) -> tuple[Cell, list[list[int]]]:
     """Answer all prompts with ``at_once`` of them running; return the figures and the answers."""
     engine, walks = local.engine, Walks.of(len(prompts))
     answers: list[list[int]] = [[] for _ in prompts]

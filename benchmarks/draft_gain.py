@@ -25,7 +25,7 @@ from machine import described
 from scipy.stats import t as student_t
 
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.local_engine import Answer, LocalEngine, Prompt
+from specdecode_worker.commands.local_engine import Answer, LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
 from specdecode_worker.core.messages import Sampling, Tokens
 from specdecode_worker.models.fetch import default_cache_dir
@@ -64,7 +64,7 @@ def both_drafts(before: str, after: str, requests: int) -> LocalEngine:
 
 
 def gains(
-    engine: LocalEngine, prompts: Sequence[Prompt], sizes: Sequence[int], rounds: int, max_tokens: int
+    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], sizes: Sequence[int], rounds: int, max_tokens: int
 ) -> dict[str, Any]:
     """Return the gain for each number of requests at once."""
     generator = random.Random(0)
@@ -79,7 +79,7 @@ def gains(
 
 
 def _round(
-    engine: LocalEngine, prompts: Sequence[Prompt], max_tokens: int, generator: random.Random
+    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], max_tokens: int, generator: random.Random
 ) -> dict[str, dict[str, Any]]:
     """Answer the prompts with both drafts in random order."""
     order = [BEFORE, AFTER]
@@ -87,7 +87,7 @@ def _round(
     return {draft: _run(engine, prompts, draft, max_tokens) for draft in order}
 
 
-def _run(engine: LocalEngine, prompts: Sequence[Prompt], draft: str, max_tokens: int) -> dict[str, Any]:
+def _run(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], draft: str, max_tokens: int) -> dict[str, Any]:
     """Return processor seconds, tokens and texts of one draft, from the moment when all prompts have a token."""
     sampling = [Sampling(max_tokens=max_tokens, temperature=0.0, seed=i, ignore_eos=True) for i in range(len(prompts))]
     started: set[int] = set()

@@ -18,8 +18,8 @@ import uvloop
 from specdecode_worker.contract.internal_stream import (
     ALIVE_SECONDS,
     Alive,
+    ChoiceCounters,
     ChoiceStart,
-    Counters,
     End,
     Open,
     OpenStream,
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
         token = token_id(self._asked.body, 0, self._index)
         event = {"choices": [{"index": 0, "delta": {"content": f"{token} "}}], "made": time.monotonic()}
         events = b"data: " + msgspec.json.encode(event) + b"\n\n"
-        step = Step(choice=0, index=self._index, ids=(token,), counters=Counters(), events=events)
+        step = Step(choice=0, index=self._index, ids=(token,), counters=ChoiceCounters(), events=events)
         self._transport.write(encode_frame(step))
         self._index += 1
         due += self._interval

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.local_engine import LocalEngine, Prompt
+from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.core.messages import Sampling, Submit
@@ -73,7 +73,7 @@ def load(sampler: str) -> LocalEngine:
 
 
 def answer(
-    local: LocalEngine, prompts: Sequence[Prompt], sampling: Callable[[int], Sampling]
+    local: LocalEngine, prompts: Sequence[TokenizedPrompt], sampling: Callable[[int], Sampling]
 ) -> tuple[Walks, list[list[int]], float]:
     """Answer all prompts; return the accepted nodes of every step, the answers, and the mean decoding step time."""
     walks, answers = Walks.of(len(prompts)), [[] for _ in prompts]  # type: tuple[Walks, list[list[int]]]

@@ -23,7 +23,7 @@ from torch import Tensor
 from specdecode_kernels.noise.op import gumbel
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_model_flags
-from specdecode_worker.commands.local_engine import LocalEngine, Prompt, local_engine
+from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt, local_engine
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.messages import Sampling
 from specdecode_worker.drafts.draft_files import read_calibration
@@ -67,7 +67,7 @@ def main() -> None:
     )
 
 
-def _records(engine: LocalEngine, prompts: list[Prompt], temperature: float, most: int) -> Iterator[Record]:
+def _records(engine: LocalEngine, prompts: list[TokenizedPrompt], temperature: float, most: int) -> Iterator[Record]:
     engine.run_shape(TreeShape.chain(3))
     how = [Sampling(max_tokens=most, temperature=temperature, seed=seed) for seed in range(len(prompts))]
     for prompt, sampling, answer in zip(prompts, how, engine.answer(prompts, how)[0], strict=True):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.local_engine import LocalEngine, Prompt
+from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.core.messages import Sampling
 from specdecode_worker.models.fetch import default_cache_dir, resolve
@@ -143,7 +143,7 @@ def test_text_equals_transformers(
     engine = engine_of(method, DRAFTS[method](folder, tmp_path))
     engine.run_shape(TreeShape(()) if method == "none" else TreeShape.chain(3))
     how = [Sampling(max_tokens=TOKENS, temperature=0.0, seed=0)] * COUNT
-    prompts = [Prompt(tokens) for tokens, _ in texts]
+    prompts = [TokenizedPrompt(tokens) for tokens, _ in texts]
     answers, _ = engine.answer(prompts, how)
     assert (sum(a.drafts for a in answers) > 0) == (method != "none")
     assert (sum(a.accepted for a in answers) > COUNT) or method not in ACCEPTS

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from specdecode_worker.server.access import ReloadedSecrets, Scope
-from specdecode_worker.server.lifecycle import Shutdown
+from specdecode_worker.server.lifecycle import GracefulShutdown
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
@@ -52,12 +52,12 @@ async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def shutdown(service: Service) -> Shutdown:
-    return Shutdown(service.lifecycle, service.config.server, lambda: service.engine.in_flight, asyncio.Event())
+async def shutdown(service: Service) -> GracefulShutdown:
+    return GracefulShutdown(service.lifecycle, service.config.server, lambda: service.engine.in_flight, asyncio.Event())
 
 
 @pytest.fixture
-async def admin(service: Service, shutdown: Shutdown) -> AsyncIterator[httpx.AsyncClient]:
+async def admin(service: Service, shutdown: GracefulShutdown) -> AsyncIterator[httpx.AsyncClient]:
     tokens = ReloadedSecrets("admin tokens", {Scope.operator: TOKEN})
     transport = httpx.ASGITransport(admin_app(service, shutdown, tokens), raise_app_exceptions=False)
     headers = {"Authorization": f"Bearer {TOKEN}"}

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import Header, Plan, Report, Route
-from specdecode_worker.server.lifecycle import Shutdown, State
+from specdecode_worker.server.lifecycle import GracefulShutdown, LifecycleState
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.service import Service
@@ -36,7 +36,7 @@ async def test_admin_port_requires_the_token(
 ) -> None:
     answer = await admin.request(method, path, headers=header, json=PLAN)
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_token")
-    assert service.lifecycle.state is State.SERVING
+    assert service.lifecycle.state is LifecycleState.SERVING
 
 
 async def test_report_combines_engine_counters_and_server_state(admin: httpx.AsyncClient, service: Service) -> None:
@@ -102,7 +102,7 @@ async def test_knobs_are_set_shown_and_cleared(admin: httpx.AsyncClient) -> None
 
 
 async def test_drain_refuses_new_requests_after_the_delay(
-    admin: httpx.AsyncClient, client: httpx.AsyncClient, shutdown: Shutdown
+    admin: httpx.AsyncClient, client: httpx.AsyncClient, shutdown: GracefulShutdown
 ) -> None:
     body = {"model": "small", "prompt": "hi", "max_tokens": 4}
     assert (await admin.post(Route.drain)).status_code == 202

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from specdecode_worker.capture.puller import PullResult, pull_segments, pull_source
-from specdecode_worker.capture.records import PullFailed
+from specdecode_worker.capture.records import CapturePullFailed
 from specdecode_worker.capture.segments import segment_name, stored_retention
 from specdecode_worker.contract import Route
 from support.capturing_workers import MAX_AGE_SECONDS, capturing, free_port
@@ -215,7 +215,7 @@ def test_worker_that_is_gone_is_skipped_and_named(
     assert "refused" in lines[0]
     resolve(monkeypatch, "127.0.0.9")
     assert pull(port, tmp_path)[0].workers == 0, "segments of an earlier pull are enough"
-    with pytest.raises(PullFailed, match=r"127\.0\.0\.9"):
+    with pytest.raises(CapturePullFailed, match=r"127\.0\.0\.9"):
         pull(port, tmp_path / "empty")
 
 
@@ -239,7 +239,7 @@ def test_full_disk_ends_the_pull_with_its_cause(
     if subprocess.run(words, capture_output=True, check=False).returncode:
         pytest.skip(skip_reason("root", "a file system cannot be mounted here"))
     try:
-        with pytest.raises(PullFailed, match="No space left") as raised:
+        with pytest.raises(CapturePullFailed, match="No space left") as raised:
             pull(port, tmp_path)
         assert isinstance(raised.value.__cause__, OSError)
         assert not list(tmp_path.glob("*.segment"))
@@ -253,7 +253,7 @@ def test_full_disk_ends_the_pull_with_its_cause(
      ("a:1", "", "SPECDECODE_CAPTURE_TOKEN"), ("a:1", "two words", "SPECDECODE_CAPTURE_TOKEN")],
 )  # fmt: skip
 def test_unusable_source_is_refused(address: str, token: str, named: str) -> None:
-    with pytest.raises(PullFailed, match=named):
+    with pytest.raises(CapturePullFailed, match=named):
         pull_source(address, token, None, 1)
 
 
@@ -265,7 +265,7 @@ def test_wrong_token_is_reported(
     port: int, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolve(monkeypatch, "127.0.0.1", "127.0.0.2")
-    with pytest.raises(PullFailed, match="answers 403"):
+    with pytest.raises(CapturePullFailed, match="answers 403"):
         pull(port, tmp_path, token="routers")
 
 
@@ -290,5 +290,5 @@ def test_pull_over_tls_checks_the_signature(
             pull_source(f"{HOST}:{port}", "captures", str(other), 2**20),
             pull_source(f"https://{HOST}:{port}", "captures", None, 2**20),
         ):
-            with pytest.raises(PullFailed, match=r"(?i)certificate"):
+            with pytest.raises(CapturePullFailed, match=r"(?i)certificate"):
                 pull_segments(wrong, tmp_path / "none", print, lambda: False)

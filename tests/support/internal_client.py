@@ -14,8 +14,8 @@ import msgspec
 from specdecode_worker.contract.internal_stream import (
     INTERNAL_STREAMS,
     Alive,
+    ChoiceCounters,
     ChoiceProgress,
-    Counters,
     End,
     Error,
     Frame,
@@ -118,7 +118,7 @@ class Journal:
             ids=tuple(token for step in steps for token in step.ids),
             logprobs=tuple(one for step in steps for one in step.logprobs),
             prompt_logprobs=tuple(one for step in steps for one in step.prompt_logprobs),
-            counters=steps[-1].counters if steps else Counters(),
+            counters=steps[-1].counters if steps else ChoiceCounters(),
         )
 
 

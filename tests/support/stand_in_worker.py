@@ -28,9 +28,9 @@ from specdecode_worker.contract.internal_stream import (
     ROUTER_HEADER,
     WORKER_LOAD,
     Alive,
+    ChoiceCounters,
     ChoiceProgress,
     ChoiceStart,
-    Counters,
     End,
     Error,
     Frame,
@@ -273,7 +273,7 @@ class _Stream:
             choice=choice,
             index=index,
             ids=ids,
-            counters=Counters(cached_tokens=index),
+            counters=ChoiceCounters(cached_tokens=index),
             events=b"data: " + event + b"\n\n" if self._streamed else b"",
         )
 

@@ -15,7 +15,7 @@ from specdecode_worker.contract import Plan, SyntheticKnobs, TreeShape, WorkerCo
 from specdecode_worker.contract.internal_stream import OpenStream
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.server.access import ReloadedSecrets, Scope
-from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
+from specdecode_worker.server.lifecycle import GracefulShutdown, Lifecycle
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.service import Service
@@ -45,7 +45,7 @@ async def start_worker(config: WorkerConfig, folder: Path, shape: str) -> Stream
     engine = EngineClient(config, plan, knobs)
     service = Service(config, engine, Lifecycle(), plan)
     service.model_loaded(Model(Tokenizer.from_folder(folder), await engine.loaded))
-    shutdown = Shutdown(service.lifecycle, config.server, lambda: engine.in_flight, asyncio.Event())
+    shutdown = GracefulShutdown(service.lifecycle, config.server, lambda: engine.in_flight, asyncio.Event())
     app = admin_app(service, shutdown, ReloadedSecrets("admin tokens", {Scope.router: TOKEN}))
     client = httpx.AsyncClient(
         transport=httpx.ASGITransport(app),

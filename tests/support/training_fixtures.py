@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+# The first optimizer imports it, which takes seconds that no test's time may contain.
+import torch._dynamo
 from safetensors.torch import save_file
 
 from specdecode_worker.models.causal_lm import CausalLM

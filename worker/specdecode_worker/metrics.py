@@ -88,7 +88,7 @@ class TaskCounts:
     per_position: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
 
-class Histogram:
+class LatencyCounts:
     """Observation counts per bucket. ``edges`` are inclusive upper bounds; one further bucket has no bound."""
 
     __slots__ = ("counts", "edges", "sum")
@@ -111,7 +111,7 @@ class KeyCounts:
 
     def __init__(self) -> None:
         self.requests = self.finished = self.prompt_tokens = self.generation_tokens = 0
-        self.ttft, self.e2e = Histogram(LATENCY_EDGES), Histogram(LATENCY_EDGES)
+        self.ttft, self.e2e = LatencyCounts(LATENCY_EDGES), LatencyCounts(LATENCY_EDGES)
 
 
 class ServerCounters:
@@ -135,9 +135,9 @@ class ServerCounters:
         self._api_keys = api_keys
         self.capture = capture or CaptureCounts()
         self.by_task: defaultdict[str, TaskCounts] = defaultdict(TaskCounts)
-        self.prompt_tokens = Histogram(_TOKENS)
-        self.generation_tokens = Histogram(_TOKENS)
-        self.seconds_per_token = Histogram(tuple(edge / 1000 for edge in _MILLISECONDS))
+        self.prompt_tokens = LatencyCounts(_TOKENS)
+        self.generation_tokens = LatencyCounts(_TOKENS)
+        self.seconds_per_token = LatencyCounts(tuple(edge / 1000 for edge in _MILLISECONDS))
 
     def request_counter(
         self, task: str, prompt_tokens: int, client: str = "", earlier_tokens: int | None = None

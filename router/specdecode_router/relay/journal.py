@@ -6,8 +6,8 @@ from array import array
 
 from specdecode_router.errors import WorkerFailed
 from specdecode_worker.contract.internal_stream import (
+    ChoiceCounters,
     ChoiceProgress,
-    Counters,
     Logprobs,
     Open,
     Resume,
@@ -27,7 +27,7 @@ class _Choice:
         self.ids = array("I")
         self.logprobs: list[Logprobs] = []
         self.prompt_logprobs: tuple[Logprobs, ...] = ()
-        self.counters = Counters()
+        self.counters = ChoiceCounters()
 
     def progress(self) -> ChoiceProgress:
         return ChoiceProgress(

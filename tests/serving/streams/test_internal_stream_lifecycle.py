@@ -25,7 +25,7 @@ from specdecode_worker.contract.internal_stream import (
 )
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.heartbeat import Heartbeat, Phase
-from specdecode_worker.server.lifecycle import Shutdown
+from specdecode_worker.server.lifecycle import GracefulShutdown
 from specdecode_worker.server.service import Service
 from support.internal_client import Journal, frames, opened
 from support.worker import fake_engine
@@ -49,7 +49,9 @@ async def _running(admin: httpx.AsyncClient, service: Service, count: int = 1) -
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_drain_moves_every_stream_at_once(admin: httpx.AsyncClient, service: Service, shutdown: Shutdown) -> None:
+async def test_drain_moves_every_stream_at_once(
+    admin: httpx.AsyncClient, service: Service, shutdown: GracefulShutdown
+) -> None:
     async with _running(admin, service, 3) as journals:
         began = time.monotonic()
         assert await shutdown.begin() == 0
@@ -89,7 +91,7 @@ async def test_a_load_has_the_requests_by_tenant_and_the_routers_that_ask(
 
 
 async def test_alive_frames_follow_the_heartbeat(
-    admin: httpx.AsyncClient, service: Service, shutdown: Shutdown, monkeypatch: pytest.MonkeyPatch
+    admin: httpx.AsyncClient, service: Service, shutdown: GracefulShutdown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with _running(admin, service) as (beating,):
         await asyncio.sleep(0.8)
@@ -99,7 +101,7 @@ async def test_alive_frames_follow_the_heartbeat(
 
 
 async def test_stopped_engine_gives_no_sign_of_life(
-    admin: httpx.AsyncClient, service: Service, shutdown: Shutdown, monkeypatch: pytest.MonkeyPatch
+    admin: httpx.AsyncClient, service: Service, shutdown: GracefulShutdown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = Heartbeat(Phase.STEP, 0.0, time.monotonic() - 0.6, 7, 1, 0, 0.1)
     monkeypatch.setattr(EngineClient, "heartbeat", property(lambda _: old))

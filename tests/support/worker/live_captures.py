@@ -11,18 +11,20 @@ from typing import Any
 import msgspec
 
 from specdecode_worker.capture import ReadStats, Record, Recorder, read_records
-from specdecode_worker.capture.live import Limits
+from specdecode_worker.capture.live import CaptureLimits
 from specdecode_worker.capture.records import decode
 from specdecode_worker.capture.segments import list_segments, read_bodies
 from specdecode_worker.contract.capture import CaptureRules
 from support.worker.captured import record
 
-LIMITS = Limits(retry=0.2, hang=0.3, tick=0.02, lock=0.3)
+LIMITS = CaptureLimits(retry=0.2, hang=0.3, tick=0.02, lock=0.3)
 RULES = CaptureRules(share=1.0)
 
 
 @contextlib.contextmanager
-def live(folder: Path, rules: CaptureRules | None = RULES, limits: Limits = LIMITS, **more: Any) -> Iterator[Recorder]:
+def live(
+    folder: Path, rules: CaptureRules | None = RULES, limits: CaptureLimits = LIMITS, **more: Any
+) -> Iterator[Recorder]:
     made = Recorder(folder, rules, limits=limits, seed=0, **more)
     try:
         yield made

@@ -446,7 +446,7 @@ MAX_HUNG_WRITERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CaptureLimits:
     """Times of the capture in seconds."""
 
     retry: float = 60.0
@@ -469,7 +469,7 @@ class ControlThread:
         queue: RecordQueue,
         subjects: SubjectKeys,
         counts: CaptureCounts,
-        limits: Limits,
+        limits: CaptureLimits,
     ) -> None:
         self.is_stopped = False
         """True while a problem stops capture. No record is queued then."""

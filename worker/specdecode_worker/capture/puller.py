@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import pydantic
 
-from specdecode_worker.capture.records import PullFailed
+from specdecode_worker.capture.records import CapturePullFailed
 from specdecode_worker.capture.segments import (
     READ_BYTES,
     ListedSegment,
@@ -83,10 +83,10 @@ def pull_source(address: str, token: str | None, ca_file: str | None, max_bytes:
     except ValueError:
         host = port = None
     if host is None or port is None or parts.scheme not in ("", "http", "https") or parts.path.strip("/"):
-        raise PullFailed(f"--capture-from {address!r}: write HOST:PORT, or https://HOST:PORT")
+        raise CapturePullFailed(f"--capture-from {address!r}: write HOST:PORT, or https://HOST:PORT")
     token = (token or "").partition("\n")[0].strip()
     if not token or re.fullmatch(r"[!-~]+", token) is None:
-        raise PullFailed("--capture-from needs a token with the scope capture in $SPECDECODE_CAPTURE_TOKEN")
+        raise CapturePullFailed("--capture-from needs a token with the scope capture in $SPECDECODE_CAPTURE_TOKEN")
     return PullSource(host, port, token, _tls(ca_file) if ca_file or parts.scheme == "https" else None, max_bytes)
 
 
@@ -94,7 +94,7 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise PullFailed(f"CA file {ca_file}: {error}") from None
+        raise CapturePullFailed(f"CA file {ca_file}: {error}") from None
     # Workers are called by IP address, and one certificate is shared by pods whose addresses are not known when it is
     # issued. The signature of the CA is still required.
     context.check_hostname = False
@@ -123,12 +123,12 @@ def pull_segments(
             with _skipping(result, address):
                 pull.worker(address, stopped)
     except OSError as error:
-        raise PullFailed(f"{folder} cannot be written: {error.strerror or error}") from error
+        raise CapturePullFailed(f"{folder} cannot be written: {error.strerror or error}") from error
     for address, reason in result.skipped.items():
         log(f"distill: worker {address} is skipped: {reason}")
     if not result.workers and not list_segments(folder):
         reasons = "; ".join(f"{address}: {reason}" for address, reason in result.skipped.items())
-        raise PullFailed(f"no worker of {source.host}:{source.port} sent captured segments ({reasons})"[:1000])
+        raise CapturePullFailed(f"no worker of {source.host}:{source.port} sent captured segments ({reasons})"[:1000])
     return result
 
 
@@ -258,7 +258,9 @@ def _addresses(source: PullSource) -> list[str]:
     try:
         entries = socket.getaddrinfo(source.host, source.port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise PullFailed(f"{source.host} has no address: {error.strerror or error}; is a worker ready?") from None
+        raise CapturePullFailed(
+            f"{source.host} has no address: {error.strerror or error}; is a worker ready?"
+        ) from None
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from specdecode_worker.capture.live import ControlThread, CurrentRules, Limits, LiveStore
+from specdecode_worker.capture.live import CaptureLimits, ControlThread, CurrentRules, LiveStore
 from specdecode_worker.capture.records import CaptureCounts, Dropped, FolderUnusable, QueuedRecord, Record, RecordQueue
 from specdecode_worker.capture.segments import Retention, SubjectKeys, UserHashes
 from specdecode_worker.capture.user_deletion import DeletionCounts
@@ -33,7 +33,7 @@ class Recorder:
         read_token: Callable[[], str | None] = lambda: None,
         clock: Callable[[], float] = time.time,
         seed: int | None = None,
-        limits: Limits = Limits(),  # noqa: B008  # frozen
+        limits: CaptureLimits = CaptureLimits(),  # noqa: B008  # frozen
     ) -> None:
         """Start the control thread, which deletes what the folder holds if ``rules`` is None."""
         self.folder = folder

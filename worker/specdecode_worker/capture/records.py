@@ -45,7 +45,7 @@ class SegmentNotFound(CaptureError):
     """A folder has no finished segment of a name."""
 
 
-class PullFailed(CaptureError):
+class CapturePullFailed(CaptureError):
     """No segments can be fetched from workers: no address, a wrong token or no space."""
 
 

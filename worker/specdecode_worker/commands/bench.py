@@ -27,7 +27,7 @@ from specdecode_worker.commands.flags import (
     add_sampling_flags,
     add_shape_flags,
 )
-from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, NGRAM, LocalEngine, Prompt, local_engine
+from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, NGRAM, LocalEngine, TokenizedPrompt, local_engine
 from specdecode_worker.contract import MergedDraft, TreeShape
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(engine: LocalEngine, args: argparse.Namespace) -> list[Prompt]:
+def _prompts(engine: LocalEngine, args: argparse.Namespace) -> list[TokenizedPrompt]:
     """Return the prompts of the file, or built-in questions, repeated to fill the highest concurrency.
 
     Raises:

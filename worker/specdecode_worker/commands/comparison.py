@@ -22,8 +22,8 @@ from specdecode_worker.commands.local_engine import (
     DEFAULT_SHAPE,
     Answer,
     LocalEngine,
-    Prompt,
     RunTiming,
+    TokenizedPrompt,
     distinct_4grams,
     local_engine,
     sampling_of,
@@ -59,7 +59,7 @@ class DecodingSteps:
     _started: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt]) -> DecodingSteps:
+    def of(cls, prompts: Sequence[TokenizedPrompt]) -> DecodingSteps:
         """Return empty counts for a request for each prompt."""
         return cls(Walks.of(len(prompts)), [len(prompt.tokens) for prompt in prompts])
 
@@ -127,10 +127,10 @@ def evaluate_on_engine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_temperature(
-    engine: LocalEngine, prompts: Sequence[Prompt], shape: TreeShape, temperature: float, max_tokens: int
+    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, temperature: float, max_tokens: int
 ) -> dict[str, Any]:
     """Answer all prompts at one temperature, domain by domain, and return the results."""
-    by_domain: dict[str, list[Prompt]] = {}
+    by_domain: dict[str, list[TokenizedPrompt]] = {}
     for prompt in prompts:
         by_domain.setdefault(prompt.domain, []).append(prompt)
     domains = {}
@@ -141,7 +141,7 @@ def _run_temperature(
 
 
 def _run_domain(
-    engine: LocalEngine, prompts: Sequence[Prompt], shape: TreeShape, temperature: float, max_tokens: int
+    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, temperature: float, max_tokens: int
 ) -> DomainRun:
     """Answer the prompts plainly, then with ``shape``. Nothing is cached from one run to another.
 
@@ -281,7 +281,11 @@ class VariantSums:
 
 
 def compare(
-    engine: LocalEngine, prompts: Sequence[Prompt], together: int, variants: Sequence[Variant], args: argparse.Namespace
+    engine: LocalEngine,
+    prompts: Sequence[TokenizedPrompt],
+    together: int,
+    variants: Sequence[Variant],
+    args: argparse.Namespace,
 ) -> dict[str, dict[str, Any]]:
     """Measure every variant and plain decoding, and return the results by variant.
 
@@ -303,7 +307,7 @@ def compare(
 
 
 def _waves(
-    engine: LocalEngine, prompts: Sequence[Prompt], together: int, args: argparse.Namespace, sums: VariantSums
+    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], together: int, args: argparse.Namespace, sums: VariantSums
 ) -> list[Answer]:
     """Answer all prompts, ``together`` at a time. An incomplete last group is left out."""
     answers: list[Answer] = []
@@ -315,7 +319,7 @@ def _waves(
     return answers
 
 
-def _warm(engine: LocalEngine, prompts: Sequence[Prompt], variant: Variant, args: argparse.Namespace) -> None:
+def _warm(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], variant: Variant, args: argparse.Namespace) -> None:
     """Run a few tokens of a variant before anything is timed."""
     engine.run_shape(variant.shape, variant.draft, variant.merge)
     short = argparse.Namespace(**{**vars(args), "max_tokens": min(args.max_tokens, 8)})

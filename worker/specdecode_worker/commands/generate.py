@@ -18,8 +18,8 @@ from specdecode_worker.commands.local_engine import (
     DEFAULT_SHAPE,
     Answer,
     LocalEngine,
-    Prompt,
     RunTiming,
+    TokenizedPrompt,
     distinct_4grams,
     local_engine,
     sampling_of,
@@ -61,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
         return 1
 
 
-def _one(engine: LocalEngine, args: argparse.Namespace) -> Prompt:
+def _one(engine: LocalEngine, args: argparse.Namespace) -> TokenizedPrompt:
     """Return the prompt given by --prompt."""
     line = {"prompt": args.prompt} if args.raw else {"messages": [{"role": "user", "content": args.prompt}]}
     return engine.prompt(line)
 
 
-def _stream(engine: LocalEngine, prompt: Prompt, args: argparse.Namespace) -> int:
+def _stream(engine: LocalEngine, prompt: TokenizedPrompt, args: argparse.Namespace) -> int:
     """Print the answer to one prompt while it is generated."""
     detokenizer = engine.tokenizer.detokenizer(prompt.tokens)
 
@@ -80,7 +80,7 @@ def _stream(engine: LocalEngine, prompt: Prompt, args: argparse.Namespace) -> in
     return 0
 
 
-def _all(engine: LocalEngine, prompts: list[Prompt], args: argparse.Namespace) -> int:
+def _all(engine: LocalEngine, prompts: list[TokenizedPrompt], args: argparse.Namespace) -> int:
     """Answer all prompts and print the answers, or one JSON document."""
     answers, timing = engine.answer(prompts, [sampling_of(args, i) for i in range(len(prompts))])
     if args.json:
@@ -93,7 +93,7 @@ def _all(engine: LocalEngine, prompts: list[Prompt], args: argparse.Namespace) -
 
 
 def _document(
-    engine: LocalEngine, prompts: list[Prompt], answers: list[Answer], timing: RunTiming
+    engine: LocalEngine, prompts: list[TokenizedPrompt], answers: list[Answer], timing: RunTiming
 ) -> dict[str, object]:
     """Build the JSON document of answers and statistics."""
     return {

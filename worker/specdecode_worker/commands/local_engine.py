@@ -36,7 +36,7 @@ NGRAM = "ngram"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     """Tokenized prompt of one line of a prompts file, and its domain."""
 
     tokens: tuple[int, ...]
@@ -106,7 +106,7 @@ class LocalEngine:
         plan = Plan(draft=first, version=self._plans, initial=shape, tasks=tasks, explore=0, guard=False)
         self.engine.set_plan(plan)
 
-    def prompt(self, line: dict[str, Any]) -> Prompt:
+    def prompt(self, line: dict[str, Any]) -> TokenizedPrompt:
         """Tokenize one line of a prompts file.
 
         Raises:
@@ -114,18 +114,18 @@ class LocalEngine:
         """
         domain = str(line.get("domain", "other"))
         if "messages" in line:
-            return Prompt(tuple(self.tokenizer.chat(line["messages"])), domain)
+            return TokenizedPrompt(tuple(self.tokenizer.chat(line["messages"])), domain)
         if isinstance(line.get("prompt"), str):
-            return Prompt(tuple(self.tokenizer.encode(line["prompt"])), domain)
+            return TokenizedPrompt(tuple(self.tokenizer.encode(line["prompt"])), domain)
         raise ValueError('a line of a prompts file is {"messages": [...]} or {"prompt": "..."}')
 
-    def prompts(self, path: Path) -> list[Prompt]:
+    def prompts(self, path: Path) -> list[TokenizedPrompt]:
         """Read and tokenize a prompts file."""
         return [self.prompt(json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
 
     def answer(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[TokenizedPrompt],
         sampling: Sequence[Sampling],
         on_tokens: Callable[[int, Tokens], None] = lambda index, new: None,
         *,

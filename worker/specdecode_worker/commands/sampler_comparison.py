@@ -15,7 +15,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from specdecode_worker.commands.local_engine import LocalEngine, Prompt, distinct_4grams, local_engine
+from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt, distinct_4grams, local_engine
 from specdecode_worker.contract import Sampler, TreeShape
 from specdecode_worker.core.messages import Sampling, Tokens
 
@@ -75,7 +75,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """
     shapes = SHAPES if args.shape is None else {str(args.shape): args.shape}
     cells: list[dict[str, Any]] = []
-    prompts: list[Prompt] = []
+    prompts: list[TokenizedPrompt] = []
     for sampler in args.sampler:
         engine = local_engine(args, max_num_seqs=_CONCURRENCY, sampler=sampler)
         prompts = engine.prompts(Path(args.prompts))
@@ -88,7 +88,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _figures(
-    engine: LocalEngine, prompts: Sequence[Prompt], shape: TreeShape, temperature: float, most: int
+    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, temperature: float, most: int
 ) -> dict[str, Any]:
     """Return the results of one shape and temperature; ``most`` is the largest length of an answer in tokens."""
     engine.run_shape(shape)

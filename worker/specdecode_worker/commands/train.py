@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=0, help="optimizer steps")
-    length.add_argument("--minutes", type=float, default=_DEFAULTS.minutes, help="or time (default: %(default)s)")
+    length.add_argument("--minutes", type=float, default=65.0, help="or time (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=_DEFAULTS.learning_rate)
     parser.add_argument("--batch-tokens", type=int, default=_DEFAULTS.batch_tokens, help="of one pass, with padding")
     parser.add_argument("--accumulate", type=int, default=_DEFAULTS.accumulate, help="passes of an optimizer step")
@@ -160,7 +160,7 @@ def _settings(args: argparse.Namespace) -> TrainSettings:
     """Build the optimizer settings from the flags."""
     return TrainSettings(
         steps=args.steps,
-        minutes=args.minutes,
+        minutes=0.0 if args.steps else args.minutes,
         learning_rate=args.learning_rate,
         batch_tokens=args.batch_tokens,
         accumulate=args.accumulate,

@@ -69,7 +69,7 @@ class Open(msgspec.Struct, frozen=True, tag="open", kw_only=True):
     """Headers of the response to the client."""
 
 
-class Counters(msgspec.Struct, frozen=True, array_like=True):
+class ChoiceCounters(msgspec.Struct, frozen=True, array_like=True):
     """Counts of one choice so far, over all attempts."""
 
     cached_tokens: int = 0
@@ -85,7 +85,7 @@ class Step(msgspec.Struct, frozen=True, tag="step", kw_only=True):
     index: int
     """Index of the first of ``ids`` in the output of the choice, from 0."""
     ids: tuple[int, ...]
-    counters: Counters
+    counters: ChoiceCounters
     logprobs: tuple[Logprobs, ...] = ()
     """Log-probabilities of each of ``ids``, where the engine computes them."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
@@ -141,7 +141,7 @@ class ChoiceProgress(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    counters: Counters = Counters()
+    counters: ChoiceCounters = ChoiceCounters()
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):

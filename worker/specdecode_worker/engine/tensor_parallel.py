@@ -167,7 +167,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     shape: StepShape
 
 
-class Record(msgspec.Struct, frozen=True, tag=True):
+class RecordStep(msgspec.Struct, frozen=True, tag=True):
     """Capture of the prepared step, after one run with all ranks. The rank answers with a `CaptureState`."""
 
 
@@ -183,11 +183,11 @@ class Discard(msgspec.Struct, frozen=True, tag=True):
     graph: int | None = None
 
 
-RankMessage = Forward | Keep | Logits | OpenTable | SetBlocks | Prepare | Record | Replay | Discard
+RankMessage = Forward | Keep | Logits | OpenTable | SetBlocks | Prepare | RecordStep | Replay | Discard
 
 
 class CaptureState(msgspec.Struct, frozen=True, tag=True):
-    """Answer of a rank to `Prepare` and `Record`: how many steps it holds, and the reason of a failure, else empty."""
+    """Answer of a rank to `Prepare` and `RecordStep`: how many steps it holds, and the reason of a failure."""
 
     graphs: int
     problem: str = ""
@@ -436,7 +436,7 @@ def _serve(assignment: Assignment, pipe: Connection) -> None:
                 graphs.open_table(slots, columns)
             case Prepare(shape):
                 _answer(pipe, graphs, partial(graphs.prepare, shape))
-            case Record():
+            case RecordStep():
                 graphs.warm_up()
                 _answer(pipe, graphs, graphs.record)
             case Discard(None):
@@ -755,7 +755,7 @@ class LeaderBackend:
             return self._own.capture(work)
         self._ranks.send(Prepare(shape))
         self._require(_problems(self._ranks.capture_states()))
-        self._ranks.send(Record())
+        self._ranks.send(RecordStep())
         replays: list[Work] = []
         with self._ranks.collective():
             self._own.warm_up(work)

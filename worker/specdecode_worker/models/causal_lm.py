@@ -84,7 +84,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.vocabulary: VocabularyMap | None = None  # set for a draft model with another vocabulary than its target's
-        self.model = DecoderStack(config, [self.layer(config, index) for index in range(config.num_hidden_layers)])
+        self.model = DecoderStack(config, (self.layer(config, index) for index in range(config.num_hidden_layers)))
         self.lm_head = Linear(config.hidden_size, config.vocab_size, split=Split.VOCABULARY)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

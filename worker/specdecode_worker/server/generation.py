@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from specdecode_worker.contract import internal_stream as contract
-from specdecode_worker.contract.internal_stream import Counters
+from specdecode_worker.contract.internal_stream import ChoiceCounters
 from specdecode_worker.core.errors import EngineGone
 from specdecode_worker.core.messages import Logprobs, Sampling, Submit, Tokens
 from specdecode_worker.core.request import FinishRule
@@ -41,13 +41,13 @@ from specdecode_worker.server.request_terms import (
     token_limits,
 )
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
-from specdecode_worker.server.responses import Choice, ChoicePiece, Statistics
+from specdecode_worker.server.responses import ChoicePiece, ChoiceStatistics, FinishedChoice
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.tokenizer import Tokenizer
 
 # Output of one choice: converts its tokens into pieces of text, whether they arrive or are replayed.
 
-NO_COUNTS = Counters()
+NO_COUNTS = ChoiceCounters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Progress:
     ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    counters: Counters = NO_COUNTS
+    counters: ChoiceCounters = NO_COUNTS
 
 
 class ChoiceOutput:
@@ -79,7 +79,7 @@ class ChoiceOutput:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions, counters: Counters = NO_COUNTS
+        self, tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions, counters: ChoiceCounters = NO_COUNTS
     ) -> None:
         self._prompt, self._options = prompt, options
         self._echo = prompt.echo
@@ -98,15 +98,15 @@ class ChoiceOutput:
         return self._detokenizer.mean_logprob
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> ChoiceCounters:
         """Counts of the choice so far."""
         return self._now
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> ChoiceStatistics:
         """Token and speculation counts so far."""
         now = self._now
-        return Statistics(
+        return ChoiceStatistics(
             prompt_tokens=len(self._prompt.ids),
             completion_tokens=self._detokenizer.count,
             cached_tokens=now.cached_tokens,
@@ -159,7 +159,7 @@ class ChoiceOutput:
             steps[accepted] += 1
             acceptance = tuple(steps)
             self._drafts, self._accepted = tokens.drafts, tokens.accepted
-        self._now = Counters(
+        self._now = ChoiceCounters(
             before.cached_tokens + tokens.cached_tokens, before.draft_tokens + tokens.draft_tokens, acceptance
         )
 
@@ -442,7 +442,7 @@ class Generation:
         return self._output
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> ChoiceStatistics:
         """Token and speculation counts so far."""
         return self._output.statistics
 
@@ -478,14 +478,14 @@ class Generation:
             if output.piece.is_shown:
                 yield output.piece
 
-    async def whole(self) -> Choice:
+    async def whole(self) -> FinishedChoice:
         """Return the finished choice. Raises the same errors as ``outputs``."""
         return self.choice([piece async for piece in self.pieces()])
 
-    def choice(self, pieces: Sequence[ChoicePiece]) -> Choice:
+    def choice(self, pieces: Sequence[ChoicePiece]) -> FinishedChoice:
         """Return the finished choice, with the pieces of this attempt after those of earlier ones."""
         every = [*self.replayed, *pieces]
-        return Choice(
+        return FinishedChoice(
             text="".join(piece.text for piece in every),
             finish_reason=every[-1].finish_reason or "stop",
             statistics=self.statistics,

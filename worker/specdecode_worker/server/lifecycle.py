@@ -21,7 +21,7 @@ from specdecode_worker.server.errors import Unavailable
 _TICK_SECONDS = 0.05
 
 
-class State(Enum):
+class LifecycleState(Enum):
     """Lifecycle state of a worker, in the order in which a worker goes through them."""
 
     LOADING = auto()
@@ -35,7 +35,7 @@ class Lifecycle:
     """Current lifecycle state of a worker. A change to an earlier state is ignored."""
 
     def __init__(self) -> None:
-        self.state = State.LOADING
+        self.state = LifecycleState.LOADING
         self.failure = ""
         """Reason of the first failure; empty without a failure."""
         self.suspicion = ""
@@ -45,32 +45,32 @@ class Lifecycle:
 
     def serve(self) -> None:
         """Change to SERVING: the model is loaded."""
-        self._advance(State.SERVING)
+        self._advance(LifecycleState.SERVING)
 
     def leave(self) -> None:
         """Change to LEAVING: not ready, but still serving new requests. Requests of routers move to other workers."""
-        self._advance(State.LEAVING)
+        self._advance(LifecycleState.LEAVING)
         for notify in tuple(self.on_leave):
             notify()
 
     def drain(self) -> None:
         """Change to DRAINING: new requests are refused."""
-        self._advance(State.DRAINING)
+        self._advance(LifecycleState.DRAINING)
 
     def fail(self, reason: str) -> None:
         """Change to FAILED. The first reason is kept."""
         self.failure = self.failure or reason
-        self._advance(State.FAILED)
+        self._advance(LifecycleState.FAILED)
 
     @property
     def healthy(self) -> bool:
         """True in every state except FAILED."""
-        return self.state is not State.FAILED
+        return self.state is not LifecycleState.FAILED
 
     @property
     def ready(self) -> bool:
         """True in SERVING only, and only while the engine makes progress."""
-        return self.state is State.SERVING and not self.suspicion
+        return self.state is LifecycleState.SERVING and not self.suspicion
 
     @property
     def readiness(self) -> str:
@@ -81,26 +81,26 @@ class Lifecycle:
     @property
     def shutting_down(self) -> bool:
         """True in LEAVING and DRAINING."""
-        return self.state in (State.LEAVING, State.DRAINING)
+        return self.state in (LifecycleState.LEAVING, LifecycleState.DRAINING)
 
     def check_accepting(self) -> None:
         """Raise Unavailable unless the worker accepts new requests."""
         match self.state:
-            case State.LOADING:
+            case LifecycleState.LOADING:
                 raise Unavailable("the model is still loading", code="loading")
-            case State.DRAINING:
+            case LifecycleState.DRAINING:
                 raise Unavailable("this worker is shutting down", code="draining")
-            case State.FAILED:
+            case LifecycleState.FAILED:
                 raise Unavailable(f"this worker has failed: {self.failure}", code="engine_gone")
             case _:
                 return
 
-    def _advance(self, state: State) -> None:
+    def _advance(self, state: LifecycleState) -> None:
         if state.value > self.state.value:
             self.state = state
 
 
-class Shutdown:
+class GracefulShutdown:
     """Graceful shutdown of a worker. It starts once, at the first call of ``begin``; ``exit_now`` ends all waiting."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Shutdown:
         """
         if self._drained is None:
             # A worker that was never ready is in no endpoint list, so there is no removal to wait for.
-            delay_seconds = self._delay_seconds if self._lifecycle.state is State.SERVING else 0.0
+            delay_seconds = self._delay_seconds if self._lifecycle.state is LifecycleState.SERVING else 0.0
             self._lifecycle.leave()
             self._drained = asyncio.create_task(self._drain(delay_seconds))
             self.begun.set()

@@ -56,7 +56,7 @@ first, and no request is sent on a connection that the server has just closed.
 """
 
 
-class Phase(Enum):
+class ConnectionPhase(Enum):
     """Phase of a connection."""
 
     ARRIVING = auto()
@@ -100,7 +100,7 @@ class ConnectionState:
                  "phase", "since")  # fmt: skip
 
     def __init__(self, now: float) -> None:
-        self.phase = Phase.ARRIVING
+        self.phase = ConnectionPhase.ARRIVING
         self.since = now
         """Time at which the phase began; for ARRIVING the start of the connection or the request's first byte."""
         self.begun = False
@@ -114,27 +114,27 @@ class ConnectionState:
 
     def begin_request(self, now: float) -> None:
         """Record the first byte of a request. The first request counts from the start of the connection."""
-        if self.phase is not Phase.ARRIVING or self.begun:
+        if self.phase is not ConnectionPhase.ARRIVING or self.begun:
             self.since = now
-        self.phase, self.begun, self.has_headers = Phase.ARRIVING, True, False
+        self.phase, self.begun, self.has_headers = ConnectionPhase.ARRIVING, True, False
         self._framing_bytes = self._body_bytes = 0
 
     def queue_request(self) -> None:
         """Record that the request must wait for an earlier one of its connection. It has no deadline meanwhile."""
-        self.phase = Phase.SERVING
+        self.phase = ConnectionPhase.SERVING
 
     def start_queued_request(self, now: float) -> None:
         """Record that the rest of a queued request is read from now on."""
-        self.phase, self.since = Phase.ARRIVING, now
+        self.phase, self.since = ConnectionPhase.ARRIVING, now
 
     def complete_request(self, now: float, *, answered: bool) -> None:
         """Record the last byte of a request; ``answered`` is true if the response was sent before that."""
-        self.phase, self.since = (Phase.IDLE if answered else Phase.SERVING), now
+        self.phase, self.since = (ConnectionPhase.IDLE if answered else ConnectionPhase.SERVING), now
 
     def complete_response(self, now: float) -> None:
         """Record that the whole response is written. A request that is still arriving keeps its deadline."""
-        if self.phase is Phase.SERVING:
-            self.phase, self.since = Phase.IDLE, now
+        if self.phase is ConnectionPhase.SERVING:
+            self.phase, self.since = ConnectionPhase.IDLE, now
         if self._stalled_since is not None:
             self._stalled_since = now
 
@@ -162,7 +162,7 @@ class ConnectionState:
         A shrinking output is progress while a response is written. A paused connection must shrink to the low-water
         mark, and the rest of a complete response to nothing, so that a client cannot read a byte at a time for ever.
         """
-        is_progress = self.phase is Phase.SERVING and not self.paused and unsent_bytes < self._unsent_bytes
+        is_progress = self.phase is ConnectionPhase.SERVING and not self.paused and unsent_bytes < self._unsent_bytes
         if not unsent_bytes:
             self._stalled_since = None
         elif self._stalled_since is None or is_progress:
@@ -175,11 +175,11 @@ class ConnectionState:
             return Cut.UNREAD
         seconds = now - self.since
         match self.phase:
-            case Phase.ARRIVING if not self.has_headers and seconds > limits.header_seconds:
+            case ConnectionPhase.ARRIVING if not self.has_headers and seconds > limits.header_seconds:
                 return Cut.HEADERS_LATE
-            case Phase.ARRIVING if seconds > limits.body_seconds:
+            case ConnectionPhase.ARRIVING if seconds > limits.body_seconds:
                 return Cut.BODY_LATE
-            case Phase.IDLE if seconds > limits.idle_seconds:
+            case ConnectionPhase.IDLE if seconds > limits.idle_seconds:
                 return Cut.IDLE
             case _:
                 return None
@@ -254,7 +254,7 @@ class ConnectionTable:
 
 
 def _longest_without_request(connections: Iterable[Connection]) -> Connection | None:
-    waiting = (one for one in connections if one.state.phase is not Phase.SERVING)
+    waiting = (one for one in connections if one.state.phase is not ConnectionPhase.SERVING)
     return min(waiting, key=lambda one: one.state.since, default=None)
 
 
@@ -306,7 +306,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Feed the parser. Answer 431 if headers, trailers or chunk framing exceed their limit."""
         self._fed_body_bytes, self._request_began = 0, False
         super().data_received(data)
-        if self._request_began or self.state.phase is not Phase.ARRIVING:
+        if self._request_began or self.state.phase is not ConnectionPhase.ARRIVING:
             return  # the counters belong to a request that began or ended within these data
         self.state.count_received(len(data), self._fed_body_bytes)
         if self.state.has_too_much_framing and not self.transport.is_closing():
@@ -371,7 +371,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
-        if cycle.more_body and self.state.phase is Phase.SERVING:
+        if cycle.more_body and self.state.phase is ConnectionPhase.SERVING:
             self.state.start_queued_request(time.monotonic())
         super()._start_asgi_task(cycle, app)
 

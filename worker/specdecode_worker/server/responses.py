@@ -19,8 +19,8 @@ from specdecode_worker.server.tools import ArgumentsDelta, CallStart, Delta, Tex
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
-    """Token and speculation counts of one choice. ``acceptance`` is that of ``contract.internal_stream.Counters``."""
+class ChoiceStatistics:
+    """Token and speculation counts of one choice. ``acceptance`` is that of `ChoiceCounters`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -61,12 +61,12 @@ class ChoicePiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FinishedChoice:
     """Finished choice. ``mean_logprob`` is the mean per token; 0 if the engine returned no log-probabilities."""
 
     text: str
     finish_reason: str
-    statistics: Statistics
+    statistics: ChoiceStatistics
     scored: tuple[ScoredToken, ...] = ()
     mean_logprob: float = 0.0
 
@@ -74,7 +74,7 @@ class Choice:
 # Usage and speculation statistics over all choices of one request.
 
 
-def usage(statistics: Iterable[Statistics]) -> dict[str, Any]:
+def usage(statistics: Iterable[ChoiceStatistics]) -> dict[str, Any]:
     """Return OpenAI's usage object."""
     per_choice = list(statistics)
     once = [s for s in per_choice if s.counts_prompt]
@@ -87,7 +87,7 @@ def usage(statistics: Iterable[Statistics]) -> dict[str, Any]:
     }
 
 
-def metrics(statistics: Iterable[Statistics], num_spec_tokens: int) -> dict[str, Any]:
+def metrics(statistics: Iterable[ChoiceStatistics], num_spec_tokens: int) -> dict[str, Any]:
     """Return the speculation statistics of the request in vLLM's fields.
 
     Args:
@@ -236,7 +236,7 @@ class ResponseWriter:
         """True if chunks can lack text whose meaning is uncertain."""
         return False
 
-    def whole(self, choices: Sequence[Choice], statistics: Sequence[Statistics] | None = None) -> Json:
+    def whole(self, choices: Sequence[FinishedChoice], statistics: Sequence[ChoiceStatistics] | None = None) -> Json:
         """Return the response to a request that does not stream.
 
         Args:
@@ -262,7 +262,7 @@ class ResponseWriter:
         """Return the chunks for a piece of one choice; empty while its meaning is uncertain (text or tool call)."""
         raise NotImplementedError
 
-    def closing(self, statistics: Sequence[Statistics]) -> Json:
+    def closing(self, statistics: Sequence[ChoiceStatistics]) -> Json:
         """Return the last chunk, which has the usage of the whole stream."""
         return {
             **self._named(self.chunk_kind),
@@ -283,7 +283,7 @@ class ResponseWriter:
             "system_fingerprint": self._context.fingerprint,
         }
 
-    def _choice(self, index: int, choice: Choice) -> Json:
+    def _choice(self, index: int, choice: FinishedChoice) -> Json:
         raise NotImplementedError
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
@@ -353,7 +353,7 @@ class ChatWriter(ResponseWriter):
             chunks[-1]["choices"][0]["finish_reason"] = turn.reason(piece.finish_reason)
         return chunks
 
-    def _choice(self, index: int, choice: Choice) -> Json:
+    def _choice(self, index: int, choice: FinishedChoice) -> Json:
         turn = self._turn(index)
         turn.read(choice.text, last=True)
         return {
@@ -459,7 +459,7 @@ class CompletionWriter(ResponseWriter):
         """Return one chunk for a piece."""
         return [self._chunk(self._text(index, piece.text, piece.scored, piece.finish_reason))]
 
-    def _choice(self, index: int, choice: Choice) -> Json:
+    def _choice(self, index: int, choice: FinishedChoice) -> Json:
         return self._text(index, choice.text, choice.scored, choice.finish_reason)
 
     def _text(self, index: int, text: str, scored: Sequence[ScoredToken], finish_reason: str | None) -> Json:

@@ -29,7 +29,7 @@ from specdecode_worker.models.errors import ConfigMismatch, ModelError
 from specdecode_worker.models.fields import sampling_defaults
 from specdecode_worker.server.access import load_credentials
 from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
-from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
+from specdecode_worker.server.lifecycle import GracefulShutdown, Lifecycle
 from specdecode_worker.server.listening import listening
 from specdecode_worker.server.liveness import ExitDeadline, VitalParts, close_recorder, open_recorder, watch_engine
 from specdecode_worker.server.requests import CompletionRequest, parse_contract
@@ -108,7 +108,7 @@ async def serve(
         lifecycle = Lifecycle()
         parts.start("engine watch", watch_engine(engine, lifecycle, config.server.step_timeout_seconds))
         service = Service(config, engine, lifecycle, plan, recorder)
-        shutdown = Shutdown(lifecycle, config.server, lambda: engine.unfinished_answers, signals.exit_now)
+        shutdown = GracefulShutdown(lifecycle, config.server, lambda: engine.unfinished_answers, signals.exit_now)
         apps = (public_app(service, credentials.api_keys), admin_app(service, shutdown, credentials.admin_tokens))
         admin_port = sockets[1].getsockname()[1]
         with credentials.in_use(admin_port, os.environ):
@@ -125,7 +125,7 @@ async def serve(
 
 async def _run(
     service: Service,
-    shutdown: Shutdown,
+    shutdown: GracefulShutdown,
     drain_requested: asyncio.Event,
     failed: asyncio.Future[str],
     deadline: ExitDeadline,
@@ -194,7 +194,7 @@ def _texts(config: WorkerConfig) -> tuple[Tokenizer, dict[str, Any]]:
     return Tokenizer.from_folder(folder, config.server.chat_template), defaults
 
 
-async def _shut_down(service: Service, shutdown: Shutdown) -> int:
+async def _shut_down(service: Service, shutdown: GracefulShutdown) -> int:
     """Drain, end the streams that are left, and return the exit code."""
     log.info("leaving: %d requests are running", service.engine.in_flight)
     cut = await shutdown.begin()

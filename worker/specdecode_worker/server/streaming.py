@@ -35,9 +35,9 @@ from specdecode_worker.server.requests import (
 from specdecode_worker.server.responses import (
     DONE,
     ChatWriter,
-    Choice,
     ChoicePiece,
     CompletionWriter,
+    FinishedChoice,
     Json,
     ReasoningOf,
     ResponseContext,
@@ -106,17 +106,17 @@ class StartedRequest:
         """Options of a streaming response."""
         return self.body.stream_options or StreamOptions()
 
-    async def encode_whole(self, choices: Sequence[Choice]) -> bytes:
+    async def encode_whole(self, choices: Sequence[FinishedChoice]) -> bytes:
         """Return the body of a response that does not stream."""
         if self.body.top_logprobs_count is None:
             return self._encode_whole(choices)
         # Log-probabilities can take a second to write.
         return await asyncio.to_thread(self._encode_whole, choices)
 
-    def _encode_whole(self, choices: Sequence[Choice]) -> bytes:
+    def _encode_whole(self, choices: Sequence[FinishedChoice]) -> bytes:
         return msgspec.json.encode(self._whole(choices))
 
-    def _whole(self, choices: Sequence[Choice]) -> Json:
+    def _whole(self, choices: Sequence[FinishedChoice]) -> Json:
         """Return the complete response with all choices, or with the ``n`` best of each prompt for best_of."""
         made, n = self.body.generated_choices, self.body.n
         if made == n:

@@ -127,12 +127,3 @@ class StepCounts:
     def acceptance(self) -> list[float]:
         """Acceptance rate by depth, among drafts whose parents were accepted."""
         return [hit / max(n, 1) for hit, n in zip(self.hits, self.reached, strict=True)]
-
-
-def distinct_ngrams(token_lists: Sequence[Sequence[int]], size: int = 4) -> float:
-    """Return the share of distinct n-grams among all n-grams.
-
-    Text that loops has few distinct n-grams and raises the acceptance of every draft.
-    """
-    ngrams = [tuple(tokens[i : i + size]) for tokens in token_lists for i in range(len(tokens) - size + 1)]
-    return len(set(ngrams)) / max(len(ngrams), 1)

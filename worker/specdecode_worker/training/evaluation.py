@@ -66,7 +66,7 @@ class Domain:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCosts:
+class PairedStepCosts:
     """Seconds per step with either draft, from rounds (R) that time both in turn."""
 
     deployed_R: Floats
@@ -97,7 +97,7 @@ class Verdict:
         return EXIT_CODES[self.finding]
 
 
-def compute_verdict(domains: Sequence[Domain], costs: StepCosts, *, wanted_gain: float, seed: int = 0) -> Verdict:
+def compute_verdict(domains: Sequence[Domain], costs: PairedStepCosts, *, wanted_gain: float, seed: int = 0) -> Verdict:
     """Compare the drafts and return the verdict.
 
     ``better``: the lower bound of the mix exceeds ``wanted_gain``, and the lower bound of every domain exceeds
@@ -127,7 +127,7 @@ def _finding(mix: Gain, gains: Mapping[str, Gain], wanted: float) -> tuple[Findi
     return ("inconclusive", tuple(doubts)) if doubts else ("better", (f"mix: gain above {mix.lower:+.1%}",))
 
 
-def _gains(domains: Sequence[Domain], costs: StepCosts, seed: int) -> tuple[Gain, dict[str, Gain]]:
+def _gains(domains: Sequence[Domain], costs: PairedStepCosts, seed: int) -> tuple[Gain, dict[str, Gain]]:
     """Return the gain over the mix and the gain of each domain."""
     rng = np.random.default_rng(seed)
     ratio_B = _cost_ratios(costs, rng)
@@ -144,7 +144,7 @@ def _gain(drawn_B: Floats) -> Gain:
     return Gain(float(drawn_B[0]), float(lower), float(upper))
 
 
-def _cost_ratios(costs: StepCosts, rng: np.random.Generator) -> Floats:
+def _cost_ratios(costs: PairedStepCosts, rng: np.random.Generator) -> Floats:
     """Return deployed over candidate seconds per step, [1 + resamples].
 
     Each is the median of the rounds' ratios: a disturbance of a whole round cancels in its ratio, and one of a single
@@ -420,7 +420,7 @@ _WARM = 2
 @torch.inference_mode()
 def step_costs(
     target: CausalLM, deployed: Draft, candidate: Draft, shape: TreeShape, *, rounds: int = ROUNDS
-) -> StepCosts:
+) -> PairedStepCosts:
     """Return the seconds per step by round, on a CPU processor seconds. The two drafts alternate in going first."""
     depth = max(shape.depths)
     verify = _verification(target, 1 + shape.nodes)
@@ -433,7 +433,7 @@ def step_costs(
             drafted = _seconds(drafts[which], on_gpu=on_gpu)
             if number >= 0:
                 seconds_R2[number, which] = verified + drafted
-    return StepCosts(seconds_R2[:, 0], seconds_R2[:, 1])
+    return PairedStepCosts(seconds_R2[:, 0], seconds_R2[:, 1])
 
 
 def _seconds(once: Callable[[], object], *, on_gpu: bool) -> float:

@@ -165,14 +165,14 @@ NGRAM_WORDS = 13
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class DrawnPrompt:
     """Question of a domain."""
 
     text: str
     domain: str
 
 
-def draw(rng: random.Random) -> Prompt:
+def draw(rng: random.Random) -> DrawnPrompt:
     """Return a random prompt of the combinatorial set."""
     domains: dict[str, dict[str, Any]] = _lists()["domains"]
     domain = rng.choices(list(domains), [part["share"] for part in domains.values()])[0]
@@ -182,7 +182,7 @@ def draw(rng: random.Random) -> Prompt:
     words["sentence"] = rng.choice(sentences).format_map(words)
     # Each sentence of a story draws its own words.
     words["story"] = " ".join(sentence.format_map(_words(rng)) for sentence in rng.sample(sentences, 4))
-    return Prompt(form.format_map(words), domain)
+    return DrawnPrompt(form.format_map(words), domain)
 
 
 @functools.cache

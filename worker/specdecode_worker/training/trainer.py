@@ -24,8 +24,8 @@ from specdecode_worker.training.conversations import Conversation, DataSet, batc
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
 from specdecode_worker.training.prompts import TEMPERATURES
 from specdecode_worker.training.unroll import (
-    Batch,
     RootShare,
+    TrainingBatch,
     all_roots,
     batch_for,
     logits_of,
@@ -242,7 +242,7 @@ def target_distribution(
 
 
 def loss_of(
-    draft: Draft, batch: Batch, output_VE: Tensor, aim: LossSettings, counts: Sequence[int] | None = None
+    draft: Draft, batch: TrainingBatch, output_VE: Tensor, aim: LossSettings, counts: Sequence[int] | None = None
 ) -> Tensor:
     """Return the scalar loss of one batch, averaged over ``counts``.
 
@@ -271,7 +271,7 @@ def loss_of(
     return total
 
 
-def _target(batch: Batch, output_VE: Tensor, vocabulary: Tensor, temperature: float) -> Tensor:
+def _target(batch: TrainingBatch, output_VE: Tensor, vocabulary: Tensor, temperature: float) -> Tensor:
     """Return the target's probabilities at the valid slots of ``batch``, [R, V]."""
     valid_R = batch.valid_BA.flatten()
     normaliser_R = None
@@ -324,13 +324,13 @@ def _acceptance(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """Settings of a training run. Training ends after ``steps``, or after ``minutes`` if ``steps`` is 0.
+    """Settings of a training run. Training ends after ``steps`` or ``minutes``, whichever comes first; 0 is no limit.
 
     The defaults are those that produced the shipped head.
     """
 
     steps: int = 0
-    minutes: float = 65.0
+    minutes: float = 0.0
     learning_rate: float = 1e-3
     # Learning rate of lm_head relative to the rest: its rows start as the target's, and rare tokens have few examples.
     output_rate: float = 0.1
@@ -395,7 +395,7 @@ def loss_settings_at(share: float, step: int, settings: TrainSettings) -> LossSe
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """Counters and validation history of a training run, as the checkpoint stores them."""
 
     step: int = 0
@@ -479,7 +479,7 @@ def validation_line(draft: Draft, conversations: Sequence[Conversation], output_
 # master weights. A checkpoint holds everything that the next step depends on, so a killed run resumes with the same
 # result.
 
-__all__ = ["Progress", "TrainSettings", "Trainer", "learning_rate_factor"]
+__all__ = ["TrainSettings", "Trainer", "TrainingProgress", "learning_rate_factor"]
 
 _LONGEST_STEP, _FEW_STEPS = 10, 20
 """Longest time counted for a step, in mean step times, and the number of steps from which the mean is used."""
@@ -508,14 +508,16 @@ class Trainer:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.best: dict[str, Tensor] = {}  # master weights at the best validation so far
 
     @property
     def share_done(self) -> float:
         """Completed share of the run, by steps or by time; 1 or more means complete."""
         limits = self.settings
-        return self.progress.step / limits.steps if limits.steps else self.progress.seconds / (60 * limits.minutes)
+        by_steps = self.progress.step / limits.steps if limits.steps else 0.0
+        by_time = self.progress.seconds / (60 * limits.minutes) if limits.minutes else 0.0
+        return max(by_steps, by_time)
 
     @property
     def depth(self) -> int:
@@ -707,7 +709,7 @@ class Trainer:
         self.master.load_state_dict(state["head"])
         self.best = state["best"]
         self.optimizer.load_state_dict(state["optimizer"])
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
         if self.data.grow(self.progress.shards) != self.progress.shards:
             raise ResumeMismatch(f"{folder} has seen {self.progress.shards} shards, {self.data.folder} holds fewer")
         self.head.load_state_dict(self.master.state_dict())

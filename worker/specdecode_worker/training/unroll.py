@@ -85,7 +85,7 @@ def by_slot(state_BRE: Tensor, slot_BR: Tensor, trained_BR: Tensor, valid_BA: Te
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """Texts padded to one length. Slots start at token 1: token 0 has no state before it.
 
     ``first_B`` is token 0 and ``tokens_BL`` the token of each slot. ``aux_BLA`` are the target's states before each
@@ -109,7 +109,7 @@ def make_batch(
     *,
     final: bool = False,
     device: torch.device | None = None,
-) -> Batch:
+) -> TrainingBatch:
     """Return the conversations as a padded batch on ``device``, by default the CPU.
 
     With ``final``, the draft reads the target's last hidden state (EAGLE-1, Medusa) instead of the layer states.
@@ -122,7 +122,7 @@ def make_batch(
     normalisers = [c.normalisers_NT[c.answer_start :] for c in conversations if c.normalisers_NT is not None]
     complete = len(normalisers) == len(conversations)
     final_BAE = pad_sequence([c.hidden_NE[c.answer_start :] for c in conversations], batch_first=True)
-    return Batch(
+    return TrainingBatch(
         first_B=torch.tensor([int(c.tokens_N[0]) for c in conversations]).to(device),
         tokens_BL=tokens_BL.to(device),
         aux_BLA=pad_sequence(read, batch_first=True).to(device, dtype),
@@ -133,7 +133,7 @@ def make_batch(
     )
 
 
-def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
+def unroll(head: Eagle3Head | EagleHead, batch: TrainingBatch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each depth k the states [B, A, E] before the head's norm and the mask [B, A] of slots with a root."""
     answers_BA = batch.answers_BA
     attend = UnrolledAttention(answers_BA, layers=head.config.num_hidden_layers)
@@ -149,7 +149,7 @@ def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[t
         yield state_BAE, batch.valid_BA & (order_A >= k)
 
 
-def true_states(head: Eagle3Head | EagleHead, batch: Batch, attend: UnrolledAttention) -> Tensor:
+def true_states(head: Eagle3Head | EagleHead, batch: TrainingBatch, attend: UnrolledAttention) -> Tensor:
     """Return the head's states [B, L, E] at all slots, from the states of the target."""
     shape_BL = batch.tokens_BL.shape
     positions_BL = (torch.arange(shape_BL[1], device=batch.tokens_BL.device) + 1).expand(shape_BL)
@@ -294,7 +294,7 @@ def anchor_share(k: int) -> float:
 
 
 def unroll_blocks(
-    head: DFlashHead, batch: Batch, depth: int, sample_seed: int | None = None
+    head: DFlashHead, batch: TrainingBatch, depth: int, sample_seed: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each depth k the states [B, A, E] before the head's norm and the mask [B, A] of slots with a root.
 
@@ -329,7 +329,7 @@ def unroll_blocks(
 
 
 def _blocks(
-    head: DFlashHead, batch: Batch, context: list[tuple[Tensor, Tensor]], roots_BR: Tensor, depth: int
+    head: DFlashHead, batch: TrainingBatch, context: list[tuple[Tensor, Tensor]], roots_BR: Tensor, depth: int
 ) -> Tensor:
     """Return the states [B, R, N, E] of the blocks of these roots, given as slot indices."""
     order_N = torch.arange(depth + 1, device=roots_BR.device)
@@ -388,7 +388,7 @@ def cod_share(k: int) -> float:
 
 
 def unroll_parallel(
-    head: PEagleHead, batch: Batch, depth: int, sample_seed: int | None = None
+    head: PEagleHead, batch: TrainingBatch, depth: int, sample_seed: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each depth k the states [B, A, E] before the head's norm and the mask [B, A] of slots with a root.
 
@@ -433,7 +433,7 @@ class _RootAttention(UnrolledAttention):
 # is k tokens after its root, proposes token i + 1. Losses, validation and calibration use only these functions.
 
 
-def batch_for(draft: Draft, conversations: Sequence[Conversation], dtype: torch.dtype) -> Batch:
+def batch_for(draft: Draft, conversations: Sequence[Conversation], dtype: torch.dtype) -> TrainingBatch:
     """Return the conversations as a batch with the states of the target that ``draft`` reads."""
     final = not isinstance(draft, CausalLM) and draft.reads.final
     return make_batch(conversations, dtype, final=final, device=device_of_draft(draft))
@@ -444,7 +444,9 @@ def device_of_draft(draft: Draft) -> torch.device:
     return next(draft.parameters()).device
 
 
-def unrolled(draft: Draft, batch: Batch, depth: int, sample_seed: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+def unrolled(
+    draft: Draft, batch: TrainingBatch, depth: int, sample_seed: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each depth k the states [B, A, E] and the mask [B, A] of slots with a root in the answer.
 
     With ``sample_seed``, parallel drafts are unrolled from some of the roots only, see `root_share`.
@@ -505,12 +507,12 @@ def working_copy(draft: Draft, dtype: torch.dtype) -> Draft:
     return copied.to(dtype).requires_grad_(True)
 
 
-def _rooted(batch: Batch, k: int) -> Tensor:
+def _rooted(batch: TrainingBatch, k: int) -> Tensor:
     """Return the mask [B, A] of valid slots with a root ``k`` slots before them in the answer."""
     return batch.valid_BA & (torch.arange(batch.valid_BA.shape[1], device=batch.valid_BA.device) >= k)
 
 
-def _teacher_forced(model: CausalLM, batch: Batch) -> Tensor:
+def _teacher_forced(model: CausalLM, batch: TrainingBatch) -> Tensor:
     """Return the states of a draft model at the answer slots. They do not depend on the root."""
     tokens_BN = torch.cat((batch.first_B[:, None], batch.tokens_BL), dim=1)
     positions_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device).expand(tokens_BN.shape)

@@ -15,7 +15,7 @@ from specdecode_router.relay.event_ids import (
     start_digest,
 )
 from specdecode_router.relay.numbered_stream import MAX_NUMBERED_CHOICES, NumberedStream
-from specdecode_worker.contract.internal_stream import ChoiceStart, Counters, Open, Step
+from specdecode_worker.contract.internal_stream import ChoiceCounters, ChoiceStart, Open, Step
 from support.numbered_client import Event, Recorder, events_of
 
 IDENTITY = StreamIdentity(request_id="r-1", created=7, seed=2**63 - 1, request_digest=b"12345678")
@@ -46,7 +46,7 @@ def steps(choices: list[Choice], delivered: tuple[int, ...] | None, chance: rand
             last += 1
         at[choice] = last
         events = b"" if last <= have else b"".join(b"".join(one) for one in tokens[first:last])
-        yield Step(choice=choice, index=first, ids=tuple(range(first, last)), counters=Counters(), events=events)
+        yield Step(choice=choice, index=first, ids=tuple(range(first, last)), counters=ChoiceCounters(), events=events)
 
 
 async def send(

@@ -8,7 +8,14 @@ import pytest
 from specdecode_router.errors import WorkerFailed
 from specdecode_router.relay import journal as module
 from specdecode_router.relay.journal import Journal
-from specdecode_worker.contract.internal_stream import ChoiceProgress, ChoiceStart, Counters, Open, OpenStream, Step
+from specdecode_worker.contract.internal_stream import (
+    ChoiceCounters,
+    ChoiceProgress,
+    ChoiceStart,
+    Open,
+    OpenStream,
+    Step,
+)
 
 OPEN = Open(
     compatibility_key="k",
@@ -48,7 +55,7 @@ def test_progress_has_log_probabilities_and_the_last_counters() -> None:
     journal.add(step(0, 3, logprobs=[one], prompt_logprobs=[two], counters=[8, 2, [0, 1]]))
     journal.add(step(1, 4, logprobs=[two], counters=[8, 4, [1, 0, 0, 1]]))
     assert journal.resume().choices[0] == ChoiceProgress(
-        ids=(3, 4), logprobs=(one, two), prompt_logprobs=(two,), counters=Counters(8, 4, (1, 0, 0, 1))
+        ids=(3, 4), logprobs=(one, two), prompt_logprobs=(two,), counters=ChoiceCounters(8, 4, (1, 0, 0, 1))
     )
     assert journal.resume().open == OPEN
 

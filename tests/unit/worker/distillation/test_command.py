@@ -135,13 +135,13 @@ class _Threading:
 def test_sigterm_stops_after_the_current_step(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = student_training._BoundedTrainer.step
+    step = student_training.Trainer.step
 
     def signalled(self: Any, batch: Any) -> float:
         signal.raise_signal(signal.SIGTERM)
         return step(self, batch)
 
-    monkeypatch.setattr(student_training._BoundedTrainer, "step", signalled)
+    monkeypatch.setattr(student_training.Trainer, "step", signalled)
     handler = signal.getsignal(signal.SIGTERM)
     assert run(flags, tmp_path / "out", "--replay-share", "0") == 143
     assert signal.getsignal(signal.SIGTERM) is handler

@@ -9,12 +9,12 @@ from specdecode_worker.training.evaluation import (
     CAPTURED_POOL,
     GOLDEN_POOL,
     Domain,
-    StepCosts,
+    PairedStepCosts,
     compute_verdict,
     pool_small_domains,
 )
 
-SAME = StepCosts(np.full(40, 0.02), np.full(40, 0.02))
+SAME = PairedStepCosts(np.full(40, 0.02), np.full(40, 0.02))
 
 
 def domain(name: str, weight: float, count: int, gain: float = 0.3) -> Domain:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_worker.training.evaluation import EXIT_CODES, Domain, StepCosts, Verdict, compute_verdict
+from specdecode_worker.training.evaluation import EXIT_CODES, Domain, PairedStepCosts, Verdict, compute_verdict
 
 SECONDS = np.full(40, 0.02)
-SAME = StepCosts(SECONDS, SECONDS)
+SAME = PairedStepCosts(SECONDS, SECONDS)
 
 
 def domain(
@@ -85,7 +85,7 @@ def test_slower_steps_offset_the_gain() -> None:
     rng = np.random.default_rng(0)
     parts = [domain(rng, 0.1)]
     assert compute_verdict(parts, SAME, wanted_gain=0.02).finding == "better"
-    dearer = StepCosts(SECONDS, SECONDS * 1.1)
+    dearer = PairedStepCosts(SECONDS, SECONDS * 1.1)
     draft_verdict = compute_verdict(parts, dearer, wanted_gain=0.02)
     assert draft_verdict.finding != "better"
     assert draft_verdict.mix is not None
@@ -95,7 +95,7 @@ def test_slower_steps_offset_the_gain() -> None:
 def test_noisy_step_costs_widen_the_interval() -> None:
     rng = np.random.default_rng(0)
     parts = [domain(rng, 0.1, noise=0.02)]
-    noisy = StepCosts(SECONDS * np.exp(rng.normal(0, 0.5, 40)), SECONDS * np.exp(rng.normal(0, 0.5, 40)))
+    noisy = PairedStepCosts(SECONDS * np.exp(rng.normal(0, 0.5, 40)), SECONDS * np.exp(rng.normal(0, 0.5, 40)))
     mix = compute_verdict(parts, noisy, wanted_gain=0.0).mix
     steady = compute_verdict(parts, SAME, wanted_gain=0.0).mix
     assert mix is not None
@@ -106,7 +106,9 @@ def test_noisy_step_costs_widen_the_interval() -> None:
 def test_slowdown_of_both_drafts_cancels_out() -> None:
     rng = np.random.default_rng(0)
     slow_R = np.exp(rng.normal(0, 1.0, 40))
-    drifting = compute_verdict([domain(rng, 0.1)], StepCosts(SECONDS * slow_R, SECONDS * slow_R), wanted_gain=0.02)
+    drifting = compute_verdict(
+        [domain(rng, 0.1)], PairedStepCosts(SECONDS * slow_R, SECONDS * slow_R), wanted_gain=0.02
+    )
     assert drifting.finding == "better"
 
 
@@ -115,7 +117,7 @@ def test_one_disturbed_round_does_not_change_the_costs() -> None:
     parts = [domain(rng, 0.1)]
     disturbed = SECONDS.copy()
     disturbed[7] = 3.0
-    assert compute_verdict(parts, StepCosts(SECONDS, disturbed), wanted_gain=0.02).finding == "better"
+    assert compute_verdict(parts, PairedStepCosts(SECONDS, disturbed), wanted_gain=0.02).finding == "better"
 
 
 def test_mix_weights_domains_by_their_tokens() -> None:
@@ -139,7 +141,7 @@ def test_mix_weights_domains_by_their_tokens() -> None:
 @settings(max_examples=40, deadline=None)
 def test_verdict_invariants(rows: list[tuple[int, int, int]], cost: float, wanted: float) -> None:
     tokens, a, b = np.array(rows, float).T
-    costs = StepCosts(SECONDS, SECONDS * cost)
+    costs = PairedStepCosts(SECONDS, SECONDS * cost)
     draft_verdict = compute_verdict([Domain("d", 1.0, tokens, a, b)], costs, wanted_gain=wanted)
     mix, alone = draft_verdict.mix, draft_verdict.domains["d"]
     assert mix is not None
@@ -151,7 +153,7 @@ def test_verdict_invariants(rows: list[tuple[int, int, int]], cost: float, wante
         assert alone.lower > -0.02
     assert (draft_verdict.finding == "worse") == (alone.upper < -0.02 or mix.upper < 0)
     swapped = compute_verdict(
-        [Domain("d", 1.0, tokens, b, a)], StepCosts(costs.candidate_R, costs.deployed_R), wanted_gain=0.0
+        [Domain("d", 1.0, tokens, b, a)], PairedStepCosts(costs.candidate_R, costs.deployed_R), wanted_gain=0.0
     )
     if draft_verdict.finding == "better" and wanted >= 0:
         assert swapped.finding == "worse", "what is better one way round is worse the other"
@@ -170,7 +172,7 @@ def test_equal_drafts_are_rarely_called_better() -> None:
     called = {"better": 0, "worse": 0, "inconclusive": 0}
     for seed in range(300):
         rng = np.random.default_rng(1000 + seed)
-        costs = StepCosts(0.02 * np.exp(rng.normal(0, 0.02, 40)), 0.02 * np.exp(rng.normal(0, 0.02, 40)))
+        costs = PairedStepCosts(0.02 * np.exp(rng.normal(0, 0.02, 40)), 0.02 * np.exp(rng.normal(0, 0.02, 40)))
         called[compute_verdict([domain(rng, 0.0, count=64, noise=0.2)], costs, wanted_gain=0.0).finding] += 1
     assert called["better"] <= 16, "binomial(300, 0.025) is above 15 once in a hundred runs"
     assert called["better"] + called["worse"] >= 4, "bounds that never exclude anything would be useless"

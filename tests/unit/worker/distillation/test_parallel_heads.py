@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
-from specdecode_worker.commands.local_engine import Prompt
+from specdecode_worker.commands.local_engine import TokenizedPrompt
 from specdecode_worker.contract import Method, TreeShape
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
@@ -82,7 +82,7 @@ def test_counted_steps_equal_engine_steps(
     chosen = records[:15]
     engine = engine_of(model, head, method)
     engine.run_shape(TreeShape.parse(shape))
-    prompts = [Prompt(record.tokens[: record.prompt_length]) for record in chosen]
+    prompts = [TokenizedPrompt(record.tokens[: record.prompt_length]) for record in chosen]
     answers, _ = engine.answer(prompts, [record.sampling for record in chosen])
     accepted = 0
     for record, answer in zip(chosen, answers, strict=True):

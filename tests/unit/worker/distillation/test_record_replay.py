@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdecode_worker.capture import Record
-from specdecode_worker.commands.local_engine import Prompt
+from specdecode_worker.commands.local_engine import TokenizedPrompt
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.weights import load_eagle3
@@ -118,7 +118,7 @@ def test_counted_steps_equal_engine_steps(
     chosen = records[:15]
     engine = engine_of(model, draft)
     engine.run_shape(TreeShape.parse(shape))
-    prompts = [Prompt(record.tokens[: record.prompt_length]) for record in chosen]
+    prompts = [TokenizedPrompt(record.tokens[: record.prompt_length]) for record in chosen]
     answers, _ = engine.answer(prompts, [record.sampling for record in chosen])
     drafted = accepted = 0
     for record, answer in zip(chosen, answers, strict=True):

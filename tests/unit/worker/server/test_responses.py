@@ -12,22 +12,22 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from specdecode_worker.core.messages import Logprobs
 from specdecode_worker.server.responses import (
     ChatWriter,
-    Choice,
     ChoicePiece,
+    ChoiceStatistics,
     CompletionWriter,
+    FinishedChoice,
     ResponseContext,
     ScoredToken,
-    Statistics,
     event,
     metrics,
     usage,
 )
 from specdecode_worker.server.tokenizer import Tokenizer
 
-STATISTICS = Statistics(
+STATISTICS = ChoiceStatistics(
     prompt_tokens=3, completion_tokens=10, cached_tokens=2, draft_tokens=12, acceptance=(1, 1, 1, 1)
 )
-CHOICE = Choice("text", "stop", STATISTICS)
+CHOICE = FinishedChoice("text", "stop", STATISTICS)
 
 
 def head(tokenizer: Tokenizer, *, logprobs: bool = False) -> ResponseContext:
@@ -42,7 +42,7 @@ def scored(tokenizer: Tokenizer, text: str) -> tuple[ScoredToken, ...]:
 
 def test_statistics_add_up_over_choices() -> None:
     assert usage([STATISTICS, STATISTICS])["total_tokens"] == 26
-    assert metrics([STATISTICS, Statistics(3, 10, 0, 4, (2,))], 4)["speculative_decoding"] == {
+    assert metrics([STATISTICS, ChoiceStatistics(3, 10, 0, 4, (2,))], 4)["speculative_decoding"] == {
         "mean_acceptance_length": 2.0,
         "draft_acceptance_rate": 0.375,
         "acceptance_histogram": [3, 1, 1, 1, 0],
@@ -59,14 +59,14 @@ def test_draft_that_is_deeper_than_the_plan_lengthens_the_histogram() -> None:
 
 
 def test_prompt_tokens_count_once_for_several_choices() -> None:
-    again = Statistics(3, 10, 3, 0, (), counts_prompt=False)
+    again = ChoiceStatistics(3, 10, 3, 0, (), counts_prompt=False)
     reported_usage = usage([STATISTICS, again])
     assert (reported_usage["prompt_tokens"], reported_usage["completion_tokens"]) == (3, 20)
     assert reported_usage["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
 def test_plain_decoding_has_one_token_per_step() -> None:
-    plain = metrics([Statistics(3, 10, 0, 0, ())], 2)["speculative_decoding"]
+    plain = metrics([ChoiceStatistics(3, 10, 0, 0, ())], 2)["speculative_decoding"]
     assert (plain["mean_acceptance_length"], plain["acceptance_histogram"]) == (1.0, [0, 0, 0])
 
 
@@ -97,7 +97,7 @@ def test_stream_chunks_match_openai(tokenizer: Tokenizer) -> None:
 
 
 def test_logprobs_of_a_chat_have_bytes_and_stay_finite(tokenizer: Tokenizer) -> None:
-    choice = Choice("é", "stop", STATISTICS, scored(tokenizer, "é"))
+    choice = FinishedChoice("é", "stop", STATISTICS, scored(tokenizer, "é"))
     completion = ChatCompletion.model_validate(ChatWriter(head(tokenizer, logprobs=True)).whole([choice]), strict=True)
     assert completion.choices[0].logprobs is not None
     first, second = completion.choices[0].logprobs.content or ()
@@ -108,7 +108,7 @@ def test_logprobs_of_a_chat_have_bytes_and_stay_finite(tokenizer: Tokenizer) -> 
 
 def test_logprobs_of_a_completion_are_four_lists(tokenizer: Tokenizer) -> None:
     known = scored(tokenizer, "aé")
-    choice = Choice("aé", "stop", STATISTICS, (ScoredToken(known[0].token, 0, None), *known[1:]))
+    choice = FinishedChoice("aé", "stop", STATISTICS, (ScoredToken(known[0].token, 0, None), *known[1:]))
     logprobs = CompletionWriter(head(tokenizer, logprobs=True)).whole([choice])["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
     assert logprobs["text_offset"] == [0, 1, 2]

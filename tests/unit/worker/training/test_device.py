@@ -25,7 +25,14 @@ from specdecode_worker.training.heads import (
     new_peagle,
 )
 from specdecode_worker.training.trainer import overlap, soft_cross_entropy
-from specdecode_worker.training.unroll import Batch, device_of_draft, logits_of, make_batch, unrolled, vocabulary_of
+from specdecode_worker.training.unroll import (
+    TrainingBatch,
+    device_of_draft,
+    logits_of,
+    make_batch,
+    unrolled,
+    vocabulary_of,
+)
 from support.tiers import skip_reason
 
 CUDA = torch.device("cuda")
@@ -62,13 +69,13 @@ def move(network: nn.Module) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA))
 
 
-def on_gpu(batch: Batch) -> Batch:
+def on_gpu(batch: TrainingBatch) -> TrainingBatch:
     """Return a fake batch of the same shapes on a GPU. Call it in the mode."""
     moved = {}
     for field in fields(batch):
         tensor = getattr(batch, field.name)
         moved[field.name] = None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
-    return Batch(**moved)
+    return TrainingBatch(**moved)
 
 
 def test_fake_tensors_refuse_two_devices(fake: FakeTensorMode) -> None:

@@ -13,7 +13,6 @@ from specdecode_worker.training.acceptance import (
     RANKS,
     StepCounts,
     accepted,
-    distinct_ngrams,
     target_token_ranks,
 )
 from specdecode_worker.training.conversations import Conversation
@@ -119,8 +118,3 @@ def test_walk_continues_after_the_accepted_tokens() -> None:
     assert (tally.steps, tally.tokens) == (2, 5)
     assert tally.acceptance == [1.0, 0.5, 0.0]
     assert tally.tokens_per_step == 2.5
-
-
-def test_looping_text_has_few_distinct_4grams() -> None:
-    assert distinct_ngrams([list(range(20))]) == 1.0
-    assert distinct_ngrams([[1, 2] * 10]) < 0.15

@@ -35,7 +35,7 @@ from specdecode_worker.server.access import (
 )
 from specdecode_worker.server.app import answer_errors, error_response, read_body
 from specdecode_worker.server.errors import ApiError, Forbidden, Unauthorized, Unavailable
-from specdecode_worker.server.lifecycle import Shutdown
+from specdecode_worker.server.lifecycle import GracefulShutdown
 from specdecode_worker.server.requests import NewDraft, UserDeletion, parse_contract
 from specdecode_worker.server.routes.internal import add_internal
 from specdecode_worker.server.service import Service, parse_plan
@@ -249,7 +249,7 @@ def add_capture_deletions(app: FastAPI, service: Service) -> None:
 # Routes of the admin port, which the operator calls with a token of the scope that admin_access.py asks for.
 
 
-def admin_app(service: Service, shutdown: Shutdown, tokens: ReloadedSecrets) -> FastAPI:
+def admin_app(service: Service, shutdown: GracefulShutdown, tokens: ReloadedSecrets) -> FastAPI:
     """Build the application of the admin port. A request needs one of ``tokens``."""
     app = FastAPI(title="specdecode admin", openapi_url=None)
     app.add_middleware(AdminAccessCheck, tokens=tokens)

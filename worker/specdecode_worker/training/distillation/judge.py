@@ -35,9 +35,9 @@ from specdecode_worker.training.evaluation import (
     CalibratedDraft,
     Domain,
     Gain,
+    PairedStepCosts,
     PooledDomains,
     Sample,
-    StepCosts,
     Verdict,
     compute_verdict,
     count_steps,
@@ -251,7 +251,7 @@ def _count_domain_steps(
 
 
 def _document(
-    verdict: Verdict, domains: Sequence[Domain], pooled: PooledDomains, costs: StepCosts, comparison: Comparison
+    verdict: Verdict, domains: Sequence[Domain], pooled: PooledDomains, costs: PairedStepCosts, comparison: Comparison
 ) -> dict[str, Any]:
     """Return the content of verdict.json. A pooled domain has counts of its own, and the gain of its pool only."""
     return {

@@ -58,16 +58,6 @@ class StudentData:
     weights: Mapping[str, float]
 
 
-class _BoundedTrainer(Trainer):
-    """Trainer that ends at the step limit or the time limit, whichever comes first."""
-
-    @property
-    def share_done(self) -> float:
-        """Completed share of the run; 1 or more means complete."""
-        at, limits = self.progress, self.settings
-        return max(at.step / limits.steps, at.seconds / (60 * limits.minutes))
-
-
 class StudentTraining:
     """Training of one draft over rounds. All files go to ``out``; the best draft so far is in out/best."""
 
@@ -78,9 +68,7 @@ class StudentTraining:
         self.settings, self._data, self._out, self._target_folder = settings, data, out, target_folder
         output_VE = target.lm_head.weight
         self._eos, self._vocab_size = target.config.eos_token_ids, len(output_VE)
-        self._trainer = _BoundedTrainer(
-            head, output_VE, DataSet(out / "unused", validation=0), train_settings(settings)
-        )
+        self._trainer = Trainer(head, output_VE, DataSet(out / "unused", validation=0), train_settings(settings))
         self._last_progress_seconds = 0.0
 
     @property
