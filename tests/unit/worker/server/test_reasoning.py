@@ -13,10 +13,10 @@ from specdecode_worker.contract import ReasoningFormat
 from specdecode_worker.server.reasoning import ReasoningParser, reasoning_parser
 from specdecode_worker.server.responses import (
     ChatWriter,
-    Choice,
     ChoicePiece,
+    ChoiceStatistics,
+    FinishedChoice,
     ResponseContext,
-    Statistics,
     ToolCallOptions,
 )
 from specdecode_worker.server.tokenizer import Tokenizer
@@ -93,8 +93,8 @@ TEXT = '<think>\nso</think>\n\nI call.<tool_call>{"name": "now", "arguments": {}
 
 def test_messages_have_thinking_apart_from_calls() -> None:
     tools = ToolCallOptions(lambda: parser_for("hermes", ["now"]))
-    statistics = Statistics(1, 1, 0, 0, ())
-    (choice,) = writer(tools).whole([Choice(TEXT, "stop", statistics)])["choices"]
+    statistics = ChoiceStatistics(1, 1, 0, 0, ())
+    (choice,) = writer(tools).whole([FinishedChoice(TEXT, "stop", statistics)])["choices"]
     message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     streamed = writer(tools)
     assert streamed.holds_back_text
@@ -108,5 +108,5 @@ def test_messages_have_thinking_apart_from_calls() -> None:
     for one in (choice["message"], message):
         assert (one["reasoning_content"], one["content"]) == ("\nso", "\n\nI call.")
         assert [call["function"]["name"] for call in one["tool_calls"]] == ["now"]
-    (thinking,) = writer().whole([Choice("<think>so", "length", statistics)])["choices"]
+    (thinking,) = writer().whole([FinishedChoice("<think>so", "length", statistics)])["choices"]
     assert (thinking["message"]["content"], thinking["message"]["reasoning_content"]) == (None, "so")
