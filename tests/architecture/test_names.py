@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "worker/specdecode_worker"
-LEFT = {"Done", "Engine", "Failed", "Loaded", "Proposer", "Ready"}
+LEFT = {"Done", "Engine", "Failed", "Loaded", "Ready"}
 """Names that are still used twice, in the engine and its drafts. Nothing may be added; a name that is unique goes."""
 
 

@@ -17,7 +17,7 @@ from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, Ranking, causal_pass
+from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Nodes, Tree
@@ -31,32 +31,12 @@ A draft that lags further restarts with the last tokens of the text, so that no 
 """
 
 
-class ModelDrafter(CapturedDrafter):
-    """Drafter of the method draft-model.
-
-    A model with another vocabulary than the target's has a map between the two (`CausalLM.vocabulary`). It reads one
-    token for each token of the target, so its slots are those of the target in any case.
-    """
-
-    def __init__(
-        self, model: CausalLM, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
-    ) -> None:
-        """Create a drafter. ``vocab_size`` is that of the target; padding ids beyond it are never proposed."""
-        self._model, self._cache, self._state = model, cache, state
-        self._vocab_size = vocab_size
-        self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
-        self._vocabulary = model.vocabulary
-        self._ranking = Ranking(None if model.vocabulary is None else model.vocabulary.target_ids, sharpness)
+class TextDrafter(PagedDrafter):
+    """Paged drafter that reads tokens alone, so that slot i belongs to token i."""
 
     def ready(self, request: Request) -> bool:
         """Return whether the request is still within the positions that the draft model supports."""
         return request.cached_min <= self.last_position
-
-    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """Run the draft model over prefill chunks. ``aux_TA`` is not used."""
-        first_B = to_device([row.start for row in rows], self._state.length_S.device)
-        self._run([row.request for row in rows], [row.count for row in rows], first_B)
-        self.record_prefill(rows)
 
     def record_prefill(self, rows: Sequence[Row]) -> None:
         """Record that the draft model has run over these chunks."""
@@ -82,6 +62,30 @@ class ModelDrafter(CapturedDrafter):
             if request.draft_backlog(0, progress) > count:
                 progress.start = max(request.cached_min + 1 - count, 2)  # a start of 1 or less means slot 0 too
             progress.reached_root(len(request.in_flight))
+
+
+class ModelDrafter(TextDrafter, CapturedDrafter):
+    """Drafter of the method draft-model.
+
+    A model with another vocabulary than the target's has a map between the two (`CausalLM.vocabulary`). It reads one
+    token for each token of the target, so its slots are those of the target in any case.
+    """
+
+    def __init__(
+        self, model: CausalLM, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
+    ) -> None:
+        """Create a drafter. ``vocab_size`` is that of the target; padding ids beyond it are never proposed."""
+        self._model, self._cache, self._state = model, cache, state
+        self._vocab_size = vocab_size
+        self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
+        self._vocabulary = model.vocabulary
+        self._ranking = Ranking(None if model.vocabulary is None else model.vocabulary.target_ids, sharpness)
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        """Run the draft model over prefill chunks. ``aux_TA`` is not used."""
+        first_B = to_device([row.start for row in rows], self._state.length_S.device)
+        self._run([row.request for row in rows], [row.count for row in rows], first_B)
+        self.record_prefill(rows)
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the draft's hidden states [T, E] at committed slots."""

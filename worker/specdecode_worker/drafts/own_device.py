@@ -35,7 +35,7 @@ from specdecode_worker.drafts.base import (
     StateColumns,
     catch_up_runs,
 )
-from specdecode_worker.drafts.draft_model import LONGEST_CATCH_UP, ModelDrafter
+from specdecode_worker.drafts.draft_model import LONGEST_CATCH_UP, TextDrafter
 from specdecode_worker.drafts.eagle import StateDrafter
 from specdecode_worker.drafts.own_device_process import (
     BuildDraft,
@@ -407,7 +407,7 @@ class OwnStateDrafter(OwnDrafter, StateDrafter):
         raise NotImplementedError("the draft runs in another process")
 
 
-class OwnModelDrafter(OwnDrafter, ModelDrafter):
+class OwnModelDrafter(OwnDrafter, TextDrafter):
     """Drafter of the method draft-model in a draft process."""
 
     def __init__(self, last_position: int, state: DeviceState) -> None:
@@ -417,11 +417,11 @@ class OwnModelDrafter(OwnDrafter, ModelDrafter):
 
     def ready(self, request: Request) -> bool:
         """Return whether there is a draft process, and the request is within the positions of the draft model."""
-        return self._supervisor.usable and ModelDrafter.ready(self, request)
+        return self._supervisor.usable and TextDrafter.ready(self, request)
 
     def record_prefill(self, rows: Sequence[Row]) -> None:
         """Record that the draft model runs over these chunks."""
-        ModelDrafter.record_prefill(self, rows)
+        TextDrafter.record_prefill(self, rows)
 
 
 def _place(request: Request) -> Place:

@@ -23,7 +23,7 @@ from specdecode_worker.core.device_state import DeviceState, to_host
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedTensors
 from specdecode_worker.drafts.base import CapturedDrafter
-from specdecode_worker.engine.logprobs import LEAST_TOP, ROWS_AT_ONCE, RowLogprobs, TokenLogprobs, logprobs_of
+from specdecode_worker.engine.logprobs import LEAST_TOP, ROWS_AT_ONCE, RowLogprobs, TokenLogprobs, logprobs_of, nodes_of
 from specdecode_worker.engine.step_tables import NODES, GraphKey, HostMasks, StepInputs
 from specdecode_worker.engine.target import Target, TargetPass
 from specdecode_worker.models.target_states import TargetStates
@@ -55,8 +55,7 @@ class LogprobOutputs:
             out: Result of the step, as `Committed.out`.
         """
         depth = self._columns - 1
-        nodes_BD = torch.nn.functional.pad(out[:, depth + 1 : 2 * depth + 1].clamp(min=0), (1, 0))
-        rows_T = (query_start[:-1, None] + nodes_BD).flatten().clamp(max=len(logits_TV) - 1)
+        rows_T = (query_start[:-1, None] + nodes_of(out, depth)).flatten().clamp(max=len(logits_TV) - 1)
         tokens_T = out[:, : depth + 1].flatten().clamp(min=0)
         for start in range(0, len(rows_T), ROWS_AT_ONCE):
             here = slice(start, start + ROWS_AT_ONCE)

@@ -90,11 +90,15 @@ def gather_output_logprobs(
     asked_A = to_device(list(tops), logits_RV.device)
     first_A1 = to_device([[first[b]] for b in tops], logits_RV.device)
     asked_AC = out[asked_A]
-    nodes_AD = torch.nn.functional.pad(asked_AC[:, depth + 1 : 2 * depth + 1].clamp(min=0), (1, 0))
-    rows_T = (first_A1 + nodes_AD).flatten()
+    rows_T = (first_A1 + nodes_of(asked_AC, depth)).flatten()
     emitted_AD = asked_AC[:, : depth + 1].clamp(min=0)
     logprobs = _queue_logprobs(lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten(), max(tops.values()))
     return RowLogprobs(tuple(tops), tuple(tops.values()), (emitted_AD.shape[1],) * len(tops), logprobs)
+
+
+def nodes_of(out_BC: Tensor, depth: int) -> Tensor:
+    """Return the root and the accepted nodes [B, D + 1] of results like `Committed.out`, padded with the root."""
+    return torch.nn.functional.pad(out_BC[:, depth + 1 : 2 * depth + 1].clamp(min=0), (1, 0))
 
 
 def gather_prompt_logprobs(
