@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from specdecode_operator.api.schema import Api, rule, rules
-from specdecode_worker.contract import EngineConfig, Sampler, ServerConfig, TargetQuantization
+from specdecode_worker.contract import EngineConfig, Sampler, TargetQuantization
 
 OPERATOR_FLAGS = (
     "model",
@@ -32,7 +32,7 @@ OPERATOR_FLAGS = (
     "admin-tokens-path",
     "tls-cert-file",
     "tls-key-file",
-    "max-waiting",
+    "chat-template",
     "endpoint-delay-seconds",
     "grace-period-seconds",
     "max-model-len",
@@ -54,7 +54,6 @@ _MESSAGE = (
 # A default of an object is validated before the defaults of its fields are filled in, hence has().
 _RULE = f"!has(self.extraArgs) || self.extraArgs.all(argument, !argument.matches('{REFUSED_ARGUMENT}'))"
 _ENGINE = EngineConfig()
-_MAX_WAITING = ServerConfig().max_waiting
 
 
 class EngineSpec(Api):
@@ -108,12 +107,6 @@ class EngineSpec(Api):
         description="Share of the accelerator's memory, or of the memory limit on CPUs, for weights and KV cache, in "
         "percent. vLLM calls it gpu-memory-utilization.",
     )
-    max_waiting: int = Field(
-        default=_MAX_WAITING,
-        ge=1,
-        le=1000000,
-        description="Maximum number of queued requests of one worker. Further requests get the answer 429.",
-    )
     sampler: Sampler = Field(
         default=_ENGINE.sampler,
         description="How draft tokens are accepted. coupled: the text is that of plain decoding. mss: multi-round "
@@ -125,5 +118,5 @@ class EngineSpec(Api):
         default=(),
         description="Further flags of `specdecode-worker serve`, one word an item. Flags that have a field in the "
         "spec are refused.",
-        examples=[["--request-timeout-seconds=600", "--no-enable-prefix-caching"]],
+        examples=[["--request-timeout-seconds=600", "--max-waiting=512"]],
     )

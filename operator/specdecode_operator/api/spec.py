@@ -75,6 +75,11 @@ class ModelSpec(Api):
         description="Name of the model in the OpenAI API. Absent: the last part of the uri.",
         examples=["llama-3.1-8b"],
     )
+    chat_template: Annotated[str, Field(max_length=65536, pattern="[{]")] | None = Field(
+        default=None,
+        description="Text of a chat template, in Jinja. Absent: the template of the model's folder.",
+        examples=["{% for message in messages %}...{% endfor %}"],  # without the braces that Helm reads
+    )
     token_secret_ref: SecretKeyRef | None = Field(
         default=None,
         description="Token of the hub, for gated models. Only the download sees it. Absent: models are downloaded "

@@ -86,7 +86,7 @@ def _engine(spec: Spec) -> EngineConfig:
 def _server(spec: Spec) -> ServerConfig:
     keys = spec.api_keys_secret_ref
     return ServerConfig(
-        max_waiting=spec.engine.max_waiting,
+        chat_template=spec.model.chat_template,
         endpoint_delay_seconds=spec.drain.endpoint_delay_seconds,
         grace_period_seconds=spec.drain.grace_period_seconds,
         admin_tokens_path=TOKENS_DIR,

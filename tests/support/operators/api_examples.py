@@ -79,7 +79,7 @@ GOOD: list[dict[str, Any]] = [
     {"workers": {"strategy": {"maxSurge": "25%"}}},
     {"workers": {"strategy": {"maxUnavailable": 0}}},
     {"workers": {"strategy": {"maxSurge": 0}}},
-    {"engine": {"memoryPercent": 90, "maxWaiting": 8, "sampler": "mss", "maxNumBatchedTokens": 2048}},
+    {"engine": {"memoryPercent": 90, "sampler": "mss", "maxNumBatchedTokens": 2048}},
     {"engine": {"extraArgs": ["--queue-timeout-seconds=5", "--models-are-not-a-flag", "draft"]}},
     {"engine": {"extraArgs": ["--enforce-eager"]}},
     {"tlsSecretRef": {"name": "llama-tls"}},
@@ -289,6 +289,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"distillation": {"storage": {**S3, "endpoint": "https://s3.example.com/path"}}}, "endpoint"),
     ({"distillation": {"storage": {**S3, "secretRef": {"name": "A b"}}}}, "secretRef"),
     ({"draftRollout": {"approve": "no hash"}}, "approve"),
+    ({"model": {"uri": "hf://org/m", "chatTemplate": "template.jinja"}}, "chatTemplate"),
 ]
 """Specs that the API server refuses, with words of its answer."""
 
@@ -298,7 +299,6 @@ RESERVED: list[dict[str, Any]] = [
     {"engine": {"kind": "other"}},
     {"prefill": {"replicas": 1}},
     {"model": {"adapter": "hf://org/adapter"}},
-    {"model": {"chatTemplate": "x"}},
 ]
 """Fields to come, whose names no other field may take (docs/api-versions.md)."""
 

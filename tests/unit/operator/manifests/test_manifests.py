@@ -365,7 +365,7 @@ ROLLING: list[dict[str, Any]] = [
     {"workers": {"accelerator": {"count": 1}}},
     {"apiKeysSecretRef": {"name": "keys"}},
     {"imagePullSecrets": [{"name": "registry"}]},
-    {"engine": {"maxWaiting": 8}},
+    {"model": {"uri": "embedded://m", "chatTemplate": "{{ messages }}"}},
     {"engine": {"extraArgs": ["--api-key-metrics"]}},
     {"tlsSecretRef": {"name": "t"}},
     {"workers": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},

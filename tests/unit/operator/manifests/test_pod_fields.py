@@ -272,11 +272,11 @@ def test_without_tls_everything_is_plain_http() -> None:
 
 
 def test_engine_fields_reach_the_worker() -> None:
-    engine = {"memoryPercent": 90, "maxWaiting": 7, "sampler": "mss"}
+    engine = {"memoryPercent": 90, "sampler": "mss"}
     pod = pod_of(engine={**engine, "extraArgs": ["--queue-timeout-seconds=5", "--api-key-metrics"]})
     config = config_of(pod)
     assert config.engine.gpu_memory_utilization == 0.9
-    assert (config.engine.sampler, config.server.max_waiting) == ("mss", 7)
+    assert config.engine.sampler == "mss"
     assert worker_of(pod)["command"] == [
         "specdecode-worker", "serve", "--queue-timeout-seconds=5", "--api-key-metrics",
     ]  # fmt: skip
