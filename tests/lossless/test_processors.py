@@ -141,7 +141,7 @@ def _plant_in_tables(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "min_tokens", 0, lambda params: params.min_tokens + 2 if params.blocks else 0, adjusts=True
         ),
     }[bug]
-    monkeypatch.setattr(sampler, "tables_of", tables.tables_of.__wrapped__)  # without the tables of other tests
+    monkeypatch.setattr(sampler, "tables_of", sampler.tables_of.__wrapped__)  # without the tables of other tests
     monkeypatch.setattr(tables, "COLUMNS", tuple(wrong if one.name == wrong.name else one for one in tables.COLUMNS))
 
 

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
-
-import torch
-from torch import Tensor
-
-from specdecode_kernels.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -196,21 +191,3 @@ def column_values(batch: Sequence[SamplingParams], rows: int, features: Features
         one.name: one.values(batch, width) + [one.neutral] * (more * (width if one.wide else 1))
         for one in columns_of(features, kind)
     }
-
-
-@lru_cache(maxsize=64)
-def tables_of(batch: tuple[SamplingParams, ...], width: int, device: torch.device) -> Mapping[str, Tensor]:
-    """Return the tables of a step on the device, with one row of padding behind those of ``batch``.
-
-    ``width`` is that of `Features.adjusts`. Rows seldom change from step to step, so the last tables are kept.
-    """
-    features = Features(adjusts=width)
-    rows = len(batch) + 1
-    tables: dict[str, Tensor] = {}
-    for kind, dtype in ((int, torch.int64), (float, torch.float32)):
-        values = column_values(batch, rows, features, kind)
-        flat = to_device([value for column in values.values() for value in column], device, dtype=dtype)
-        parts = torch.split(flat, [len(column) for column in values.values()])
-        shapes = column_shapes(rows, features, kind)
-        tables |= {name: part.view(shapes[name]) for name, part in zip(values, parts, strict=True)}
-    return tables

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -33,13 +34,38 @@ from specdecode_kernels.top_k.op import top_k
 from specdecode_kernels.transfer import to_device
 from specdecode_kernels.verify.op import choose, multi_round
 from specdecode_worker.contract import MAX_NODES
-from specdecode_worker.sampling.params import Features, SamplingParams, features_of, tables_of, truncates
+from specdecode_worker.sampling.params import (
+    Features,
+    SamplingParams,
+    column_shapes,
+    column_values,
+    features_of,
+    truncates,
+)
 from specdecode_worker.sampling.trees import Forest, Nodes, ancestors_of
 
 ADJUSTED_AT_ONCE = 64
 """Rows of logits adjusted at a time, which bounds the memory of the fp32 copies, counts and masks."""
 _SCORES_AT_ONCE = 100_000
 """Number of scores adjusted together on a CPU, so that they stay in cache between operations."""
+
+
+@lru_cache(maxsize=64)
+def tables_of(batch: tuple[SamplingParams, ...], width: int, device: torch.device) -> Mapping[str, Tensor]:
+    """Return the tables of a step on the device, with one row of padding behind those of ``batch``.
+
+    ``width`` is that of `Features.adjusts`. Rows seldom change from step to step, so the last tables are kept.
+    """
+    features = Features(adjusts=width)
+    rows = len(batch) + 1
+    tables: dict[str, Tensor] = {}
+    for kind, dtype in ((int, torch.int64), (float, torch.float32)):
+        values = column_values(batch, rows, features, kind)
+        flat = to_device([value for column in values.values() for value in column], device, dtype=dtype)
+        parts = torch.split(flat, [len(column) for column in values.values()])
+        shapes = column_shapes(rows, features, kind)
+        tables |= {name: part.view(shapes[name]) for name, part in zip(values, parts, strict=True)}
+    return tables
 
 
 @dataclass(frozen=True, slots=True)
