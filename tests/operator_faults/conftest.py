@@ -1,7 +1,7 @@
 """Black-box tests of the operator under faults, on a real cluster, with a release of its own and stand-in workers.
 
-The tests look only at the Kubernetes API, at stand-in workers and at clients, so that the same tests run against any
-revision of the operator (support/operator_faults/revision.py). The tests in quick/ always run; the others are the
+The tests look only at the Kubernetes API, at stand-in workers and at clients, so that the same tests run against other
+revisions of the operator (support/operator_faults/revision.py). The tests in quick/ always run; the others are the
 proofs `operator-faults` and `upgrade`. Those that take the API server away (`disruptive`) run on the local cluster
 only.
 """

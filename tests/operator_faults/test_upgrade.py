@@ -1,78 +1,204 @@
-"""An upgrade of the release from another revision under constant traffic: no request fails, and workers take plans.
+"""Version skew of operator and CRD, and an upgrade of the release, under constant traffic.
 
-The renamed field of the accelerator is a change of the spec, so workers may be replaced; their number is recorded.
+Helm applies the CRD of a chart before the operator's Deployment, so for a while, or for good, the old operator leads
+under the new CRD, whose defaults are in every resource that it reads. The new CRD is this tree's with more fields.
 
-OPERATOR_FAULTS_FROM_SOURCE and OPERATOR_FAULTS_FROM_IMAGE name the revision before
+The revision before is this tree too, unless OPERATOR_FAULTS_FROM_SOURCE and OPERATOR_FAULTS_FROM_IMAGE name another one
 (support/operator_faults/revision.py).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from support.kube import Cluster, wait_for
+from support.kube import Cluster, Manifest, wait_for
 from support.operator_faults.api_client import Api
 from support.operator_faults.constant_clients import ConstantClients
+from support.operator_faults.counting_proxy import counting_proxy
 from support.operator_faults.figures import Figures
 from support.operator_faults.installation import Installation, install_crd
+from support.operator_faults.local_operator import local_operator_process
 from support.operator_faults.revision import Revision
-from support.operator_faults.tenant import Tenant
+from support.operator_faults.tenant import ServedDeployment, Tenant
 
 FROM = "OPERATOR_FAULTS_FROM_"
-pytestmark = [
-    pytest.mark.own_operator,
-    pytest.mark.proof("upgrade"),
-]
+SKEW_SECONDS = 30
+pytestmark = [pytest.mark.own_operator, pytest.mark.proof("upgrade")]
+
+SPECULATION = {"draft": {"uri": "embedded://none"}, "tasks": [{"name": "code"}]}
+LATER = "later"
+"""Name of the fields that the new CRD has, each with another type and default."""
+SETTINGS = {"type": "object", "default": {}, "properties": {"share": {"type": "integer", "default": 5}}}
 
 
 @pytest.fixture
 def before(cluster: Cluster) -> Revision:
-    assert os.environ.get(f"{FROM}IMAGE"), f"this proof needs {FROM}IMAGE and {FROM}SOURCE (docs/operator-faults.md)"
+    given = [name for name in ("IMAGE", "SOURCE") if os.environ.get(FROM + name)]
+    assert len(given) != 1, f"{FROM}{given[0]} is set: {FROM}IMAGE and {FROM}SOURCE belong together"
     return Revision.from_environment(cluster, FROM)
 
 
 @pytest.fixture
-def old_tenant(cluster: Cluster, api: Api, revision: Revision, before: Revision) -> Iterator[Tenant]:
-    """Yield a tenant of the old release. Its stand-ins run the new image, so that they need no rollout."""
-    install_crd(cluster, before)
+def tenant(cluster: Cluster, api: Api, revision: Revision) -> Iterator[Tenant]:
+    """Yield a tenant that no other release watches. Its stand-ins run the new image, so that they need no rollout."""
     with cluster.namespace("faults-upgrade") as name:
-        tenant = Tenant(api, replace(before, image=revision.image), name)
-        tenant.prepare()
-        yield tenant
+        own = Tenant(api, revision, name)
+        own.prepare()
+        yield own
     install_crd(cluster, revision)
 
 
 @pytest.fixture
-def old_release(cluster: Cluster, api: Api, before: Revision, old_tenant: Tenant) -> Iterator[Installation]:
+def installation(cluster: Cluster, api: Api, before: Revision, tenant: Tenant) -> Iterator[Installation]:
+    """Yield the release of the revision before, under its own CRD."""
+    install_crd(cluster, before)
     with cluster.namespace("faults-upgrade-operator") as home:
-        installation = Installation(cluster, api, before, home, (old_tenant.namespace,))
-        installation.install()
-        yield installation
-        installation.uninstall()
+        installed = Installation(cluster, api, before, home, (tenant.namespace,))
+        installed.install()
+        yield installed
+        installed.uninstall()
 
 
-@pytest.mark.timeout(500)
+def schema_of(crd: Manifest) -> Manifest:
+    """Return the schemas of a CRD's ``spec`` and ``status``."""
+    schemas: Manifest = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    return schemas
+
+
+def with_later_fields(revision: Revision, folder: Path) -> Revision:
+    """Return the revision with a CRD that has more fields: in ``spec``, in ``spec.workers``, in the items of a list."""
+    crd = yaml.safe_load(revision.crd.read_text())
+    spec = schema_of(crd)["spec"]["properties"]
+    items = spec["speculation"]["properties"]["tasks"]["items"]["properties"]
+    spec[LATER] = {"type": "string", "default": "Slow"}
+    spec["workers"]["properties"][LATER] = SETTINGS
+    items[LATER] = {"type": "boolean", "default": True}
+    return _with_crd(revision, crd, folder / "later-crd.yaml")
+
+
+def without_fields(revision: Revision, folder: Path) -> Revision:
+    """Return the revision with a CRD that lacks a field that the operator reads, and two that it writes."""
+    crd = yaml.safe_load(revision.crd.read_text())
+    schemas = schema_of(crd)
+    del schemas["spec"]["properties"]["workers"]["properties"]["updatePolicy"]
+    del schemas["status"]["properties"]["url"]
+    del schemas["status"]["properties"]["speculation"]["properties"]["depth"]
+    return _with_crd(revision, crd, folder / "earlier-crd.yaml")
+
+
+def _with_crd(revision: Revision, crd: Manifest, file: Path) -> Revision:
+    file.write_text(yaml.safe_dump(crd))
+    return replace(revision, crd=file)
+
+
+def later_defaults(served: ServedDeployment) -> list[object]:
+    spec = served.get()["spec"]
+    return [spec[LATER], spec["workers"][LATER], spec["speculation"]["tasks"][0][LATER]]
+
+
+def seconds_to_new_plan(served: ServedDeployment, depth: int) -> float:
+    """Change the bounds of the depth, and return the time until all workers have a plan made for them."""
+    version, started = max(served.plan_versions()), time.monotonic()
+    served.patch({"speculation": {"depth": {"initial": 2, "max": depth}}})
+    wait_for("workers take a new plan", lambda: min(served.plan_versions()) > version, timeout_s=30, every_s=0.2)
+    wait_for("status is about the change", lambda: served.is_condition("Ready", "True"), timeout_s=30)
+    return time.monotonic() - started
+
+
+def ready_since(served: ServedDeployment) -> str:
+    """Return when the deployment became Ready. Fails if it is not, or if a condition says that something is refused."""
+    conditions = served.conditions()
+    refused = [one for one in conditions.values() if re.search("refus", one["reason"] + one["message"], re.IGNORECASE)]
+    assert not refused, refused
+    assert conditions["Ready"]["status"] == "True", conditions["Ready"]
+    return str(conditions["Ready"]["lastTransitionTime"])
+
+
+@pytest.mark.timeout(280)
 def test_upgrade_under_traffic(
-    cluster: Cluster, revision: Revision, old_tenant: Tenant, old_release: Installation, figures: Figures
+    cluster: Cluster,
+    revision: Revision,
+    tenant: Tenant,
+    installation: Installation,
+    figures: Figures,
+    tmp_path: Path,
 ) -> None:
-    drain = {"endpointDelay": "2s", "gracePeriod": "5s"}
-    with old_tenant.deployment("upgraded", replicas=2, drain=drain, behaviour={"check_tokens": True}) as served:
-        version, pods = served.settled_plan_version(), served.restarts()
+    """The old operator goes on under the new CRD, and the new one takes over; nobody notices either."""
+    fields: dict[str, Any] = {"speculation": SPECULATION, "drain": {"endpointDelay": "2s", "gracePeriod": "5s"}}
+    with tenant.deployment("upgraded", replicas=2, behaviour={"check_tokens": True}, **fields) as served:
+        served.settled_plan_version()
+        workers, since = served.restarts(), ready_since(served)
         address = served.child("service")["spec"]["clusterIP"]
         with ConstantClients(f"http://{address}") as clients:
-            time.sleep(2)
-            install_crd(cluster, revision)
-            started = time.monotonic()
-            old_release.upgrade(revision)
-            wait_for("status is true", lambda: served.is_condition("Ready", "True"), timeout_s=60)
-            figures.record("upgrade", "seconds from helm upgrade to a true status", time.monotonic() - started)
-            served.patch({"speculation": {"depth": {"initial": 2, "max": 4}}})
-            wait_for("workers take a new plan", lambda: min(served.plan_versions()) > version, timeout_s=30)
+            install_crd(cluster, with_later_fields(revision, tmp_path))
+            skewed = time.monotonic()
+            defaults = ["Slow", {"share": 5}, True]
+            wait_for("new fields have defaults", lambda: later_defaults(served) == defaults, timeout_s=20)
+            seconds_to_new_plan(served, depth=4)  # perhaps from a watch that still has the old schema
+            while time.monotonic() < skewed + SKEW_SECONDS:
+                assert ready_since(served) == since
+                time.sleep(0.5)
+            seconds = seconds_to_new_plan(served, depth=5)
+            figures.record("upgrade", "old operator, new CRD: seconds from a change to its plan and status", seconds)
+            assert ready_since(served) == since
+            figures.record("upgrade", "old operator, new CRD: seconds Ready", time.monotonic() - skewed)
+            assert served.restarts() == workers
+
+            leader, started = installation.leader()["metadata"]["name"], time.monotonic()
+            installation.upgrade(revision)
+            figures.record("upgrade", "seconds until only new operators run", time.monotonic() - started)
+            wait_for("a new pod leads", lambda: installation.leader()["metadata"]["name"] != leader, timeout_s=30)
+            figures.record("upgrade", "seconds until a new operator leads", time.monotonic() - started)
+            figures.record("upgrade", "seconds from a change to its plan and status", seconds_to_new_plan(served, 6))
+            seconds = time.monotonic() - started
+            figures.record("upgrade", "seconds from helm upgrade to a true status of a new change", seconds)
+            assert ready_since(served) == since
         figures.record("upgrade", "failed of requests", f"{len(clients.failures)} of {clients.answered}")
-        figures.record("upgrade", "workers that were replaced", len(set(pods) - set(served.restarts())))
+        replaced = len(set(workers) - set(served.restarts()))
+        figures.record("upgrade", "workers that were replaced", replaced)
         assert not clients.failures, clients.failures[:5]
+        assert replaced == 0
+        assert seconds < 60
+
+
+@pytest.mark.timeout(200)
+def test_operator_with_an_older_crd(
+    cluster: Cluster, revision: Revision, tenant: Tenant, figures: Figures, tmp_path: Path
+) -> None:
+    """The operator works without the fields that the CRD lacks, names those of the status, and does not ask again."""
+    install_crd(cluster, without_fields(revision, tmp_path))
+    with (
+        counting_proxy(tenant.api) as proxy,
+        local_operator_process(proxy, revision, tenant.namespace, tmp_path) as operator,
+        tenant.deployment("earlier", behaviour={"drafts_per_second": 0}) as served,
+    ):
+        served.settled_plan_version()
+        workers = served.restarts()
+        seconds = seconds_to_new_plan(served, depth=4)
+        figures.record("upgrade", "new operator, old CRD: seconds from a change to its plan and status", seconds)
+        status = served.get()["status"]
+        assert "url" not in status
+        assert "depth" not in status["speculation"]
+        time.sleep(5)
+        rested = time.monotonic()
+        time.sleep(20)
+        writes = [request for request in proxy.since(rested) if "/earlier" in request.path]
+        figures.record("upgrade", "new operator, old CRD: writes at rest in 20 s", len(writes))
+        assert not writes, writes
+        assert ready_since(served)
+        assert served.restarts() == workers
+        lines = [
+            line for line in operator.log.read_text().splitlines() if "the CRD is older than this operator" in line
+        ]
+        named = re.findall(r"status\.[\w.]+", " ".join(lines))
+        assert sorted(named) == ["status.speculation.depth", "status.url"], lines
+        assert "ERROR" not in operator.log.read_text()

@@ -50,16 +50,20 @@ class Installation:
             raise
 
     def upgrade(self, revision: Revision) -> None:
-        """Upgrade the release to another revision, which may read the tokens of workers that the old one started."""
+        """Upgrade the release to another revision, or to the same with new pods; the pods before are gone then."""
         self._revision = revision
-        legacy = ["--set=rbac.readWorkerSecrets=true"] if "rbac" in revision.chart_values else []
-        self._helm("upgrade", RELEASE, str(revision.chart), *self._flags(), *legacy)
-        wait_for("the new operator runs", self.is_running, timeout_s=120)
+        before = {pod["metadata"]["name"] for pod in self.pods()}
+        self._helm("upgrade", RELEASE, str(revision.chart), *self._flags(), "--set=podAnnotations.upgraded=yes")
+
+        def is_new() -> bool:
+            return self.is_running() and before.isdisjoint(pod["metadata"]["name"] for pod in self.pods())
+
+        wait_for("the new operator runs", is_new, timeout_s=120)
 
     def _flags(self) -> list[str]:
-        """Return the values for helm as flags; values that the chart does not know are left out."""
+        """Return the values for helm as flags."""
         repository, _, tag = self._revision.image.rpartition(":")
-        wanted: dict[str, str] = {
+        values: dict[str, str] = {
             "image.repository": repository,
             "image.tag": tag,
             "worker.image": self._revision.image,
@@ -68,8 +72,7 @@ class Installation:
             "rbac.aggregateRoles": "false",  # cluster-wide names, which another release may have
             **{f"watchNamespaces[{index}]": name for index, name in enumerate(self.watched)},
         }
-        known = self._revision.chart_values
-        return [f"--set={name}={value}" for name, value in wanted.items() if name.split(".")[0].split("[")[0] in known]
+        return [f"--set={name}={value}" for name, value in values.items()]
 
     def uninstall(self) -> None:
         self._helm("uninstall", RELEASE, "--ignore-not-found")
@@ -94,11 +97,10 @@ class Installation:
         return self.api.list("pod", self.home, SELECTOR)
 
     def leader(self) -> Manifest:
-        """Return the pod that holds the Lease; an operator without leader election has one pod, the leader."""
+        """Return the pod that holds the Lease. Raises LookupError if none does."""
         holders = [lease["spec"].get("holderIdentity") or "" for lease in self.api.list("lease", self.home)]
-        pods = self.pods()
-        leaders = [pod for pod in pods if any(pod["metadata"]["name"] in holder for holder in holders)]
-        return leaders[0] if leaders else pods[0]
+        leaders = [pod for pod in self.pods() if any(pod["metadata"]["name"] in holder for holder in holders)]
+        return leaders[0]
 
     def gauge(self, metric: str, **labels: str) -> list[float]:
         """Return the values of a metric with these labels, over all operator pods."""

@@ -1,4 +1,4 @@
-"""The revision of the operator under test, and the adapter from a version-neutral spec to its CRD.
+"""The revision of the operator under test.
 
 Environment variables select another revision than this tree's, for example an old one:
 
@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from support.kube import ROOT, Cluster, Manifest
+from support.kube import ROOT, Cluster
 
 CRD_NAME = "specdecodedeployments.specdecode.io"
 
@@ -54,31 +50,3 @@ class Revision:
     def label(self) -> str:
         """Name of the revision in the record of figures: the tag of its image."""
         return self.image.rpartition(":")[2]
-
-    @cached_property
-    def _spec_properties(self) -> dict[str, Any]:
-        """Schemas of the fields of ``spec`` in this revision's CRD."""
-        document = yaml.safe_load(self.crd.read_text())
-        schema = document["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-        properties: dict[str, Any] = schema["properties"]["spec"]["properties"]
-        return properties
-
-    @property
-    def direct_access(self) -> dict[str, Any]:
-        """Fields of ``spec`` that keep routers away, so that clients reach the workers."""
-        return {"router": {"replicas": 0}} if "router" in self._spec_properties else {}
-
-    @cached_property
-    def chart_values(self) -> Manifest:
-        """Default values of the chart; the schema refuses other names."""
-        values: Manifest = yaml.safe_load((self.chart / "values.yaml").read_text())
-        return values
-
-    def accelerator(self, resource: str = "", count: int = 0) -> dict[str, Any]:
-        """Return the fields of ``spec.workers`` that request ``count`` units of an extended resource.
-
-        Args:
-            resource: Name of the extended resource; ignored for a count of 0.
-            count: Units per worker; 0 means workers on the CPU.
-        """
-        return {"accelerator": {"count": count, **({"resource": resource} if count else {})}}

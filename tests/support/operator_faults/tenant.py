@@ -55,12 +55,10 @@ class Tenant:
             behaviour: Behaviour that every worker starts with.
             workers: More fields of ``spec.workers``.
             pod: More fields of the workers' pods.
-            accelerator: Extended resource and units that each worker requests.
+            accelerator: Extended resource and units that each worker requests; 0 units mean workers on the CPU.
             **spec: More fields of ``spec``.
         """
-        requested = self.revision.accelerator(*accelerator)
-        units = requested.pop("resources", {})
-        resources = {key: {**values, **units.get(key, {})} for key, values in SMALL.items()}
+        resource, count = accelerator
         return {
             "kind": "SpecDecodeDeployment",
             "metadata": {"name": name},
@@ -72,12 +70,12 @@ class Tenant:
                 "drain": {"endpointDelay": "0s", "gracePeriod": "1s"},
                 "workers": {
                     "image": self.revision.image,
-                    "resources": resources,
+                    "resources": SMALL,
+                    "accelerator": {"count": count, **({"resource": resource} if count else {})},
                     "template": merged(stand_in_template(behaviour or {}), {"spec": pod or {}}),
-                    **requested,
                     **(workers or {}),
                 },
-                **self.revision.direct_access,
+                "router": {"replicas": 0},
                 **spec,
             },
         }
