@@ -88,12 +88,6 @@ def test_rights_equal_those_that_the_code_declares() -> None:
 
 
 @pytest.mark.parametrize("namespaces", SCOPES, ids=["ClusterRole", "Role"])
-def test_secrets_of_users_are_read_only_on_request(chart: Any, namespaces: list[str]) -> None:
-    values = {"watchNamespaces": namespaces, "rbac": {"readWorkerSecrets": True}}
-    assert granted_rights(served_rules(chart, values)) == {**SERVED, ("", "secrets"): {"create", "get"}}
-
-
-@pytest.mark.parametrize("namespaces", SCOPES, ids=["ClusterRole", "Role"])
 def test_the_operator_holds_every_right_that_it_grants_to_routers(chart: Any, namespaces: list[str]) -> None:
     """Kubernetes refuses a role with more rights than its author has, unless the author may escalate."""
     deployment = Deployment(namespace="team-a", name="llama", uid="u", generation=1, spec=SPEC, status=Status())
@@ -104,7 +98,7 @@ def test_the_operator_holds_every_right_that_it_grants_to_routers(chart: Any, na
 
 
 def test_no_right_is_a_wildcard(chart: Any) -> None:
-    rendered = chart.template({"rbac": {"readWorkerSecrets": True}})
+    rendered = chart.template()
     for role in (*rendered.of("ClusterRole"), *rendered.of("Role")):
         for rule in role["rules"]:
             assert "*" not in {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}, role["metadata"]["name"]

@@ -90,13 +90,10 @@ class AdminTokens:
         """Time of the last attempt to create the Secret, by uid of the deployment."""
         self._suspected: set[str] = set()
         """Uids of deployments whose Secret may be missing."""
-        self._legacy: dict[Key, str] = {}
-        """Tokens of workers that a version without derived tokens started."""
 
     def tokens(self, key: Key) -> tuple[str, ...]:
         """Return the operator's tokens for a deployment, the current one first."""
-        legacy = self._legacy.get(key)
-        return (*self._keys.tokens(key, "operator"), *([legacy] if legacy else []))
+        return self._keys.tokens(key, "operator")
 
     async def ensure(self, deployment: Deployment, *, suspicious: bool, mounted: bool = False) -> None:
         """Create the Secret of a deployment if it may be missing.
@@ -121,29 +118,14 @@ class AdminTokens:
             log.info("%s/%s: created the Secret of its admin tokens", *deployment.key)
         except Conflict:
             pass  # The Secret exists. If another client made it, workers answer 401 and their reports are missing.
-        if deployment.uid in self._suspected:
-            await self._read_legacy(deployment)
         self._ensured[deployment.uid] = self._clock()
         self._suspected.discard(deployment.uid)
-
-    async def _read_legacy(self, deployment: Deployment) -> None:
-        """Read the token that an earlier version made, if this is allowed (chart value rbac.readWorkerSecrets)."""
-        name = manifests.admin_secret_name(deployment.name)
-        try:
-            secret = await self._client.get(SECRETS, deployment.namespace, name)
-        except ClusterError as error:
-            log.info("%s/%s: a worker accepts none of the tokens, and %s", *deployment.key, error)
-            return
-        token = ((secret or {}).get("data") or {}).get(manifests.ADMIN_TOKEN_KEY)
-        if token:
-            self._legacy[deployment.key] = base64.b64decode(token).decode()
 
     def suspect(self, uid: str) -> None:
         """Mark the Secret of a deployment as possibly missing, because a worker accepts none of the tokens."""
         self._suspected.add(uid)
 
-    def forget(self, key: Key, uid: str) -> None:
+    def forget(self, uid: str) -> None:
         """Drop the records of a deleted deployment."""
-        self._legacy.pop(key, None)
         self._ensured.pop(uid, None)
         self._suspected.discard(uid)

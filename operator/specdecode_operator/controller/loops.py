@@ -126,7 +126,7 @@ class Loops:
         """Drop all records of a deleted deployment."""
         self._store.forget(uid)
         self._drafts.forget(uid)
-        self._tokens.forget(key, uid)
+        self._tokens.forget(uid)
         self._jobs.forget(key)
         metrics.forget(*key)
         namespace, name = key

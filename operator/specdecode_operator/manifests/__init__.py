@@ -9,7 +9,6 @@ from specdecode_operator.manifests.distillation_job import (
     job_name,
 )
 from specdecode_operator.manifests.identity import (
-    ADMIN_TOKEN_KEY,
     DELETION_COST_ANNOTATION,
     NAME_LABEL,
     PLAN_KEY,
@@ -18,7 +17,6 @@ from specdecode_operator.manifests.identity import (
     VARIANT_LABEL,
     Role,
     TokenScope,
-    admin_secret_name,
     child_names,
     demand_name,
     drafts_name,
@@ -52,7 +50,6 @@ from specdecode_operator.manifests.template import pod_template, rolling_hash
 from specdecode_operator.manifests.workload import resolved_image, workload
 
 __all__ = [
-    "ADMIN_TOKEN_KEY",
     "DELETION_COST_ANNOTATION",
     "NAME_LABEL",
     "PLAN_KEY",
@@ -62,7 +59,6 @@ __all__ = [
     "VARIANT_LABEL",
     "Role",
     "TokenScope",
-    "admin_secret_name",
     "budget",
     "check_job_template",
     "child_names",

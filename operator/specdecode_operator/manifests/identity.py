@@ -43,8 +43,6 @@ VARIANT = "stable"
 PLAN_KEY = "plan.json"
 REVISIONS_KEY = "revisions.json"
 """Key of the plan's ConfigMap with the commits of models whose URI names none."""
-ADMIN_TOKEN_KEY = "token"
-"""Key of the Secret ``<name>-admin``, which workers of versions before the tokens Secret use."""
 SPEC_HASH_ANNOTATION = f"{GROUP}/spec-hash"
 """Annotation of the workload: hash of the part of the spec that its pod template was made from."""
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
@@ -79,11 +77,6 @@ def drafts_name(name: str) -> str:
 def tokens_name(name: str) -> str:
     """Return the name of the Secret with the admin tokens."""
     return f"{name}-tokens"
-
-
-def admin_secret_name(name: str) -> str:
-    """Return the name of the Secret with the admin token of workers from before the tokens Secret."""
-    return f"{name}-admin"
 
 
 def router_name(name: str) -> str:

@@ -22,7 +22,6 @@ class Secrets:
         self.created: list[dict[str, Any]] = []
         self.stored: dict[str, Any] | None = None
         self.error: Exception | None = None
-        self.get_error: Exception | None = None
 
     async def create(self, kind: object, manifest: dict[str, Any]) -> dict[str, Any]:
         if self.error is not None:
@@ -31,8 +30,6 @@ class Secrets:
         return {**manifest, "data": {"current": "a2V5"}}
 
     async def get(self, kind: object, namespace: str, name: str) -> dict[str, Any] | None:
-        if self.get_error is not None:
-            raise self.get_error
         return self.stored
 
 
@@ -110,22 +107,3 @@ async def test_the_key_is_read_or_created() -> None:
     api.stored = {"data": {"other": "bmV3"}}
     with pytest.raises(ClusterError, match="has no key 'current'"):
         await load_keys(cast("KubeClient", api), "home")
-
-
-async def test_the_token_of_an_earlier_version_is_read_only_on_suspicion_and_if_allowed() -> None:
-    api, clock, deployment = Secrets(), Clock(), deployment_with()
-    tokens = AdminTokens(cast("KubeClient", api), TokenKeys(b"key"), clock)
-    api.stored = {"data": {"token": "b2xk"}}
-    await tokens.ensure(deployment, suspicious=True)
-    assert "old" not in tokens.tokens(deployment.key)
-    clock.now = 20
-    tokens.suspect(deployment.uid)
-    api.get_error = Refused("secrets is forbidden")
-    await tokens.ensure(deployment, suspicious=False)
-    assert len(tokens.tokens(deployment.key)) == 1
-    clock.now, api.get_error = 40, None
-    tokens.suspect(deployment.uid)
-    await tokens.ensure(deployment, suspicious=False)
-    assert tokens.tokens(deployment.key)[-1] == "old", "derived tokens are tried first"
-    tokens.forget(deployment.key, deployment.uid)
-    assert len(tokens.tokens(deployment.key)) == 1
