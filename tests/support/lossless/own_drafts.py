@@ -12,7 +12,7 @@ from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.drafts.draft_model import ModelDrafter
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.own_device import DraftProcess, OwnDrafter, ProcessSupervisor, drafter_of, message_regions
-from specdecode_worker.drafts.own_device_process import BuiltDraft, DraftServer, Ready
+from specdecode_worker.drafts.own_device_process import BuiltDraft, DraftReady, DraftServer
 from specdecode_worker.drafts.registry import paged_cache
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
@@ -48,7 +48,7 @@ class NetworkDraft:
 class OwnDrafts:
     """Draft processes by the name of their draft. Each one starts when the first engine asks for it."""
 
-    running: dict[str, tuple[ProcessSupervisor, Ready]] = field(default_factory=dict)
+    running: dict[str, tuple[ProcessSupervisor, DraftReady]] = field(default_factory=dict)
 
     def drafter(self, name: str, network: Eagle3Head | CausalLM, vocab_size: int, state: DeviceState) -> OwnDrafter:
         """Return a drafter for an engine with this state."""
@@ -64,7 +64,7 @@ class OwnDrafts:
         for supervisor, _ in self.running.values():
             supervisor.close()
 
-    def _start(self, network: Eagle3Head | CausalLM, vocab_size: int) -> tuple[ProcessSupervisor, Ready]:
+    def _start(self, network: Eagle3Head | CausalLM, vocab_size: int) -> tuple[ProcessSupervisor, DraftReady]:
         regions = message_regions(DeviceState(SLOTS, LENGTH, torch.float64, CPU), 1024, 4 * 32)
         start = partial(DraftProcess, NetworkDraft(network, vocab_size), regions, 60.0)
         process = start()

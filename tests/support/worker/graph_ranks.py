@@ -13,7 +13,7 @@ import msgspec
 from specdecode_worker.engine import tensor_parallel as rank_process
 from specdecode_worker.engine.cuda_graphs import EagerBackend, Work
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.tensor_parallel import CaptureState, Ready
+from specdecode_worker.engine.tensor_parallel import CaptureState, RankReady
 from support.worker.small_engine import drain, plan_of, submit, texts
 
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
@@ -79,7 +79,7 @@ def fail_to_rehearse(assignment: bytes, pipe: Connection) -> None:
 
 def answer_and_end(assignment: bytes, pipe: Connection) -> None:
     """Run the process of a rank that ends right after its answer to a stage of a capture."""
-    pipe.send_bytes(msgspec.msgpack.encode(Ready()))
+    pipe.send_bytes(msgspec.msgpack.encode(RankReady()))
     pipe.send_bytes(msgspec.msgpack.encode(CaptureState(1)))
     os._exit(9)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.contract import MAX_RANKS, DraftState, MergedDraft, TaskMatch
+from specdecode_worker.contract import MAX_RANKS, MergedDraft, TaskMatch
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState, HostCopy, to_host
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import Drafter, draft_trees, no_ranks, write_children
+from specdecode_worker.drafts.base import Drafter, LoadedDraft, draft_trees, no_ranks, write_children
 from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import PLAIN, Forest, Tree, forest_of
 
@@ -292,20 +292,6 @@ def _order_table(orders: Sequence[Sequence[Candidate]], drafts: int, device: tor
 # Drafts that propose in a step: the drafts of each request, their passes, their proposals and their credit.
 
 
-class Loaded(Protocol):
-    """Loaded draft, implemented by ``LoadedDraft``."""
-
-    @property
-    def drafter(self) -> Drafter:
-        """Drafter."""
-        ...
-
-    @property
-    def state(self) -> DraftState:
-        """State of the draft, with its hash."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Proposed:
     """Proposals of the drafts of a step.
@@ -321,7 +307,7 @@ class Proposed:
 class StepProposals:
     """Proposals of the loaded drafts, for each request by its own draft and those that are merged with it."""
 
-    def __init__(self, drafts: Mapping[str, Loaded], tasks: TaskDrafts, state: DeviceState) -> None:
+    def __init__(self, drafts: Mapping[str, LoadedDraft], tasks: TaskDrafts, state: DeviceState) -> None:
         """Read the drafts, by name, and those of each task at every step; both may change between steps."""
         self.order = MergeOrder()
         self._drafts, self._tasks, self._state = drafts, tasks, state

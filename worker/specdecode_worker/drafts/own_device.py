@@ -40,15 +40,15 @@ from specdecode_worker.drafts.eagle import StateDrafter
 from specdecode_worker.drafts.own_device_process import (
     BuildDraft,
     Chunk,
-    Done,
+    DraftAnswer,
     DraftedRow,
-    Failed,
+    DraftFailed,
+    DraftReady,
     FolderDraft,
     FromDraft,
     Place,
     Prefill,
     Propose,
-    Ready,
     TensorRegion,
 )
 from specdecode_worker.drafts.registry import DraftLoader
@@ -105,15 +105,15 @@ class DraftProcess:
         assert self._process.pid is not None, "it was started"
         return self._process.pid
 
-    def wait_ready(self) -> Ready:
+    def wait_ready(self) -> DraftReady:
         """Wait until the draft is loaded. Raise ModelError if it cannot be."""
         try:
             answer = self._read(None)
         except DraftLost as error:
             raise ModelError(f"the draft process {error}") from None
-        if isinstance(answer, Failed):
+        if isinstance(answer, DraftFailed):
             raise ModelError(answer.reason)
-        assert isinstance(answer, Ready), "it is the first message"
+        assert isinstance(answer, DraftReady), "it is the first message"
         return answer
 
     def send(self, message: Prefill | Propose, tensors: Sequence[Tensor]) -> None:
@@ -139,9 +139,9 @@ class DraftProcess:
         """
         answer = self._read(self._reply_seconds)
         self._awaits_answer = False
-        if isinstance(answer, Failed):
+        if isinstance(answer, DraftFailed):
             raise DraftLost(f"failed: {answer.reason}")
-        assert isinstance(answer, Done), "nothing else answers a message"
+        assert isinstance(answer, DraftAnswer), "nothing else answers a message"
         return self._regions.answers.get(answer.tensors)
 
     def kill(self) -> None:
@@ -529,7 +529,7 @@ def start_draft(
     return LoadedDraft(drafter, DraftState.model_validate_json(ready.state_json))
 
 
-def drafter_of(ready: Ready, state: DeviceState) -> OwnStateDrafter | OwnModelDrafter:
+def drafter_of(ready: DraftReady, state: DeviceState) -> OwnStateDrafter | OwnModelDrafter:
     """Return a drafter for the draft of a process, to be connected with its supervisor."""
     reads = TargetStates(ready.layers, ready.final)
     return OwnStateDrafter(reads, ready.last_position, state) if reads else OwnModelDrafter(ready.last_position, state)

@@ -128,7 +128,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Run of the draft over chunks of prompts.
 
     Tensors: the tokens of all chunks [T]; for a draft that reads target states also those of the tokens [T, A] and
-    those before each chunk [B, A]. The answer is Done without tensors.
+    those before each chunk [B, A]. The answer is DraftAnswer without tensors.
     """
 
     chunks: tuple[Chunk, ...]
@@ -152,7 +152,7 @@ class Propose(msgspec.Struct, frozen=True, tag=True):
 
     Tensors: the index of each root [B] and the tokens of the slots to run [T]; for a draft that reads target states
     also the states before those slots [T, A]; then the text up to the root of each row in ``texts``, whose penalties
-    count tokens. The answer is Done with the best target ids behind every node [B, N, K], if a tree has nodes.
+    count tokens. The answer is DraftAnswer with the best target ids behind every node [B, N, K], if a tree has nodes.
     """
 
     trees: tuple[DraftedRow, ...]
@@ -160,7 +160,7 @@ class Propose(msgspec.Struct, frozen=True, tag=True):
     tensors: tuple[TensorShape, ...]
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class DraftReady(msgspec.Struct, frozen=True, tag=True):
     """Notice that the draft is loaded."""
 
     state_json: bytes
@@ -171,20 +171,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     last_position: int
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class DraftAnswer(msgspec.Struct, frozen=True, tag=True):
     """Answer to a message."""
 
     tensors: tuple[TensorShape, ...] = ()
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class DraftFailed(msgspec.Struct, frozen=True, tag=True):
     """Last message of a process that ends with an error."""
 
     reason: str
 
 
 ToDraft = Prefill | Propose
-FromDraft = Ready | Done | Failed
+FromDraft = DraftReady | DraftAnswer | DraftFailed
 
 
 # Draft in its own process: it carries out the messages of the worker with a drafter that is local here.
@@ -306,12 +306,12 @@ BuildDraft = Callable[[], BuiltDraft]
 
 
 def main(build: BuildDraft, messages: TensorRegion, answers: TensorRegion, pipe: Connection) -> None:
-    """Run the draft process. Exit with 0 when the worker closes the pipe, with 1 after a Failed message."""
+    """Run the draft process. Exit with 0 when the worker closes the pipe, with 1 after a DraftFailed message."""
     encoder = msgspec.msgpack.Encoder()
     try:
         built = build()
         drafter, decoder = built.server.drafter, msgspec.msgpack.Decoder(ToDraft)
-        ready = Ready(
+        ready = DraftReady(
             state_json=built.state.model_dump_json().encode(),
             layers=drafter.reads.layers,
             final=drafter.reads.final,
@@ -321,12 +321,12 @@ def main(build: BuildDraft, messages: TensorRegion, answers: TensorRegion, pipe:
         while True:
             message = decoder.decode(pipe.recv_bytes())
             shapes = answers.put(built.server.run(message, messages.get(message.tensors)))
-            pipe.send_bytes(encoder.encode(Done(shapes)))
+            pipe.send_bytes(encoder.encode(DraftAnswer(shapes)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the worker is gone
     except BaseException as error:  # a panic of a Rust library is not an Exception
         traceback.print_exc()
-        pipe.send_bytes(encoder.encode(Failed(_reason(error))))
+        pipe.send_bytes(encoder.encode(DraftFailed(_reason(error))))
         os._exit(1)
 
 

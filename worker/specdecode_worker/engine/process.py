@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 # The server process imports this module, so it must not import torch.
 
 
-class Engine(CalibrationTarget, FollowedEngine, Protocol):
+class DrivenEngine(CalibrationTarget, FollowedEngine, Protocol):
     """Interface of the engine that the loop drives; ``engine.engine.Engine`` implements it."""
 
     on_launch: Callable[[int, int], None] | None
@@ -104,7 +104,7 @@ class Engine(CalibrationTarget, FollowedEngine, Protocol):
         ...
 
 
-Build = Callable[[WorkerConfig], tuple[Engine, Loaded]]
+Build = Callable[[WorkerConfig], tuple[DrivenEngine, Loaded]]
 """Callable that loads the models. It runs in the engine process, which may import torch."""
 
 
@@ -327,7 +327,9 @@ EXIT_SECONDS = 3.0
 class EngineLoop:
     """Loop of the engine process: handle messages, take over loaded drafts, run a step, send its tokens."""
 
-    def __init__(self, engine: Engine, port: EnginePort, heartbeat: HeartbeatWriter, config: WorkerConfig) -> None:
+    def __init__(
+        self, engine: DrivenEngine, port: EnginePort, heartbeat: HeartbeatWriter, config: WorkerConfig
+    ) -> None:
         """Create the loop of an engine that was built from ``config``."""
         self._engine = engine
         self._port = port
@@ -434,7 +436,7 @@ class EngineLoop:
         return b""
 
 
-def warm_up(engine: Engine) -> None:
+def warm_up(engine: DrivenEngine) -> None:
     """Run one request to its end, so that one-time costs do not delay the first request of a client."""
     sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
     engine.add(Submit(request_id="warm-up", prompt=(1,) * 4, sampling=sampling, arrival_seconds=time.monotonic()))
@@ -486,7 +488,7 @@ def main(
     port.close()
 
 
-def _prepare(engine: Engine, heartbeat: HeartbeatWriter, plan: Plan | None, knobs_json: str | None) -> None:
+def _prepare(engine: DrivenEngine, heartbeat: HeartbeatWriter, plan: Plan | None, knobs_json: str | None) -> None:
     """Apply the initial plan and knobs, warm up and calibrate, each as a phase of the heartbeat."""
     if plan is not None:
         heartbeat.enter(Phase.CAPTURING)
@@ -531,7 +533,7 @@ def _crash_reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _build(config: WorkerConfig) -> tuple[Engine, Loaded]:
+def _build(config: WorkerConfig) -> tuple[DrivenEngine, Loaded]:
     # These import torch, which the parent process must not do.
     from specdecode_worker.engine.factory import device_of, load_engine
     from specdecode_worker.engine.kernel_class import kernel_class

@@ -193,11 +193,11 @@ class CaptureState(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class RankReady(msgspec.Struct, frozen=True, tag=True):
     """Notice that a rank has loaded its shard."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """Last message of a rank that ends with an error."""
 
     reason: str
@@ -359,7 +359,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 
 
 def serve_rank(assignment: bytes, pipe: Connection) -> None:
-    """Run the process of a rank. Exit with 0 when rank 0 closes the pipe, with 1 after a Failed message."""
+    """Run the process of a rank. Exit with 0 when rank 0 closes the pipe, with 1 after a RankFailed message."""
     try:
         _serve(msgspec.msgpack.decode(assignment, type=Assignment), pipe)
     except (EOFError, BrokenPipeError):
@@ -368,7 +368,7 @@ def serve_rank(assignment: bytes, pipe: Connection) -> None:
         if not isinstance(error, ModelError):
             traceback.print_exc()
         words = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-        pipe.send_bytes(msgspec.msgpack.encode(Failed(words)))
+        pipe.send_bytes(msgspec.msgpack.encode(RankFailed(words)))
         os._exit(1)
 
 
@@ -413,7 +413,7 @@ def _serve(assignment: Assignment, pipe: Connection) -> None:
     dtype = getattr(torch, assignment.dtype)
     cache = paged_cache(model.config, model.config.num_hidden_layers, assignment.blocks, dtype, device)
     graphs = RankGraphs(model, cache, lambda: capture_backend(device) or EagerBackend())
-    pipe.send_bytes(msgspec.msgpack.encode(Ready()))
+    pipe.send_bytes(msgspec.msgpack.encode(RankReady()))
     decoder = msgspec.msgpack.Decoder(RankMessage)
     while True:
         match decoder.decode(pipe.recv_bytes()):
@@ -469,7 +469,7 @@ class RankGroup:
         self._folder = tempfile.mkdtemp(prefix="specdecode-ranks-")
         self._own = msgspec.structs.replace(whole, meeting=f"file://{self._folder}/store")
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Ready | Failed | CaptureState)
+        self._decoder = msgspec.msgpack.Decoder(RankReady | RankFailed | CaptureState)
         self._states: list[SimpleQueue[CaptureState]] = [SimpleQueue() for _ in range(1, whole.size)]
         self._pipes: list[Connection] = []
         self._processes = [self._start(number) for number in range(1, whole.size)]
@@ -574,11 +574,11 @@ class RankGroup:
         while not self._lost:
             for pipe in self._readable_pipes(numbers):
                 match self._read_message(numbers[pipe], pipe):
-                    case Ready():
+                    case RankReady():
                         loading.discard(numbers[pipe])
                     case CaptureState() as state:
                         self._states[numbers[pipe] - 1].put(state)
-                    case Failed(reason):
+                    case RankFailed(reason):
                         self._lost = self._lost or f"rank {numbers[pipe]}: {reason}"
             if self._closing.is_set():
                 return
@@ -594,17 +594,17 @@ class RankGroup:
         except OSError:  # a pipe was closed meanwhile
             return []
 
-    def _read_message(self, number: int, pipe: Connection) -> Ready | Failed | CaptureState:
+    def _read_message(self, number: int, pipe: Connection) -> RankReady | RankFailed | CaptureState:
         """Read one message of a rank; the end of the pipe counts as Failed."""
-        message: Ready | Failed | CaptureState
+        message: RankReady | RankFailed | CaptureState
         try:
             message = self._decoder.decode(pipe.recv_bytes())
         except msgspec.MsgspecError as error:
-            message = Failed(f"sent a message that cannot be read: {error}")
+            message = RankFailed(f"sent a message that cannot be read: {error}")
         except (EOFError, OSError):
             process = self._processes[number - 1]
             process.join(_REASON_SECONDS)
-            message = Failed(f"ended with exit code {process.exitcode}")
+            message = RankFailed(f"ended with exit code {process.exitcode}")
         return message
 
     def _end(self) -> None:
