@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import get_args
 
+from specdecode_operator.api.speculation import NamedDraftSpec
+from specdecode_worker.contract import DRAFT_FREE
+from specdecode_worker.contract import config as contract
+from specdecode_worker.contract.wire import Method
+from specdecode_worker.drafts import registry
 from specdecode_worker.models.arch import ARCHITECTURES
+from specdecode_worker.models.drafts import HEADS
 
 PACKAGE = Path(__file__).parents[2] / "worker/specdecode_worker"
 WRITES_A_CHECKPOINT = PACKAGE / "embedded/unpack.py"
@@ -34,3 +41,10 @@ def test_entries_are_found_by_both_names_of_config() -> None:
     """``architectures`` and ``model_type`` are unique, so neither chooses another reader."""
     assert all(name == entry.name for name, entry in ARCHITECTURES.items())
     assert len({entry.model_type for entry in ARCHITECTURES.values()}) == len(ARCHITECTURES)
+
+
+def test_all_lists_of_drafting_methods_have_the_same_names() -> None:
+    methods = set(get_args(Method))
+    assert methods == set(contract.METHODS) == {*registry.METHODS, "none"}
+    assert methods == {*get_args(NamedDraftSpec.model_fields["method"].annotation), "none"}
+    assert HEADS.keys() | {"draft-model"} == methods.difference(DRAFT_FREE)

@@ -22,6 +22,7 @@ from specdecode_operator.api.schema import (
     seconds_of,
 )
 from specdecode_worker.contract import (
+    DRAFT_FREE,
     MAX_MERGED,
     PLACEABLE,
     WITH_MLP,
@@ -33,16 +34,17 @@ from specdecode_worker.contract import (
 )
 
 MERGE_SAMPLER_MESSAGE = "merge needs engine.sampler coupled: mss knows the distribution of one draft alone"
-DRAFT_RULE = "(self.method in ['ngram', 'suffix', 'none']) != has(self.{field})"
-DRAFT_MESSAGE = "{field} is needed by every method but ngram, suffix and none, and only by those"
+_LOOKUPS = [name for name in DRAFT_FREE if name != "none"]
+DRAFT_RULE = f"(self.method in {list(DRAFT_FREE)}) != has(self.{{field}})"
+DRAFT_MESSAGE = f"{{field}} is needed by every method but {', '.join(_LOOKUPS)} and none, and only by those"
 _MERGE_NAME_MESSAGE = "a merged draft must be the name of one of speculation.drafts"
-_MERGE_DEPTH_MESSAGE = "merge.depth is for drafts of the methods ngram and suffix, which need no draft passes"
+_MERGE_DEPTH_MESSAGE = f"merge.depth is for drafts of methods {', '.join(_LOOKUPS)}, which need no draft passes"
 _MERGE_METHOD_MESSAGE = "merge needs a draft to merge with: speculation.method is none"
 _MERGE_PLACEMENT_MESSAGE = (
     "merge needs speculation.draft.placement Shared: a draft on a device of its own drafts whole trees"
 )
 _OWN_DRAFT_MESSAGE = "a task cannot merge its own draft with itself"
-_MLP = "self.method in ['eagle3', 'peagle', 'dflash', 'eagle', 'draft-model']"
+_MLP = f"self.method in {list(WITH_MLP)}"
 _MLP_MESSAGE = f"quantization is for drafts of methods {', '.join(WITH_MLP)}; the others have no MLP"
 _PLACEABLE = f"self.method in {list(PLACEABLE)}"
 _PLACEABLE_MESSAGE = f"draft.placement Own is for methods {', '.join(PLACEABLE)}"
@@ -304,7 +306,7 @@ class SpeculationSpec(Api):
             ),
             rule(
                 "self.tasks.all(task, task.merge.all(one, one.depth == 0 || self.drafts.exists(draft,"
-                " draft.name == one.draft && draft.method in ['ngram', 'suffix'])))",
+                f" draft.name == one.draft && draft.method in {_LOOKUPS})))",
                 _MERGE_DEPTH_MESSAGE,
             ),
             rule("self.method != 'none' || self.tasks.all(task, task.merge.size() == 0)", _MERGE_METHOD_MESSAGE),

@@ -23,10 +23,8 @@ from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment
-from specdecode_worker.contract import OTHER_TASK
+from specdecode_worker.contract import DRAFT_FREE, OTHER_TASK
 
-UNTRAINED = ("none", "ngram", "suffix")
-"""Methods without a trained draft that could become stale."""
 _MOVING = (Phase.PROMOTING, Phase.ROLLING_BACK)
 """Phases in which workers change their draft. A promotion that fails keeps the baseline of the draft before."""
 USAGE_HALF_LIFE_DAYS = 3.0
@@ -54,7 +52,7 @@ def watch_drift(
         delta: Difference of all workers. None if no worker has a new reading.
         now: Operator's clock, in seconds since the epoch.
     """
-    if deployment.spec.speculation.method in UNTRAINED:
+    if deployment.spec.speculation.method in DRAFT_FREE:
         is_watched = bool(learned.drift.draft)
         return DriftStep(learned.model_copy(update={"drift": DriftState()}) if is_watched else learned)
     if not learned.draft or record.phase in _MOVING:

@@ -191,7 +191,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"speculation": {"tasks": [{"name": "code", "draft": "unknown"}]}}, "must be the name of one of"),
     ({"speculation": merging({"draft": "unknown"})}, "a merged draft must be the name of one of"),
-    ({"speculation": merging({"draft": "sql", "depth": 2})}, "merge.depth is for drafts of the methods ngram"),
+    ({"speculation": merging({"draft": "sql", "depth": 2})}, "merge.depth is for drafts of methods ngram"),
     ({"speculation": merging({"draft": "lookup", "depth": 17})}, "depth"),
     ({"speculation": merging({"draft": "lookup"}, {"draft": "lookup"})}, "Duplicate value"),
     ({"speculation": merging({"draft": "lookup"}, draft="lookup")}, "cannot merge its own draft"),

@@ -104,7 +104,7 @@ METHODS: dict[Method, MethodTraits] = {
     "none": _NOTHING,
 }
 """All drafting methods."""
-DRAFT_FREE = frozenset(name for name, traits in METHODS.items() if not traits.weights)
+DRAFT_FREE = tuple(name for name, traits in METHODS.items() if not traits.weights)
 """Methods without draft weights."""
 ONE_PASS = frozenset(name for name, traits in METHODS.items() if traits.one_pass)
 """Methods whose draft proposes all depths of a tree in one pass."""
