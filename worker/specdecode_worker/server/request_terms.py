@@ -142,28 +142,28 @@ def _check_tokens(tokens: Iterable[int], field: str, limits: ModelLimits) -> Non
             raise _bad(f"{field}: there is no token {token}; token ids must lie in 0..{limits.vocab_size - 1}", field)
 
 
+_MADE_FIELDS = {"max_tokens", "seed", "top_k", "logit_bias", "stop_token_ids", "logprobs", "prompt_logprobs", "grammar"}
+_COPIED_FIELDS = [
+    name for name in Sampling.__struct_fields__ if name in GenerationRequest.model_fields and name not in _MADE_FIELDS
+]
+"""Fields of a body that are sampling parameters as they are."""
+
+
 def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: ModelLimits, grammar: str = "") -> Sampling:
     """Return the sampling parameters of one choice; ``limit`` is its maximum number of output tokens."""
     return Sampling(
         max_tokens=limit,
         seed=seed,
-        temperature=request.temperature,
-        top_p=request.top_p,
         top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
-        min_p=request.min_p,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
         logit_bias=(
             *((int(token), bias) for token, bias in request.logit_bias.items()),
             *((token, _ALLOWED_BIAS) for token in sorted(set(request.allowed_token_ids or ()))),
         ),
-        min_tokens=request.min_tokens,
         stop_token_ids=tuple(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
         logprobs=logprobs_of(request),
         prompt_logprobs=request.top_logprobs_count if isinstance(request, CompletionRequest) and request.echo else None,
         grammar=grammar,
+        **{name: getattr(request, name) for name in _COPIED_FIELDS},
     )
 
 
