@@ -29,7 +29,7 @@ class Promtool:
         self.folder = Path(done.stdout.strip())
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([self.folder / "promtool", *arguments], capture_output=True, text=True, timeout=120)
+        return subprocess.run([self.folder / "promtool", *arguments], capture_output=True, text=True, timeout=240)
 
 
 def queries_of(dashboard: dict[str, Any]) -> list[str]:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from specdecode_operator.api.v1alpha1 import COLUMNS, ConditionType, Status
 from support.operators.crd_fields import SCHEMA, Schema, fields
+
+ROOT = Path(__file__).parents[4]
+SPEC: dict[str, Any] = SCHEMA["properties"]["spec"]
 
 SPEC_FIELDS = list(fields("spec", SCHEMA["properties"]["spec"]))
 
@@ -117,3 +125,35 @@ def test_printer_columns_refer_to_existing_fields() -> None:
     wide = [column["name"].upper() for column in COLUMNS if column.get("priority")]
     assert narrow == ["READY", "MODE", "DEPTH", "ACCEPT", "SPEEDUP", "AGE", "REASON"]
     assert wide == ["MODEL", "DRAFT", "URL", "ROUTERS"]
+
+
+PAGES = [
+    path
+    for pattern in ("README.md", "docs/*.md", "helm/specdecode/files/*", "examples/**/*.yaml")
+    for path in ROOT.glob(pattern)
+    if path.name != "api-versions.md"  # it has the old names too
+]
+
+
+FILE_ENDINGS = ("md", "yaml", "py", "json", "png", "gguf", "svc")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_fields_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(rf"(?<![\w.])(?:spec\.)?((?:{'|'.join(SPEC['properties'])})(?:\.[a-zA-Z]+)+)", page.read_text())
+    paths = [
+        path for path in named if path.rpartition(".")[2] not in ("md", "yaml", "py", "json", "png", "gguf", "svc")
+    ]
+    assert [path for path in paths if not _has(SPEC, path)] == []
+
+
+def _has(schema: dict[str, Any], path: str) -> bool:
+    """Return whether a field is in the schema; a pod template has all."""
+    for part in path.split("."):
+        schema = schema.get("items", schema)
+        if schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema:
+            return True
+        if part not in schema.get("properties", {}):
+            return False
+        schema = schema["properties"][part]
+    return True
