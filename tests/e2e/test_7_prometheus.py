@@ -54,7 +54,9 @@ def scraped(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.start()
     made = resource(NAME, SPECULATION, {"template": with_knobs(LONG_STEPS)})
     made["spec"]["scaling"] = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 1}
-    made["spec"]["router"] = {"replicas": 1, "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
+    resources = {"requests": {"cpu": "50m", "memory": "128Mi"}}
+    containers = [{"name": "router", "resources": resources}]
+    made["spec"]["router"] = {"replicas": 1, "template": {"spec": {"containers": containers}}}
     watched.apply(made)
     endpoint = Endpoint(watched, NAME)
     endpoint.wait_ready()

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.usefixtures("crd")
 CHILDREN = "deploy,cm,svc,pdb,sa,role,rolebinding"
 ROUTED = {
     "replicas": 0,
-    "router": {"replicas": 2, "image": "localhost/none:none"},
+    "router": {
+        "replicas": 2,
+        "template": {"spec": {"containers": [{"name": "router", "image": "localhost/none:none"}]}},
+    },
     "scaling": {"minReplicas": 0, "maxReplicas": 3},
     "workers": {"image": "localhost/none:none"},
 }
