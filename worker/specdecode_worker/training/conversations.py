@@ -158,7 +158,7 @@ class DataSet:
 
     Every eighth greedy conversation of a domain is for validation, until there are ``validation`` in all or
     ``per_domain`` of the domain. All others are for training, except those with the same prompt as a validation
-    conversation.
+    conversation. Pieces of a text file have no prompt: they begin with one token.
     """
 
     def __init__(self, folder: Path, *, validation: int, per_domain: int | None = None) -> None:
@@ -189,7 +189,8 @@ class DataSet:
         if self._greedy[domain] % _VALIDATION_EVERY != 1 or self._validation_counts[domain] >= self._per_domain:
             return False
         self._validation_counts[domain] += 1
-        self._asked.add(_asked(conversation))
+        if conversation.answer_start > 1:
+            self._asked.add(_asked(conversation))
         return True
 
 

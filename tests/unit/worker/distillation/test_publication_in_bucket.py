@@ -35,8 +35,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture
 def deployment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Deployment:
     """Return a deployment with drafts on the server, whose variables are set in this process."""
-    s3 = {"bucket": "heads", "prefix": "team", "endpoint": server.url, "secret": "key"}
-    document = {"model": {"uri": "embedded://m"}, "distillation": {"storage": {"s3": s3}}}
+    storage = {"uri": "s3://heads/team", "endpoint": server.url, "secretRef": {"name": "key"}}
+    document = {"model": {"uri": "embedded://m"}, "distillation": {"storage": storage}}
     made = Deployment(
         namespace="ns", name="demo", uid="u1", generation=1, spec=Spec.model_validate(document), status=Status()
     )
