@@ -269,6 +269,14 @@ class PagedDrafter(Drafter):
     def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Record that the draft runs the last ``counts`` slots up to the root of each request in this step."""
 
+    def start_catch_up(self, rows: Sequence[Row], trees: Sequence[Tree]) -> tuple[list[int], list[Request], list[int]]:
+        """Record the catch-up to the roots, and return the rows that the draft runs for, their requests and counts."""
+        drafting = self.drafting(rows, trees)
+        requests = [rows[b].request for b in drafting]
+        counts = self.catch_up_counts(requests) if drafting else []
+        self.record_catch_up(requests, counts)
+        return drafting, requests, counts
+
     def first_key(self, request: Request) -> int:
         """Return the first slot of the request whose keys the draft attends to."""
         start = self.progress(request).start
@@ -286,12 +294,9 @@ class CapturedDrafter(PagedDrafter):
 
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Catch up to the root, and return the function that proposes tokens."""
-        drafting = self.drafting(rows, forest.trees)
+        drafting, requests, counts = self.start_catch_up(rows, forest.trees)
         if not drafting:
             return None
-        requests = [rows[b].request for b in drafting]
-        counts = self.catch_up_counts(requests)
-        self.record_catch_up(requests, counts)
         first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
         packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
         roots_BE = roots_of(self.root_states(slots_T, index_T, packed), counts, drafting, len(rows))
@@ -398,7 +403,7 @@ def write_children(ranked_BNK: Tensor, level: Level, slots_B: Tensor, state: Dev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftContext:
-    """What a new drafter needs to know besides its network."""
+    """Arguments of a new drafter besides its network."""
 
     config: DraftConfig
     sharpness: tuple[float, ...] = ()

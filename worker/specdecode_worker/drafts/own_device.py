@@ -321,12 +321,9 @@ class OwnDrafter(PagedDrafter):
 
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Draft the whole trees in the draft process, with the noise that the target chooses with."""
-        drafting = self.drafting(rows, forest.trees)
+        drafting, _, counts = self.start_catch_up(rows, forest.trees)
         if not drafting:
             return None
-        requests = [rows[b].request for b in drafting]
-        counts = self.catch_up_counts(requests)
-        self.record_catch_up(requests, counts)
         ranked_BNK = self._ask(rows, forest, drafting, counts)
         return lambda _, level: ranked_BNK[level.batch_R, level.node_R]
 

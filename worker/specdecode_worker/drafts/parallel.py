@@ -100,12 +100,9 @@ class PEagleDrafter(HeadDrafter, CapturedDrafter):
 
         Rows without a tree catch up as those of EAGLE heads do.
         """
-        drafting = self.drafting(rows, forest.trees)
+        drafting, requests, committed = self.start_catch_up(rows, forest.trees)
         if not drafting:
             return None
-        requests = [rows[b].request for b in drafting]
-        committed = self.catch_up_counts(requests)
-        self.record_catch_up(requests, committed)
         masks = [max(forest.trees[b].drafted_depth - 1, 0) for b in drafting]
         slots = _Slots(requests, committed, masks)
         logits_PV = self._head.logits(self._run(slots)[to_device(slots.proposing, self._state.length_S.device)])
