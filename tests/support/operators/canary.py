@@ -7,6 +7,8 @@ from typing import Any
 
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.drafts.job_status import JobState, JobStatus
+from specdecode_operator.errors import PluginError
+from specdecode_operator.plugin.drafts import change_for
 from specdecode_operator.state.draft_record import DraftRecord, parse_drafts, render_drafts
 from specdecode_operator.state.learned import LearnedState, parse_state, render_state
 from specdecode_operator.state.session import Session
@@ -279,3 +281,21 @@ def verdict(kind: str = "better", gain: float = 0.2, draft: Artifact | None = No
         **fields,
     )
     return JobStatus(state=JobState.FINISHED, verdict=document)
+
+
+def refusal_of(verb: str, resource: dict[str, Any]) -> str:
+    """Return why the plugin refuses a command; empty if it does not."""
+    try:
+        change_for(verb, resource, "now")
+    except PluginError as error:
+        return str(error)
+    return ""
+
+
+def resource_of(canary: Canary) -> dict[str, Any]:
+    """Return the resource of a canary as the plugin reads it, with the status that the deployment has."""
+    return {
+        "metadata": {"namespace": "ns", "name": "demo", "uid": "u1"},
+        "spec": canary.deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "status": canary.deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
+    }

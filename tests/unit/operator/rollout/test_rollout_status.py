@@ -11,25 +11,15 @@ from specdecode_operator import metrics, run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
 from specdecode_operator.controller.events import event_notices
 from specdecode_operator.controller.status import status_of
-from specdecode_operator.errors import PluginError
-from specdecode_operator.plugin.drafts import change_for, drafts
+from specdecode_operator.plugin.drafts import drafts
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.past import past
 from specdecode_operator.state.draft_record import UNUSED
 from specdecode_operator.types import Observation, Outcome
-from support.operators.canary import CANDIDATE, NEW, OLD, Canary, canary_with, trying
+from support.operators.canary import CANDIDATE, NEW, OLD, Canary, canary_with, refusal_of, resource_of, trying
 from support.operators.fleet import workload_with
 
 Resource = dict[str, Any]
-
-
-def refusal_of(verb: str, resource: dict[str, Any]) -> str:
-    """Return why the plugin refuses a command; empty if it does not."""
-    try:
-        change_for(verb, resource, "now")
-    except PluginError as error:
-        return str(error)
-    return ""
 
 
 def shown(canary: Canary) -> Status:
@@ -54,13 +44,9 @@ def rollout_of(canary: Canary) -> Condition | None:
     return conditions.get("DraftRollout")
 
 
-def resource_of(canary: Canary) -> Resource:
+def shown_resource(canary: Canary) -> Resource:
     shown(canary)
-    return {
-        "metadata": {"namespace": "ns", "name": "demo", "uid": "u1"},
-        "spec": canary.deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
-        "status": canary.deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
-    }
+    return resource_of(canary)
 
 
 def samples(gauge: Any) -> dict[tuple[str, ...], float]:
@@ -104,7 +90,7 @@ def test_a_promotion_is_an_event_and_history_with_its_gain() -> None:
     (message,) = [notice.message for notice in notices if notice.reason == "DraftRollout"]
     assert message.startswith(f"drafts: Canary {NEW} -> Promoting {NEW}: the candidate is faster: ")
     assert "gain +10.0 % (" in message
-    text = "\n".join(past(resource_of(canary), canary.now))
+    text = "\n".join(past(shown_resource(canary), canary.now))
     assert f"Promoting {NEW}" in text
     assert "+10 %" in text
     assert samples(metrics.CANARY_PAIRS) == {}
@@ -172,18 +158,18 @@ def test_the_condition_says_that_the_spec_does_not_name_the_promoted_draft() -> 
 
 def test_the_plugin_shows_trial_and_lineage() -> None:
     canary = canary_with()
-    assert drafts(resource_of(_ticked(canary, 0)), canary.now) == [
+    assert drafts(shown_resource(_ticked(canary, 0)), canary.now) == [
         "no candidate was tried for demo yet; the candidate file:///new waits"
     ]
     canary.ticks(2)
     canary.finish_pairs(10, 0.04)
-    text = "\n".join(drafts(resource_of(canary), canary.now))
+    text = "\n".join(drafts(shown_resource(canary), canary.now))
     assert "Canary, mode Canary" in text
     assert "Pod pod-a tries the candidate: 10 pairs, gain +4 %" in text
-    assert "Rollout of another draft: Canary. Pod pod-a" in "\n".join(explain(resource_of(canary), None, canary.now))
+    assert "Rollout of another draft: Canary. Pod pod-a" in "\n".join(explain(shown_resource(canary), None, canary.now))
     canary.command("reject")
     canary.tick()
-    text = "\n".join(drafts(resource_of(canary), canary.now))
+    text = "\n".join(drafts(shown_resource(canary), canary.now))
     assert "Rejected" in text
     assert "10" in text
 
@@ -195,19 +181,19 @@ def _ticked(canary: Canary, count: int) -> Canary:
 
 def test_commands_that_would_change_nothing_are_refused() -> None:
     canary = trying(mode="Manual")
-    resource = resource_of(canary)
+    resource = shown_resource(canary)
     assert "no draft waits" in refusal_of("promote", resource)
     assert (refusal_of("reject", resource), refusal_of("rollback", resource)) == ("", "")
     canary.finish_pairs(60, 0.10)
     condition = rollout_of(canary)
     assert condition is not None
     assert condition.reason == "WaitsForUser"
-    assert refusal_of("promote", resource_of(canary)) == ""
+    assert refusal_of("promote", shown_resource(canary)) == ""
     canary.command("promote")
     canary.until("Cooldown")
-    resource = resource_of(canary)
+    resource = shown_resource(canary)
     assert "no draft is trained, tried" in refusal_of("reject", resource)
     assert refusal_of("rollback", resource) == ""
     canary.command("rollback")
     canary.ticks(3)
-    assert "no draft to return to" in refusal_of("rollback", resource_of(canary))
+    assert "no draft to return to" in refusal_of("rollback", shown_resource(canary))

@@ -11,24 +11,23 @@ from specdecode_operator import metrics, run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.drafts.job_status import JobState, JobStatus
-from specdecode_operator.errors import PluginError
-from specdecode_operator.plugin.drafts import change_for, drafts
+from specdecode_operator.plugin.drafts import drafts
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.types import Observation, Outcome
-from support.operators.canary import DISTILLATION, TRAINED, Canary, capturing, distilling, verdict
+from support.operators.canary import (
+    DISTILLATION,
+    TRAINED,
+    Canary,
+    capturing,
+    distilling,
+    refusal_of,
+    resource_of,
+    verdict,
+)
 from support.operators.fleet import workload_with
 
 QUOTA = "jobs.batch is forbidden: exceeded quota"
 UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
-
-
-def refusal_of(verb: str, resource: dict[str, Any]) -> str:
-    """Return why the plugin refuses a command; empty if it does not."""
-    try:
-        change_for(verb, resource, "now")
-    except PluginError as error:
-        return str(error)
-    return ""
 
 
 def shown(canary: Canary, job_problem: str = "") -> Status:
@@ -50,14 +49,6 @@ def draft_of(status: Status) -> DraftStatus:
 
 def condition_of(status: Status) -> Condition:
     return {condition.type: condition for condition in status.conditions}["DraftRollout"]
-
-
-def resource_of(canary: Canary) -> dict[str, Any]:
-    return {
-        "metadata": {"namespace": "ns", "name": "demo", "uid": "u1"},
-        "spec": canary.deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
-        "status": canary.deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
-    }
 
 
 def text_of(canary: Canary) -> str:
