@@ -132,7 +132,7 @@ def test_upgrade_under_traffic(
     figures: Figures,
     tmp_path: Path,
 ) -> None:
-    """The old operator goes on under the new CRD, and the new one takes over; nobody notices either."""
+    """The old operator works under the new CRD, and the upgrade to the new operator fails no request."""
     fields: dict[str, Any] = {"speculation": SPECULATION, "drain": {"endpointDelay": "2s", "gracePeriod": "5s"}}
     with tenant.deployment("upgraded", replicas=2, behaviour={"check_tokens": True}, **fields) as served:
         served.settled_plan_version()

@@ -156,7 +156,7 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
 
 
 def _resolved(facts: Facts, record: DraftRecord, trial: TrialRecord, found: str) -> Detection:
-    """Return the record with the hash of the candidate. Its trial begins anew, of files with this hash alone."""
+    """Return the record with the hash that a worker reported for the candidate, and start its trial again."""
     uri = record.uris[record.candidate]
     refusal = _refusal(facts, found, record.current or record.spec_hash)
     if refusal:

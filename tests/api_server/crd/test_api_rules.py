@@ -72,7 +72,7 @@ def test_replicas_cannot_be_changed_while_the_operator_owns_them(api: KindCopy, 
 
 
 def test_two_managers_apply_tasks_of_their_own(api: KindCopy, namespace: str) -> None:
-    """As a person's manifest in git and the plugin do: neither removes the other's items."""
+    """Two field managers, such as a manifest in git and the plugin, do not remove items of each other."""
 
     def apply(manager: str, spec: dict[str, Any]) -> None:
         words = ("apply", "--server-side", "--validate=false", f"--field-manager={manager}", "-f", "-")

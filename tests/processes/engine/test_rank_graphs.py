@@ -236,7 +236,7 @@ def test_a_killed_rank_ends_the_replica(folders: tuple[Path, Path], when: str) -
 
 
 def test_draft_passes_alone_are_captured_on_the_first_rank() -> None:
-    """Beside grammars, the draft passes have a graph of their own, of which the other ranks get no message."""
+    """In steps with grammars the draft passes have their own graph, and the other ranks get no message about it."""
     shapes = [StepShape(1, 1, 0), None]  # of the graph before, and of this one
     target: Any = SimpleNamespace(take_shape=lambda: shapes.pop(0))
     ranks: Any = SimpleNamespace()  # a message would raise AttributeError

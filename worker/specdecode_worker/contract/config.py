@@ -79,7 +79,7 @@ class DraftConfig(Written):
 
 @dataclass(frozen=True, slots=True)
 class MethodTraits:
-    """What the contract must know about a drafting method."""
+    """Traits of a drafting method on which the contract depends."""
 
     weights: bool = True
     """True if the draft has weights, and so a URI."""

@@ -1,4 +1,4 @@
-"""Hash of a draft's files, and the calibration file beside them."""
+"""Hash of the files of a draft, and its calibration file."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class CausalLMConfig(BlockConfig):
 
 
 def target_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_required: bool = True) -> dict[str, Any]:
-    """Return the fields of `CausalLMConfig` that all architectures read alike: all but biases, norms and kinds.
+    """Return the fields of `CausalLMConfig` that all architectures read in the same way.
 
     Args:
         fields: Fields of config.json that describe the text model.

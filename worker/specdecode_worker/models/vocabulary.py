@@ -175,7 +175,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """Read tokenizer.json without its padding and truncation, and add the tokens that only the files beside it name.
+    """Read tokenizer.json without its padding and truncation, and add tokens that only other files of the folder name.
 
     As in transformers, those are the tokens of ``added_tokens_decoder``, and the special tokens with a name. They get
     the ids behind the vocabulary. Raises Exception, as the library does, or ConfigMismatch.

@@ -138,7 +138,7 @@ class Tokenizer:
 
     @property
     def json(self) -> str:
-        """Contents of tokenizer.json, without padding and truncation, and with tokens of the files beside it."""
+        """Contents of tokenizer.json without padding and truncation, and with the tokens that `open_tokenizer` adds."""
         return str(self._model.to_str())
 
     @property

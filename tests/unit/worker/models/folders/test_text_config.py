@@ -83,7 +83,7 @@ LISTED = {"267": {"content": "<|late|>", "special": True}, "266": {"content": "<
 
 
 def test_tokens_that_only_the_files_beside_it_name_are_whole(tmp_path: Path) -> None:
-    """As in transformers, which serving, training, grammars and the match of vocabularies must not differ from."""
+    """Serving, training, grammars and the match of vocabularies read the same tokens as transformers."""
     tokenizer_of("text").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text("{}")
     given = {"added_tokens_decoder": LISTED, "eos_token": "<|late|>", "pad_token": "<|pad|>", "chat_template": "x"}
