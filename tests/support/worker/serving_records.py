@@ -25,7 +25,7 @@ def engine_of(model: Path, draft: Path, method: Method = "eagle3") -> LocalEngin
         WorkerConfig(
             model=ModelConfig(uri=f"file://{model}", served_name="m", dtype="float32"),
             draft=DraftConfig(method=method, uri=f"file://{draft}", required=True),
-            engine=EngineConfig(max_num_seqs=8, device="cpu", threads=1, kv_cache_tokens=4096),
+            engine=EngineConfig(max_num_seqs=16, device="cpu", threads=1, kv_cache_tokens=4096),
         ),
         Path("/nowhere"),
     )
