@@ -186,7 +186,7 @@ def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[st
     if secret:
         env.append(secret_variable("HF_TOKEN", secret.name, secret.key))
     env += bucket_environment(spec)
-    uris = dict.fromkeys([spec.model.uri, run.draft_uri])
+    uris = dict.fromkeys([spec.model.target, run.draft_uri])
     return {
         **job_container(deployment, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *uris],
@@ -228,7 +228,7 @@ def arguments(deployment: Deployment, run: RunRecord, keep: Sequence[str] = ()) 
     capture = distillation.capture or DistillationCaptureSpec()
     host = f"{headless_name(deployment.name)}.{deployment.namespace}.svc"
     values: dict[str, object] = {
-        "model": spec.model.uri,
+        "model": spec.model.target,
         "draft": run.draft_uri,
         "capture-from": f"{'https://' if spec.tls_secret_ref else ''}{host}:{Port.admin}",
         "out": run_out(deployment.name, run),
