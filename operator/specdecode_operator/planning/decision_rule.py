@@ -174,7 +174,7 @@ class LoadDecision:
             newest = max((cell.at for cell in self.learned.costs if cell.draft_passes), default=0.0)
             age = max(0.0, self.now - newest - TUNING.window_seconds)
             variance = TUNING.drift_per_dwell**2 * age / max(1, self.speculation.limits.min_dwell_seconds)
-        return math.sqrt(max(0.0, variance - TUNING.measured_error**2))
+        return math.sqrt(max(0.0, variance - TUNING.measured_error**2 - self.search.times.wander))
 
     def _bound(self, now: Choice, other: Choice, z: float) -> float:
         """Return the lower confidence bound of a gain."""
