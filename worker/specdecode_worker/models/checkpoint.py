@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +24,8 @@ from specdecode_worker.models.rope import Rope
 Network = TypeVar("Network", bound=nn.Module)
 Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
 """Function from a network's tensor name and shape to the part to read, one slice per dimension."""
-_FLOATS = ("F16", "BF16", "F32", "F64")
+FLOATS = ("F16", "BF16", "F32", "F64")
+"""Dtypes of plain weights."""
 
 
 class _MetaInit(TorchFunctionMode):
@@ -61,7 +62,7 @@ class Checkpoint:
 
     def without(self, *names: str) -> Checkpoint:
         """Return this checkpoint without the given tensors."""
-        return Checkpoint(self.folder, {k: v for k, v in self.tensors.items() if k not in names}, self.origins)
+        return replace(self, tensors={k: v for k, v in self.tensors.items() if k not in names})
 
     def read(self, name: str) -> Tensor:
         """Return one tensor in its stored dtype."""
@@ -177,5 +178,5 @@ def _expect(folder: Path, name: str, header: TensorHeader, wanted: Tensor) -> No
         )
     if header.is_floating_point != wanted.is_floating_point():
         raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}, expected {wanted.dtype}")
-    if header.is_floating_point and header.dtype not in _FLOATS:
+    if header.is_floating_point and header.dtype not in FLOATS:
         raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}; quantised weights are not supported")
