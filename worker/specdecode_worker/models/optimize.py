@@ -23,7 +23,7 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.compiled_cpu import run_blocks_natively, run_norms_natively
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.layers import MLP, Attention
-from specdecode_worker.models.linear import Linear
+from specdecode_worker.models.linear import Linear, Split
 
 _FP8 = (8, 9)
 """Lowest compute capability of a GPU that converts e4m3."""
@@ -99,7 +99,9 @@ def should_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _of_target(model: CausalLM) -> Iterator[tuple[nn.Module, str]]:
     for module in model.model.layers.modules():
-        yield from ((module, name) for name, child in module.named_children() if isinstance(child, Linear))
+        for name, child in module.named_children():
+            if isinstance(child, Linear) and child.split is not Split.WHOLE:  # a router stays as it is
+                yield module, name
 
 
 def _of_draft(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
