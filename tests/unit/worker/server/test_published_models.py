@@ -270,6 +270,18 @@ def test_text_behind_a_call_without_its_last_brace_is_kept(asked: Asked, stream:
     assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"city": "Oslo"}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_is_apart_whatever_its_tags_are(asked: Asked, stream: bool) -> None:
+    """The model closes its thinking at once, and writes the tag again and again."""
+    prompt = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>"}]
+    fields: Any = {"messages": prompt, "continue_final_message": True, "add_generation_prompt": False, "max_tokens": 3}
+    close = tokenizer_of(asked.kind).token_to_id("</think>")
+    fields |= {"logit_bias": {str(close): 100}, "tools": TOOLS, "structured_outputs": None}
+    message = asked.streamed("", **fields) if stream else asked.choice(**fields)["message"]
+    assert not message["reasoning_content"]
+    assert message["content"] == "</think></think>"
+
+
 def test_the_output_completes_a_character_of_the_prompt(asked: Asked) -> None:
     *first, last = small_model.byte_tokenizer().encode("\N{SLIGHTLY SMILING FACE}").ids
     answer = asked.complete(prompt=first, logit_bias={str(last): 100}, max_tokens=1)
