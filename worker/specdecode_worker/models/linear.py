@@ -151,7 +151,7 @@ class Linear(nn.Linear):
         """
         if self.source is None:
             return
-        weight, self.source = self.source.read(self._part(self.source.rows, self.source.columns), device), None
+        weight, self.source = self.source.read(self._part(self.source), device), None
         if stored and self._stays and isinstance(weight, Quantised):
             self._store(QuantizedWeight(weight, self._own_bias))
         else:
@@ -170,15 +170,16 @@ class Linear(nn.Linear):
         """Whether the matrix may stay quantized: not the output matrix, which drafts and training read."""
         return self.split is not Split.VOCABULARY
 
-    def _part(self, rows: int, columns: int) -> Part:
+    def _part(self, whole: StoredMatrix) -> Part:
         """Return this device's part of a matrix of all devices together."""
-        split = Split.WHOLE if self.shard is None else self.split
-        own_rows, own_columns = slice(0, rows), slice(0, columns)
-        if self.shard is not None and split is Split.INPUTS:
-            own_columns = self.shard.part(columns)
-        elif self.shard is not None and split is not Split.WHOLE:
-            own_rows = self.shard.part(rows)
-        return Part(own_rows, own_columns)
+        rows, columns = slice(0, whole.rows), slice(0, whole.columns)
+        if self.shard is not None and self.split is Split.INPUTS:
+            columns = self.shard.part(whole.columns)
+        elif self.shard is not None and self.split is not Split.WHOLE:
+            # devices share a part where there are fewer key-value heads than devices
+            parts = -(-whole.rows // self.out_features) if self.split is Split.OUTPUTS else self.shard.size
+            rows = Shard(self.shard.rank * parts // self.shard.size, parts).part(whole.rows)
+        return Part(rows, columns)
 
     def quantize(self, kind: Kind, device: torch.device, *, stored: bool) -> Linear:
         """Return this matrix on ``device`` with quantized weights, in that format or, unless ``stored``, rounded to it.
@@ -213,6 +214,25 @@ class Linear(nn.Linear):
             collectives.all_reduce(own_TN)
             return own_TN
         return self._gathered(own_TN, self.shard)
+
+    def own(self, x_TK: Tensor) -> Tensor:
+        """Return this device's part of the product, for `combined`."""
+        return self._product(x_TK)
+
+    def combined(self, own_TN: Tensor) -> Tensor:
+        """Return the sum over the devices that share the input features; ``own_TN`` may be overwritten."""
+        if self.shard is not None and self.split is Split.INPUTS:
+            collectives.all_reduce(own_TN)
+        return own_TN
+
+    def reorder(self, order_N: Tensor) -> None:
+        """Change the order of the outputs in place: output n is then what ``order_N[n]`` was."""
+        if self.stored is not None:
+            cast(QuantizedWeight, self.stored).reorder(order_N)
+            return
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                parameter.data = parameter.data[order_N.to(parameter.device)]
 
     def gated(self, x_TK: Tensor) -> Tensor:
         """Return ``SiLU(gate) * up`` [..., N / 2] of the joined matrix of gate and up."""
@@ -311,6 +331,13 @@ class QuantizedWeight(StoredWeight):
         if any(part.zero is not None for part in alike):
             zero = torch.cat([part._zeros for part in alike])
         return cls(Quantised(first.kind, packed, scale, first.columns, first.group, zero, first.order), bias)
+
+    def reorder(self, order_N: Tensor) -> None:
+        """Change the order of the rows, with their scales and biases."""
+        order_N = order_N.to(self.packed.device)
+        self.packed, self.scale = self.packed[order_N], self.scale[order_N]
+        self.zero = None if self.zero is None else self.zero[order_N]
+        self.bias = None if self.bias is None else self.bias[order_N]
 
     def _is_like(self, other: QuantizedWeight) -> bool:
         shape, another = ((one.kind, one.group, one.scale.dtype, one.bias is None) for one in (self, other))

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from specdecode_worker.models.adapter import adapted
 from specdecode_worker.models.arch import architecture_of, causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.checkpoint import (
@@ -53,9 +54,11 @@ def prepare_causal_lm(folder: Path, *, max_model_len: int | None = None) -> Unlo
     raw = read_config(folder)
     config, facts = causal_lm_config(raw, max_model_len), quantization_facts(folder, raw)
     config = replace(config, eos_token_ids=end_tokens(folder, config.eos_token_ids))
-    checkpoint = open_checkpoint(folder, architecture_of(config).tensor_name)
+    architecture = architecture_of(config)
+    checkpoint = open_checkpoint(folder, architecture.tensor_name, architecture.entries)
     if config.tie_word_embeddings and _has_own_output(checkpoint):
         config = replace(config, tie_word_embeddings=False)  # as in transformers, the file has the last word
+    checkpoint = adapted(checkpoint, architecture_of(config).tensor_name, tied=config.tie_word_embeddings)
     with meta_init():
         model = new_network(config)
     for name, linear in model.named_modules():
@@ -92,6 +95,7 @@ def load_causal_lm(
     model = prepared.fill(dtype=dtype, device=device, finite=finite, stored=stored)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
+    model.arrange()
     return model
 
 

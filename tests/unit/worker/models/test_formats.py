@@ -136,6 +136,11 @@ def test_ranks_may_begin_within_a_group(name: str, tmp_path: Path, dense: Any, m
     assert agrees(tmp_path, weights, dense, size=2, monkeypatch=monkeypatch)
 
 
+def test_ranks_may_share_key_value_heads(tmp_path: Path, dense: Any, monkeypatch: Any) -> None:
+    weights = written(tmp_path, "awq", num_key_value_heads=1)
+    assert agrees(tmp_path, weights, dense, size=2, monkeypatch=monkeypatch)
+
+
 def test_plain_and_quantized_projections_may_be_joined(tmp_path: Path, dense: Any, monkeypatch: Any) -> None:
     weights = written(tmp_path, "awq", plain=("v_proj", "up_proj"), attention_bias=True, mlp_bias=True)
     assert agrees(tmp_path, weights, dense, size=2, monkeypatch=monkeypatch)
