@@ -34,8 +34,8 @@ class Quantised:
     padded to whole groups. Byte j of a group holds input j in its low half and input j + group / 2 in its high half,
     each as an integer from 0 to 15.
 
-    ``scale_NG`` [N, G] is of any float type: one scale for each ``group`` inputs of a row. The last group of int8 and
-    fp8 may be shorter. ``group`` is ``columns`` if a row has one scale.
+    ``scale_NG`` [N, G] is of any float type: one scale for each ``group`` inputs of a row. The last group may be
+    shorter for int8 and fp8; ``group`` is ``columns`` if a row has one scale.
     """
 
     kind: Kind
