@@ -162,9 +162,6 @@ def refuse_unknown(fields: Fields) -> None:
     """Raise ConfigMismatch for features that no network of this package supports."""
     if fields.text("hidden_act", "silu") != "silu":
         raise ConfigMismatch(f"hidden_act {fields.raw['hidden_act']!r} is not supported; only silu is")
-    for name in ("quantization_config", "compression_config"):
-        if fields.raw.get(name):
-            raise ConfigMismatch(f"{fields.where}: {name}: quantised weights are not supported; take the bf16 model")
     fields.refuse("logit_scale", 1)
 
 
@@ -369,6 +366,9 @@ def flattened_fields(raw: Mapping[str, Any], kind: str) -> Fields:
 def head_blocks(fields: Fields, target: CausalLMConfig) -> dict[str, Any]:
     """Return the fields of BlockConfig for a head. Positions follow the target's. Raise ConfigMismatch if invalid."""
     refuse_unknown(fields)
+    for name in ("quantization_config", "compression_config"):
+        if fields.raw.get(name):
+            raise ConfigMismatch(f"{fields.where}: {name}: heads are read unquantized; take the bf16 head")
     fields.refuse("use_sliding_window")
     if other := set(fields.texts("layer_types")) - {"full_attention"}:
         raise ConfigMismatch(f"{fields.where}: layer_types {sorted(other)} are not supported")

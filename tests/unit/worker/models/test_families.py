@@ -200,7 +200,6 @@ def test_yarn_factor_multiplies_the_context_length(shape: dict[str, Any]) -> Non
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*is not supported; LlamaForCausalLM, Llama4"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: quantised"),
         ({"num_key_value_heads": 3}, "cannot share 3"),
         ({"num_key_value_heads": 8}, r"num_key_value_heads must be an integer in 1\.\.4"),
         ({"hidden_size": 30}, "hidden_size 30 is no multiple of 4"),

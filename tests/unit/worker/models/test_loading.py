@@ -172,7 +172,7 @@ def test_a_map_out_of_the_vocabulary_is_refused(offset: int, head_folder: Path, 
         ("eagle_aux_hidden_state_layer_ids", [0, "2"], "must be integers"),
         ("num_aux_hidden_states", 2, "do not name 2 of the target's layers"),
         ("parallel_drafting", True, "parallel_drafting True is not supported"),
-        ("quantization_config", {"bits": 4}, "quantised weights are not supported"),
+        ("quantization_config", {"bits": 4}, "heads are read unquantized; take the bf16 head"),
         ("speculators_model_type", "eagle", "'eagle' is no eagle3 head"),
         ("eagle_config", {"use_aux_hidden_state": 1}, "eagle_config: use_aux_hidden_state must be true or false"),
     ],
@@ -252,7 +252,7 @@ def test_a_draft_model_with_infinite_weights_is_refused(target_folder: Path) -> 
 def test_quantised_weights_are_refused(head_folder: Path, target: CausalLM) -> None:
     norm = load_file(head_folder / "model.safetensors")["norm.weight"]
     change(head_folder, **{"norm.weight": norm.to(torch.float8_e4m3fn)})
-    with pytest.raises(WeightMismatch, match=r"norm\.weight has dtype F8_E4M3; quantised"):
+    with pytest.raises(WeightMismatch, match=r"norm\.weight has dtype F8_E4M3; only matrices of targets"):
         load_head(head_folder, target)
 
 
