@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.headers import TensorHeader, read_tensor_headers
 from specdecode_worker.models.rope import Rope
+from specdecode_worker.stages import stage, staged
 
 Network = TypeVar("Network", bound=nn.Module)
 Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
@@ -143,8 +144,10 @@ class UnloadedNetwork(Generic[Network]):
         """
         self.check()
         placed: dict[str, Tensor] = {}
-        for name, tensor in self.checkpoint.read_all(self.checkpoint.tensors.keys() - self.spare):
-            placed[name] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else _integer(tensor))
+        for name, tensor in staged("read", self.checkpoint.read_all(self.checkpoint.tensors.keys() - self.spare)):
+            touch(tensor)
+            with stage("place"):
+                placed[name] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else _integer(tensor))
         if finite:
             self._check_finite(placed)
         self.network.load_state_dict(placed, strict=False, assign=True)
@@ -165,6 +168,13 @@ class UnloadedNetwork(Generic[Network]):
             if not is_finite:
                 folder, origin = self.checkpoint.folder, self.checkpoint.origins[name]
                 raise WeightMismatch(f"{folder}: {origin} holds NaN or infinity; export the weights again")
+
+
+def touch(tensor: Tensor) -> None:
+    """Read a tensor that is mapped to a file into memory, by one byte of each page."""
+    with stage("read"):
+        if tensor.dim() and tensor.is_contiguous():
+            tensor.view(torch.uint8).flatten()[::4096].any()
 
 
 def _integer(tensor: Tensor) -> torch.dtype:

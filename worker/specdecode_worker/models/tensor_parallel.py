@@ -9,15 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdecode_worker.models.arch import new_network, split_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.checkpoint import meta_init
+from specdecode_worker.models.checkpoint import meta_init, touch
 from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.linear import Linear, Shard, Split
 from specdecode_worker.models.rope import Rope
 from specdecode_worker.models.weights import prepare_causal_lm
+from specdecode_worker.stages import stage, staged
 
 
 def split_network(config: CausalLMConfig, shard: Shard) -> CausalLM:
@@ -50,10 +51,11 @@ def load_shard(
     def part(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
         return slices(splits.get(name, Split.WHOLE), shape, shard)
 
-    placed = {
-        name: tensor.to(device=device, dtype=dtype)
-        for name, tensor in whole.checkpoint.read_all(whole.checkpoint.tensors, part)
-    }
+    placed: dict[str, Tensor] = {}
+    for name, tensor in staged("read", whole.checkpoint.read_all(whole.checkpoint.tensors, part)):
+        touch(tensor)
+        with stage("place"):
+            placed[name] = tensor.to(device=device, dtype=dtype)
     model.load_state_dict(placed, strict=False, assign=True)
     if config.tie_word_embeddings:
         rows = model.model.embed_tokens.weight[shard.part(config.vocab_size)]

@@ -92,6 +92,8 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield started, request.param
         report = Report.model_validate(started.call_admin(Route.report).json())
         assert report.draft.problem is None
+        assert report.start is not None
+        assert min(report.start.read, report.start.fuse, report.start.compile, report.start.calibrate) > 0
         assert report.drafts > 0, "the answers with a tree must be speculative"
 
 
