@@ -272,7 +272,8 @@ class Spec(Api):
     model_cache: Anything | None = Field(
         default=None,
         description="Volume of downloaded models: the source of a volume as in a pod. The folder must be writable for "
-        "the workers' user, 65532 unless the namespace assigns another. Absent: an emptyDir of each pod.",
+        "the workers' user, 65532 unless the namespace assigns another. Absent: the operator's setting "
+        "worker.modelCache, an emptyDir with a sizeLimit of 64Gi.",
         examples=[{"persistentVolumeClaim": {"claimName": "llama-cache"}}],
     )
     draft_rollout: DraftRolloutSpec = Field(

@@ -140,12 +140,13 @@ def cores(quantity: object) -> Decimal:
         SpecError: The text is no quantity.
     """
     try:
-        return _value(quantity)
+        return quantity_value(quantity)
     except InvalidOperation:
         raise SpecError(f"workers.resources.limits.cpu is {quantity!r}; write cores such as 2, 1.5 or 500m") from None
 
 
-def _value(quantity: object) -> Decimal:
+def quantity_value(quantity: object) -> Decimal:
+    """Return the number of a Kubernetes quantity. Raise decimal.InvalidOperation if the text is none."""
     text = str(quantity)
     suffix = next((suffix for suffix in sorted(_FACTORS, key=len, reverse=True) if text.endswith(suffix)), "")
     return Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)

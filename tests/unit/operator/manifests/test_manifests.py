@@ -155,7 +155,7 @@ def test_termination_grace_covers_delay_and_grace_period_with_a_margin() -> None
 @pytest.mark.parametrize(
     ("cache", "volume"),
     [
-        (None, {"emptyDir": {}}),
+        (None, {"emptyDir": {"sizeLimit": "64Gi"}}),
         (CLAIM, CLAIM),
         ({"hostPath": {"path": "/models"}}, {"hostPath": {"path": "/models"}}),
     ],
