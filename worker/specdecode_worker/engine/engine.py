@@ -43,6 +43,7 @@ from specdecode_worker.engine.stats import (
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.stages import start_seconds
 
 GRAMMAR_WAIT_SECONDS = 0.002
 """Longest wait for a compilation while no request runs, so that the engine still reads its messages."""
@@ -350,6 +351,7 @@ class Engine:
         self._add_request_seconds(now)
         snapshot = WorkerSnapshot(
             clock_seconds=now,
+            start=start_seconds(),
             draft=self._drafts.reported(DEFAULT_DRAFT, swaps),
             named_drafts=self._drafts.named(swaps),
             trial=trial,
