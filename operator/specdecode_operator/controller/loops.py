@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 
 from specdecode_operator import manifests, metrics
 from specdecode_operator.controller.admin_tokens import AdminTokens, TokenKeys
@@ -39,13 +40,7 @@ class Loops:
         table: StateTable,
         keys: TokenKeys,
     ) -> None:
-        defaults = Defaults(
-            worker_image=settings.worker_image,
-            worker_image_pull_policy=settings.worker_image_pull_policy,
-            router_image=settings.router_image,
-            router_image_pull_policy=settings.router_image_pull_policy,
-            fixed_user=settings.fixed_user,
-        )
+        defaults = Defaults(**{one.name: getattr(settings, one.name) for one in fields(Defaults)})
         self._table, self._caches = table, caches
         self._unchecked: set[Key] = set()
         """Deployments of which a child changed less than CHECK_SECONDS ago."""
@@ -170,4 +165,4 @@ class Loops:
     def _access(self, state: DeploymentState) -> WorkerAccess:
         resource = state.resource.value
         key = resource["metadata"]["namespace"], resource["metadata"]["name"]
-        return WorkerAccess(tokens=self._tokens.tokens(key), tls=resource["spec"].get("tls") is not None)
+        return WorkerAccess(tokens=self._tokens.tokens(key), tls="tlsSecretRef" in resource["spec"])

@@ -32,7 +32,6 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
         placed=conditions.get("PodScheduled", "True") == "True",
         created_at=_seconds(pod["metadata"].get("creationTimestamp")),
         trouble=_trouble(status),
-        deletion_cost=_deletion_cost(pod),
         startup_seconds=_startup_seconds(pod),
         # The worker serves now, so an earlier verdict does not hold any more.
         verdict=None if ready else verdict_of(status),
@@ -59,12 +58,6 @@ def workload_of(deployment: Mapping[str, Any]) -> Workload:
         template=deployment["spec"]["template"],
         spec_hash=(deployment["metadata"].get("annotations") or {}).get(manifests.SPEC_HASH_ANNOTATION, ""),
     )
-
-
-def _deletion_cost(pod: Mapping[str, Any]) -> int | None:
-    """Return the annotated cost, or None if there is none or it is not a number."""
-    text = (pod["metadata"].get("annotations") or {}).get(manifests.DELETION_COST_ANNOTATION, "")
-    return int(text) if text.lstrip("-").isdecimal() else None
 
 
 def _startup_seconds(pod: Mapping[str, Any]) -> float | None:

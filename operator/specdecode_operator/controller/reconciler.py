@@ -26,7 +26,7 @@ from specdecode_operator.controller.status import failed_status, status_of
 from specdecode_operator.errors import ClusterError, EvictionBlocked, Refused
 from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.kinds import DEPLOYMENTS, PODS
+from specdecode_operator.kube.kinds import DEPLOYMENTS, NETWORK_POLICIES
 from specdecode_operator.state.deployment_state import DeploymentState, Failure, Pending, Published, StateTable
 from specdecode_operator.state.draft_store import DraftStore
 from specdecode_operator.state.packed import Packed
@@ -176,7 +176,8 @@ class Reconciler:
         if unsaved is None:  # Neither a plan nor a Job may exist that a restart of the operator would not know of.
             self._publish(deployment, decision)
             job_problem = await self._parts.jobs.carry_out(deployment.key, decision.job, decision.ended_jobs)
-        await self._mark_and_evict(deployment, observed, decision)
+        await self._delete_policy(deployment, decision)
+        await self._evict(deployment, observed, decision)
         return Outcome(problems=tuple(problems), is_saved=unsaved is None, job_problem=job_problem)
 
     async def _ensure_tokens(self, deployment: Deployment, observed: Observation) -> ChildProblem | None:
@@ -210,17 +211,26 @@ class Reconciler:
         if before is not None:
             self._parts.published(deployment.key)
 
-    async def _mark_and_evict(self, deployment: Deployment, observed: Observation, decision: Decision) -> None:
-        """Annotate deletion costs, and evict workers to be replaced. Failures are logged; a later run repeats them."""
-        client = self._parts.client
+    async def _delete_policy(self, deployment: Deployment, decision: Decision) -> None:
+        """Delete the NetworkPolicy once none is wanted: it would go on to restrict the pods."""
+        child = NETWORK_POLICIES.kind, deployment.namespace, manifests.policy_name(deployment.name)
+        record = self._parts.caches.record(child)
+        if record is None or record.controller_uid != deployment.uid or record.deleting:
+            return
+        if any(manifest["kind"] == NETWORK_POLICIES.kind for manifest in decision.children):
+            return
         try:
-            for name, cost in decision.deletion_costs.items():
-                change = {"metadata": {"annotations": {manifests.DELETION_COST_ANNOTATION: str(cost)}}}
-                await client.patch(PODS, deployment.namespace, name, change)
+            await self._parts.client.delete(NETWORK_POLICIES, *child[1:], uid=record.uid)
+        except ClusterError as error:
+            log.warning("%s/%s: %s", *deployment.key, error)
+
+    async def _evict(self, deployment: Deployment, observed: Observation, decision: Decision) -> None:
+        """Evict workers to be replaced. Failures are logged; a later run repeats them."""
+        try:
             for worker in observed.workers:
                 if worker.name in decision.recycle and not worker.leaving:
                     log.warning("%s/%s: evicting pod %s: its acceptance collapsed", *deployment.key, worker.name)
-                    await client.evict(deployment.namespace, worker.name, worker.uid)
+                    await self._parts.client.evict(deployment.namespace, worker.name, worker.uid)
         except EvictionBlocked as error:
             log.info("%s/%s: %s", *deployment.key, error)
         except ClusterError as error:

@@ -177,7 +177,6 @@ def _decision(
         arrivals=sized.arrivals,
         capacity=sized.capacity,
         limited=sized.limited,
-        deletion_costs=sized.deletion_costs,
         image=materialised.template.image,
         url=manifests.service_url(
             deployment.namespace, deployment.name, tls=deployment.spec.tls_secret_ref is not None

@@ -45,13 +45,16 @@ REVISIONS_KEY = "revisions.json"
 """Key of the plan's ConfigMap with the commits of models whose URI names none."""
 SPEC_HASH_ANNOTATION = f"{GROUP}/spec-hash"
 """Annotation of the workload: hash of the part of the spec that its pod template was made from."""
-DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
-"""Annotation of Kubernetes: when a ReplicaSet shrinks, the pods with the lowest cost are removed first."""
 
 
 def worker_name(name: str) -> str:
     """Return the name of the workload and of its PodDisruptionBudget."""
     return f"{name}-worker"
+
+
+def policy_name(name: str) -> str:
+    """Return the name of the NetworkPolicy of workers and routers."""
+    return name
 
 
 def headless_name(name: str) -> str:

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdecode_operator.manifests.identity import (
+    NAME_LABEL,
     PLAN_KEY,
     REVISIONS_KEY,
+    ROLE_LABEL,
+    Role,
     drafts_name,
     headless_name,
     metadata,
     plan_name,
+    policy_name,
     public_port_name,
     router_labels,
     selector,
@@ -20,7 +24,7 @@ from specdecode_operator.manifests.identity import (
     tokens_name,
     worker_name,
 )
-from specdecode_operator.types import Deployment, Manifest
+from specdecode_operator.types import Deployment, Manifest, PolicyPeers
 from specdecode_worker.contract import Plan, Port, Revisions
 
 
@@ -97,6 +101,31 @@ def budget(deployment: Deployment) -> Manifest:
             "maxUnavailable": 1,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": selector(deployment.name)},
+        },
+    }
+
+
+def network_policy(deployment: Deployment, peers: PolicyPeers) -> Manifest:
+    """Return the NetworkPolicy of workers and routers: who may use the public port, and who the admin port.
+
+    The admin port serves the operator, the routers of the namespace, of which those of a deployment that shares its
+    traffic have a token, and the deployment's own training Jobs.
+    """
+    routers = {"podSelector": {"matchLabels": {ROLE_LABEL: Role.router.value}}}
+    jobs = {"podSelector": {"matchLabels": {NAME_LABEL: deployment.name, ROLE_LABEL: Role.job.value}}}
+    rules: list[dict[str, Any]] = [
+        {"ports": [{"protocol": "TCP", "port": Port.http}], **({"from": list(peers.clients)} if peers.clients else {})},
+        {"ports": [{"protocol": "TCP", "port": Port.admin}], "from": [*peers.admins, routers, jobs]},
+    ]
+    roles = {"key": ROLE_LABEL, "operator": "In", "values": [Role.worker.value, Role.router.value]}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(deployment, policy_name(deployment.name)),
+        "spec": {
+            "podSelector": {"matchLabels": {NAME_LABEL: deployment.name}, "matchExpressions": [roles]},
+            "policyTypes": ["Ingress"],
+            "ingress": rules,
         },
     }
 

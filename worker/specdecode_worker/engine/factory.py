@@ -64,7 +64,7 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     use_kernel_timings(config.engine, device)
     inventory = take_inventory(config, resolve, device)
     require_servable(inventory)
-    folder = resolve(config.model.uri)
+    folder = resolve(config.model.target)
     if config.engine.tensor_parallel_size > 1:
         group = RankGroup(_assignment(config, folder, device, inventory.budget, threads))
         target, device = group.load()

@@ -450,7 +450,7 @@ def take_inventory(
         ModelError: The target cannot be served.
     """
     dtype, ranks = getattr(torch, config.model.dtype), config.engine.tensor_parallel_size
-    folder = resolve(config.model.uri)
+    folder = resolve(config.model.target)
     prepared = prepare_causal_lm(folder, max_model_len=config.model.max_model_len)
     prepared.check()
     target = prepared.network

@@ -25,7 +25,8 @@ from specdecode_worker.models.rope import Rope
 Network = TypeVar("Network", bound=nn.Module)
 Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
 """Function from a network's tensor name and shape to the part to read, one slice per dimension."""
-_FLOATS = ("F16", "BF16", "F32", "F64")
+FLOATS = ("F16", "BF16", "F32", "F64")
+"""Dtypes of plain weights."""
 
 
 class _MetaInit(TorchFunctionMode):
@@ -230,5 +231,5 @@ def _expect(folder: Path, name: str, header: TensorHeader, wanted: Tensor) -> No
         )
     if header.is_floating_point != wanted.is_floating_point():
         raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}, expected {wanted.dtype}")
-    if header.is_floating_point and header.dtype not in _FLOATS:
+    if header.is_floating_point and header.dtype not in FLOATS:
         raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}; quantised weights are not supported")

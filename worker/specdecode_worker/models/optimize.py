@@ -3,9 +3,8 @@
 `quantise_target` and `quantise_draft` round weights to fewer bits, which is a function of its own: for a target, all
 matrices of its blocks, as in vLLM, but neither embeddings nor lm_head; for a draft, the MLPs and its own lm_head, which
 are most of its weights. With int4 the lm_head of a draft is int8: four bits for it cost more acceptance than four bits
-for all MLPs (docs/performance.md). On a GPU, weights are stored and multiplied in quantized form. On a CPU, they are
-dequantized at once, because its matrices have their own layouts: the values are the same, but no memory or time is
-saved.
+for all MLPs. On a GPU, weights are stored and multiplied in quantized form. On a CPU, they are dequantized at once,
+because its matrices have their own layouts: the values are the same, but no memory or time is saved.
 
 `fuse` joins projections that read the same input. In bf16 on a CPU with bf16 support, whole blocks are replaced by
 compiled ones (networks/compiled_cpu.py), and the remaining matrices are packed.

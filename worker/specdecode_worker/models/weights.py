@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from specdecode_worker.models.adapter import adapted
 from specdecode_worker.models.arch import architecture_of, causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.checkpoint import (
@@ -54,6 +55,7 @@ def prepare_causal_lm(folder: Path, *, max_model_len: int | None = None) -> Unlo
     checkpoint = open_checkpoint(folder, architecture.tensor_name, architecture.entries)
     if config.tie_word_embeddings and _OUTPUT in checkpoint and not _repeats_embedding(checkpoint):
         config = replace(config, tie_word_embeddings=False)  # as in transformers, the file has the last word
+    checkpoint = adapted(checkpoint, architecture_of(config).tensor_name, tied=config.tie_word_embeddings)
     with meta_init():
         model = new_network(config)
     if not config.tie_word_embeddings:

@@ -90,6 +90,13 @@ async def test_each_cache_reports_to_its_own_queue(bench: Bench) -> None:
     assert bench.queued == (1, 1)
 
 
+@pytest.mark.parametrize("spec", [{}, {"tlsSecretRef": {"name": "certs"}}])
+def test_workers_with_a_certificate_are_called_over_https(bench: Bench, spec: dict[str, Any]) -> None:
+    resource = {"metadata": {"namespace": KEY[0], "name": KEY[1]}, "spec": spec}
+    state = DeploymentState(resource=Packed.of(resource), generation=1)
+    assert bench.loops._access(state).tls == bool(spec)
+
+
 async def test_an_apply_without_an_event_is_checked(bench: Bench) -> None:
     bench.settled = False
     bench.loops._check_later(KEY)

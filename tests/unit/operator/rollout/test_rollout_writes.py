@@ -45,8 +45,6 @@ class Cluster:
 
     async def ensure(self, deployment: object, *, suspicious: bool, mounted: bool) -> None: ...
 
-    async def patch(self, *_: object) -> None: ...
-
     async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> None:
         self.writes.append(f"{kind.kind}/{manifest['metadata']['name']}")
 
@@ -58,6 +56,7 @@ async def carried_out(cluster: Cluster, canary: Canary) -> tuple[Outcome, StateT
     table.put(canary.deployment.key, DeploymentState(resource=Packed.of({}), generation=1))
     parts = SimpleNamespace(
         client=cluster,
+        caches=SimpleNamespace(record=lambda child: None),
         table=table,
         applier=cluster,
         store=StateStore(cluster, cluster),
