@@ -233,14 +233,8 @@ class Engine:
         return tuple(sorted({most, *(min(edge, most) for edge in self._shape_selector.plan.buckets.concurrency)}))
 
     def calibration_shapes(self) -> tuple[TreeShape, ...]:
-        """Return the chains for which step times are calibrated, deepest first; empty if the plan allows no trials.
-
-        Only the deepest chain and the chain of depth 1 are timed; the step times of the depths between follow from
-        these two.
-        """
-        plan = self._shape_selector.plan
-        depths = {plan.max_depth, 1} if plan.max_depth and plan.explore else set()
-        return tuple(TreeShape.chain(depth) for depth in sorted(depths, reverse=True))
+        """Return the shapes for which step times are calibrated, deepest first; empty if the plan allows no trials."""
+        return self._shape_selector.plan.timed_shapes
 
     def force_shape(self, shape: TreeShape | None) -> None:
         """Force one shape in all steps, for calibration. None returns to the plan."""
