@@ -22,7 +22,7 @@ demo: venv ## boot a cluster, install the operator, deploy a small Llama, chat w
 demo-down: ## undo `make demo`: no process, mount, link, rule or sysctl stays; nor images with PURGE=1
 	@hack/demo-down
 
-lint: venv ## check style, types, import layers, and that crds/, docs/api.md and the tables of test runs are up to date
+lint: venv ## check style, types, import layers, and that crds/, docs/reference/resource.md and the tables of test runs are up to date
 	$(BIN)/ruff check . $(PYTHON_SCRIPTS)
 	$(BIN)/ruff format --check . $(PYTHON_SCRIPTS)
 	$(BIN)/mypy
@@ -47,7 +47,7 @@ test-all: venv ## every test but the proofs, in forty minutes; AFTER=test leaves
 proofs: venv ## the slow proofs P=name,name; without P the list of them, with when each last passed
 	@hack/test proofs $(P)
 
-crds: venv ## write crds/, the chart's copy and docs/api.md from the pydantic models
+crds: venv ## write crds/, the chart's copy and docs/reference/resource.md from the pydantic models
 	$(BIN)/python -m specdecode_operator.api.crd
 
 images: ## build both images into the local cluster's store

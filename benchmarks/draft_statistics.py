@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/draft_statistics.py [--trials 1000] [--days 1000] [--falls 200] [--jobs 2] > tables.md
 
-Prints Markdown tables with date and hardware, ready for docs/draft-statistics.md.
+Prints Markdown tables with date and hardware, ready for benchmarks/reports/draft-statistics-2026-11-25.md.
 """
 
 from __future__ import annotations

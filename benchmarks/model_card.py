@@ -43,7 +43,7 @@ Validation is on greedy answers that its stage did not train on: 24 of them in t
 second and the third; 57 in the fourth and the fifth, others in the sixth. Stages two, three and five also trained on
 what those before them had recorded: the tokens are those of all. The fourth and the sixth recorded anew, with the
 built-in prompts for the first 200,000 and 160,000 tokens. Every stage unrolls one token deep at first. The fourth put
-six heads beside the nine, which begin by finding where the last tokens stood before (docs/training.md).
+six heads beside the nine, which begin by finding where the last tokens stood before (docs/how-to/train-a-draft.md).
 
 ## Acceptance on held-out prompts
 

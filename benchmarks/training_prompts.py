@@ -1,8 +1,8 @@
 """Prompts for training a draft, as wide as a dictionary: WordNet's common words in forms that fit what they are.
 
-Prompts made of a few hundred words teach a draft their own kind and little else (docs/training.md). Here every question
-has words of its own; passages to summarize are answers that the target gave before. WordNet is Debian's wordnet-base;
-its licence lets anybody use it, and is named in the head's card.
+Prompts made of a few hundred words teach a draft their own kind and little else (docs/how-to/train-a-draft.md). Here
+every question has words of its own; passages to summarize are answers that the target gave before. WordNet is
+Debian's wordnet-base; its licence lets anybody use it, and is named in the head's card.
 
     apt-get download wordnet-base && dpkg-deb -x wordnet-base_*.deb words
     .venv/bin/python benchmarks/training_prompts.py --wordnet words/usr/share/wordnet \

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the operator. docs/metrics.md lists them; a test compares."""
+"""Prometheus metrics of the operator. docs/reference/metrics.md lists them; a test compares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_TASKS = 8
 SECONDS_PER_HOUR = 3600
 
 CallFailure = Literal["timeout", "unreachable", "unauthorized", "bad_report", "refused", "not_asked", "internal"]
-"""Reason why a call to a worker failed, as telemetry counts it. docs/metrics.md explains each."""
+"""Reason why a call to a worker failed, as telemetry counts it. docs/reference/metrics.md explains each."""
 
 RECONCILES = Counter("specdecode_operator_reconciles", "Reconciles of a deployment, by outcome.", ["outcome"])
 RECONCILE_SECONDS = Histogram("specdecode_operator_reconcile_seconds", "Duration of a reconcile in seconds.")

@@ -7,7 +7,7 @@ import shutil
 import sys
 
 INSTALL_SIMULATOR = (
-    "the simulator is not installed; in a checkout of the project: pip install . ./simulator (docs/simulator.md)"
+    "the simulator is not installed; in a checkout of the project: pip install . ./simulator (docs/dev/simulator.md)"
 )
 _MODULE, _PROGRAM = "specdecode_simulator", "specdecode-simulate"
 

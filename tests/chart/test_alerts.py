@@ -64,11 +64,11 @@ def test_every_alert_has_a_firing_and_a_quiet_unit_test(
 
 
 def test_every_alert_has_a_severity_texts_and_a_troubleshooting_entry(alerts: list[dict[str, Any]], root: Path) -> None:
-    page = (root / "docs" / "troubleshooting.md").read_text()
+    page = (root / "docs" / "reference" / "conditions-and-alerts.md").read_text()
     for rule in alerts:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert rule["annotations"].keys() == {"summary", "description"}
-        assert f"| {rule['alert']} |" in page, f"docs/troubleshooting.md says nothing about {rule['alert']}"
+        assert f"| {rule['alert']} |" in page, f"conditions-and-alerts.md says nothing about {rule['alert']}"
     listed = set(re.findall(r"\| (Specdecode\w+) \|", page))
     assert listed == {rule["alert"] for rule in alerts}
 

@@ -1,4 +1,4 @@
-"""Check that docs/metrics.md lists exactly the metrics that the code exports."""
+"""Check that docs/reference/metrics.md lists exactly the metrics that the code exports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_OPERATOR = {
 def sections(root: Path) -> dict[str, list[list[str]]]:
     """Return the cells of the table rows, by section."""
     rows_by_section = {}
-    for part in (root / "docs" / "metrics.md").read_text().split("\n## ")[1:]:
+    for part in (root / "docs" / "reference" / "metrics.md").read_text().split("\n## ")[1:]:
         rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("| `specdecode_")]
         rows_by_section[part.split(":")[0]] = [[cell.strip(" `") for cell in row] for row in rows]
     return rows_by_section
@@ -45,7 +45,7 @@ def test_page_lists_every_worker_metric(sections: dict[str, list[list[str]]]) ->
 
 
 def test_page_lists_every_metric_under_vllms_names(root: Path) -> None:
-    page = (root / "docs" / "metrics.md").read_text()
+    page = (root / "docs" / "reference" / "metrics.md").read_text()
     (section,) = (part for part in page.split("\n## ") if part.startswith("vLLM's names:"))
     listed, absent = section.split("What vLLM 0.33 has and a worker does not:")
     exported = {vllm_name(name) for name in VLLM_METRICS} | {VLLM_CACHE_CONFIG}
@@ -68,9 +68,8 @@ def test_page_lists_every_router_metric(sections: dict[str, list[list[str]]]) ->
 
 
 def test_page_explains_every_label_value_of_the_router(root: Path) -> None:
-    (section,) = (
-        part for part in (root / "docs" / "metrics.md").read_text().split("\n## ") if part.startswith("Router:")
-    )
+    page = (root / "docs" / "reference" / "metrics.md").read_text()
+    (section,) = (part for part in page.split("\n## ") if part.startswith("Router:"))
     for reason in RefusalReason:
         assert f"| {reason} | " in section
     for stage in Stage:

@@ -1,4 +1,4 @@
-"""Checks of docs/operations.md: its YAML, its Lua and its table of options agree with the chart and the models."""
+"""Check docs/how-to/install-upgrade.md: its YAML, Lua and table of options agree with chart and models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOREIGN = {
 
 @pytest.fixture(scope="module")
 def page(root: Any) -> str:
-    return (root / "docs" / "operations.md").read_text()  # type: ignore[no-any-return]
+    return (root / "docs" / "how-to" / "install-upgrade.md").read_text()  # type: ignore[no-any-return]
 
 
 def documents(page: str) -> Iterator[dict[str, Any]]:
@@ -91,7 +91,7 @@ def test_keda_scales_our_kind_and_queries_a_series_that_exists(page: str, root: 
     assert crd["spec"]["versions"][0]["subresources"]["scale"]["labelSelectorPath"]
     (trigger,) = scaled["spec"]["triggers"]
     (series,) = re.findall(r"specdecode_\w+", trigger["metadata"]["query"])
-    assert f"`{series}`" in (root / "docs" / "metrics.md").read_text()
+    assert f"`{series}`" in (root / "docs" / "reference" / "metrics.md").read_text()
 
 
 def test_the_certificate_is_the_one_that_workers_serve(page: str) -> None:

@@ -1,4 +1,4 @@
-"""Check that the manifests in docs/router.md are valid, and that they name what the operator and the routers make."""
+"""Check the manifests in docs/how-to/route-traffic.md: they are valid and name what operator and routers make."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdecode_router.telemetry.metrics import RouterMetrics
 @pytest.fixture
 def blocks(root: Path) -> list[dict[str, Any]]:
     """Return the YAML blocks of the page."""
-    text = (root / "docs" / "router.md").read_text()
+    text = (root / "docs" / "how-to" / "route-traffic.md").read_text()
     return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
 
 
@@ -44,7 +44,7 @@ def test_the_autoscaler_of_the_page_follows_an_exported_gauge(blocks: list[dict[
 
 def test_patches_of_the_page_are_valid(root: Path) -> None:
     example = yaml.safe_load((root / "examples" / "router.yaml").read_text())["spec"]
-    text = (root / "docs" / "router.md").read_text()
+    text = (root / "docs" / "how-to" / "route-traffic.md").read_text()
     patches = [yaml.safe_load(patch) for patch in re.findall(r"-p (?:\\\n\s*)?'(\{.*?\})'", text)]
     assert len(patches) >= 2
     for patch in patches:

@@ -1,4 +1,4 @@
-"""Generator of the CRD and of docs/api.md: ``python -m specdecode_operator.api.crd [--check]``.
+"""Generator of the CRD and of docs/reference/resource.md: ``python -m specdecode_operator.api.crd [--check]``.
 
 It writes crds/<plural>.<group>.yaml, the same text as a template of the chart, and the reference page. ``--check``
 compares instead and exits with 1. A structural schema allows less than JSON Schema: references are inlined, titles are
@@ -174,7 +174,7 @@ def _targets(root: Path) -> dict[Path, str]:
     """Return the text of every generated file, by path."""
     made = text()
     return {
-        root / "docs" / "api.md": reference_page(root_schema()),
+        root / "docs" / "reference" / "resource.md": reference_page(root_schema()),
         root / "crds" / f"{PLURAL}.{GROUP}.yaml": made,
         root / "helm" / "specdecode" / "templates" / "crd.yaml": _CHART_HEAD + made + _CHART_TAIL,
     }
@@ -183,7 +183,7 @@ def _targets(root: Path) -> dict[Path, str]:
 def main() -> int:
     """Write or compare the generated files and return the exit code."""
     parser = argparse.ArgumentParser(
-        description="generate crds/*.yaml, the chart's copy and docs/api.md from the models"
+        description="generate crds/*.yaml, the chart's copy and docs/reference/resource.md from the models"
     )
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: the working directory)")

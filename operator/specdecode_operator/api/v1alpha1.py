@@ -1,7 +1,7 @@
 """SpecDecodeDeployment, version v1alpha1: desired state (spec) and observed state (status).
 
-These models are the only source of the CRD, which ``crd.py`` generates, and of docs/api.md. ``kubectl explain`` prints
-their descriptions. The rest of the operator imports them from this module.
+These models are the only source of the CRD, which ``crd.py`` generates, and of docs/reference/resource.md. ``kubectl
+explain`` prints their descriptions. The rest of the operator imports them from this module.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def job_container(deployment: Deployment, defaults: Defaults, name: str) -> dict
 def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str, Any]:
     """Return the init container that fetches target and draft, as in a worker."""
     spec = deployment.spec
-    uris = dict.fromkeys([spec.model.uri, run.draft_uri])
+    uris = dict.fromkeys([spec.model.target, run.draft_uri])
     return {
         **job_container(deployment, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *uris],
@@ -240,7 +240,7 @@ def arguments(deployment: Deployment, run: RunRecord, keep: Sequence[str] = ()) 
     capture = distillation.capture or DistillationCaptureSpec()
     host = f"{headless_name(deployment.name)}.{deployment.namespace}.svc"
     values: dict[str, object] = {
-        "model": spec.model.uri,
+        "model": spec.model.target,
         "draft": run.draft_uri,
         "capture-from": f"{'https://' if spec.tls_secret_ref else ''}{host}:{Port.admin}",
         "out": run_out(deployment.name, run),

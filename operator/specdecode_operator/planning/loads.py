@@ -38,7 +38,7 @@ def bucket_of(edges: tuple[int, ...], value: float) -> int:
 
 def present_row(load: LoadState, found: Buckets) -> tuple[int, int]:
     """Return the buckets (concurrency, context) of the last observed load."""
-    # The mean counts as the next whole number: with the nearest one, changes are followed later (docs/simulator.md).
+    # The mean counts as the next whole number: with the nearest one, changes are followed later (simulator.md).
     return bucket_of(found.concurrency, load.sequences), min(load.context_bucket, len(found.context))
 
 

@@ -1,4 +1,4 @@
-"""Constants of the planner. "Trade" marks a value that was chosen in the simulator (docs/simulator.md)."""
+"""Constants of the planner. "Trade" marks a value that was chosen in the simulator (docs/dev/simulator.md)."""
 
 from __future__ import annotations
 

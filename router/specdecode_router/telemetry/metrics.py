@@ -1,4 +1,4 @@
-"""Metrics of the router on /metrics, with vLLM's names where it has an equivalent. docs/metrics.md lists them."""
+"""Metrics of the router on /metrics, with vLLM's names where it has an equivalent."""
 
 from __future__ import annotations
 

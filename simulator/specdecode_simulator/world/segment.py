@@ -53,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a segment, summed over its steps. ``runs`` has the 9 sums of `Walk` per group."""
+    """Result of a segment, summed over its steps. ``runs`` has the sums of `Walk` per group."""
 
     steps: int
     seconds: float

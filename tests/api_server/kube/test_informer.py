@@ -135,7 +135,7 @@ async def test_a_half_open_connection_is_noticed_within_thirty_seconds(
         assert informer.get(namespace, "after") is None, "the connection is not silent"
         with pytest.raises(Unavailable):
             await proxied.get(CONFIG_MAPS, namespace, "before")
-        # 30 s on a quiet machine (docs/operator-faults.md); other tests run at the same time as this one.
+        # 30 s on a quiet machine (benchmarks/reports/operator-faults-2026-11-27.md); other tests run at the same time.
         await seconds_until("the missed object", lambda: informer.get(namespace, "after"), limit=25)
         assert lists == ["ConfigMap"]
         assert informer.last_contact > contact + 1

@@ -1,4 +1,4 @@
-"""Measurements that the fault tests hold to a bound. The bounds are those of docs/security.md."""
+"""Measurements that the fault tests hold to a bound. The bounds are those of docs/reference/security-model.md."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ RESERVED: list[dict[str, Any]] = [
     {"prefill": {"replicas": 1}},
     {"model": {"adapter": "hf://org/adapter"}},
 ]
-"""Fields to come, whose names no other field may take (docs/api-versions.md)."""
+"""Fields to come, whose names no other field may take (docs/reference/api-versions.md)."""
 
 
 NAMES = {

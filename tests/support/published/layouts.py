@@ -1,7 +1,7 @@
 """File lists of the repositories that the README, the documentation and the examples name, as they are published.
 
 The hub itself is not asked by any test. The lists come from public material, looked up on the date of each entry; what
-that material does not say is not ``confirmed``, and the documentation says so too (docs/serving.md, Checkpoints).
+that material does not say is not ``confirmed``, and so does docs/reference/compatibility.md.
 """
 
 from __future__ import annotations

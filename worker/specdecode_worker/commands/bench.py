@@ -28,7 +28,7 @@ from specdecode_worker.commands.flags import (
     add_shape_flags,
 )
 from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, NGRAM, LocalEngine, TokenizedPrompt, local_engine
-from specdecode_worker.contract import MergedDraft, TreeShape
+from specdecode_worker.contract import MergedDraft, TreeShape, adapted_uri
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError
 
@@ -126,7 +126,7 @@ def _document(
     """
     names = list(next(iter(by_concurrency.values())))
     document = {
-        "model": args.model,
+        "model": adapted_uri(args.model, args.adapter),
         "draft": engine.engine.draft.hash,
         "shape": names[0],
         "dtype": args.dtype,

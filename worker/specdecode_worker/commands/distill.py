@@ -35,12 +35,13 @@ from specdecode_worker.commands.distillation_job import (
 from specdecode_worker.commands.flags import (
     EMBEDDED_DRAFT,
     EMBEDDED_TARGET,
+    add_adapter_flag,
     add_device_flag,
     add_shape_flags,
     add_tensor_parallel_flag,
     print_progress,
 )
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import TreeShape, adapted_uri
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash, resolve
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--job the exit code is 0 for every verdict and every error."
     )
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    add_adapter_flag(parser)
     parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI",
                         help="deployed head to go on from: eagle3, peagle or dflash")  # fmt: skip
     add_capture_flags(parser)
@@ -198,7 +200,7 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
     oldest_seconds = expiry_seconds(capture, time.time())
     # A run that was suspended goes on without what has expired since.
     delete_expired_from_runs([args.out, *args.replay], oldest_seconds, print_progress)
-    target, parent = (_ancestor(uri, args.cache_dir) for uri in (args.model, args.draft))
+    target, parent = (_ancestor(uri, args.cache_dir) for uri in (adapted_uri(args.model, args.adapter), args.draft))
     job = DistillationSettings(
         target=target,
         parent=parent,

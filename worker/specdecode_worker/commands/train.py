@@ -12,7 +12,14 @@ from pathlib import Path
 
 import torch
 
-from specdecode_worker.commands.flags import EMBEDDED_TARGET, add_device_flag, add_tensor_parallel_flag, print_progress
+from specdecode_worker.commands.flags import (
+    EMBEDDED_TARGET,
+    add_adapter_flag,
+    add_device_flag,
+    add_tensor_parallel_flag,
+    print_progress,
+)
+from specdecode_worker.contract import adapted_uri
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import WeightMethod, load_draft
@@ -34,6 +41,7 @@ _METHODS: tuple[WeightMethod, ...] = ("eagle3", "peagle", "dflash", "eagle", "me
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command to ``parser``."""
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    add_adapter_flag(parser)
     parser.add_argument("--draft", metavar="URI", help="go on from this one (default: start from the target's layers)")
     parser.add_argument("--method", choices=_METHODS, default="eagle3", help="kind of draft (default: %(default)s)")
     parser.add_argument(
@@ -102,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> Path:
     """Train the draft and return its folder."""
-    folder = resolve(args.model, args.cache_dir)
+    folder = resolve(adapted_uri(args.model, args.adapter), args.cache_dir)
     placement = TargetPlacement(
         folder=folder,
         dtype=args.dtype,
@@ -144,7 +152,7 @@ def _draft_settings(args: argparse.Namespace, target: CausalLM, folder: Path) ->
         if isinstance(origin, CausalLM) and origin.vocabulary is not None:
             raise VocabularyMismatch(f"{args.draft}: a draft model with another tokenizer cannot be trained further")
     return DraftSettings(
-        target=(args.model, folder),
+        target=(adapted_uri(args.model, args.adapter), folder),
         method=args.method,
         draft_vocab=args.draft_vocab,
         layers=args.layers,

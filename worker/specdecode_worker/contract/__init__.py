@@ -29,6 +29,7 @@ from specdecode_worker.contract.config import (
     NamedDraft,
     ServerConfig,
     WorkerConfig,
+    adapted_uri,
     default_served_name,
     draft_passes,
 )
@@ -153,6 +154,7 @@ __all__ = [
     "TrialState",
     "WorkerConfig",
     "Written",
+    "adapted_uri",
     "candidate_first",
     "default_served_name",
     "draft_passes",

@@ -125,6 +125,7 @@ CachedConfig = CausalLMConfig | Eagle3Config | EagleConfig | DFlashConfig
 
 def paged_cache(config: CachedConfig, layers: int, blocks: int, dtype: torch.dtype, device: torch.device) -> PagedCache:
     """Create a paged KV cache of ``blocks`` blocks for ``layers`` layers of a network."""
+    kinds = config.layer_kinds if isinstance(config, CausalLMConfig) else ()
     return PagedCache(
         layers=layers,
         blocks=blocks,
@@ -133,6 +134,8 @@ def paged_cache(config: CachedConfig, layers: int, blocks: int, dtype: torch.dty
         head_dim=config.head_dim,
         dtype=dtype,
         device=device,
+        chunk=config.attention_chunk_size if isinstance(config, CausalLMConfig) else 0,
+        chunked=[layer for layer, kind in enumerate(kinds) if kind.chunked],
     )
 
 

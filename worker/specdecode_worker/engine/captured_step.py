@@ -277,7 +277,8 @@ class CapturedStep:
         """Accept nodes along the chosen tokens, and commit tokens, lengths, keys and auxiliary states."""
         at, state, depth = self._at, self._parts.state, self.key.depth
         trees = Verified(at["query_start"], at["node_verified_parent"], tokens_T, chosen_T)
-        done = commit(self._slots, rows, trees, self.ranked_BNK, at["depth_limit"][:-1], depth)
+        limits_B = self._parts.target.within_chunk(at["depth_limit"][:-1], rows.roots_B1[:-1])
+        done = commit(self._slots, rows, trees, self.ranked_BNK, limits_B, depth)
         if depth:
             self._parts.target.keep_tables(done.source_BD, done.target_BD)
         if aux_TA is not None:
@@ -338,10 +339,10 @@ class UncapturedStep:
         starts, limits = accumulate(counts, initial=0), depth_limits or [NODES] * len(rows)
         tables = [[*slots, state.padding_slot], [*[1] * len(rows), 0], [*ahead, 0], [*starts], [*limits, 0]]
         slots_B1, live_B1, ahead_B1, self._query_start, limits_B1 = to_device(tables, device)
-        self._limits_B = limits_B1[:-1]
         self._slots = SlotState(state.tokens_SP, state.length_S, state.block_table_SM, BLOCK_SIZE)
         begun = begin(self._slots, slots_B1, live_B1)
         self._rows = StepRows(slots_B1, begun.roots_B1 + ahead_B1 if any(ahead) else begun.roots_B1, begun.blocks_B1M)
+        self._limits_B = target.within_chunk(limits_B1[:-1], self._rows.roots_B1[:-1])
         texts = BatchTokens(state.tokens_SP, slots_B1, self._rows.roots_B1)
         guides, size = [request.guide for request in requests], target.vocab_size
         self.masks = TokenMasks(guides, texts, self.forest, size) if any(guides) else None

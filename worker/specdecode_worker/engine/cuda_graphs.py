@@ -218,7 +218,7 @@ def capture_backend(device: torch.device) -> StagedBackend | None:
 #
 # The graph saves the host the eager calls of the decoding rows, but the weights are read twice. One eager pass reads
 # them once, but the device waits wherever the host queues calls more slowly than it runs them. The estimates here are
-# those of docs/gpu.md.
+# those of docs/dev/gpu-engine.md.
 
 HOST_SECONDS_OF_LAYER = 0.1e-3
 """Host time to queue a layer of the target eagerly: nine launches of about 10 us."""
@@ -251,8 +251,8 @@ def is_replay_faster(
 # Decision whether a graph can run a step, which one, and which part of the step runs outside of it.
 #
 # `StepPlanner.plan` is the only place that sends a step to the eager path, apart from the reasons that depend on the
-# captured graph (`EagerReason.NEW`, `LIMIT`, `FAILED` and `MIXED`, which `StepGraphs` adds). docs/gpu.md explains every
-# reason.
+# captured graph (`EagerReason.NEW`, `LIMIT`, `FAILED` and `MIXED`, which `StepGraphs` adds). docs/dev/gpu-engine.md
+# explains every reason.
 
 HISTORIES = (1024, 4096, 16384, 65536)
 """Numbers of text positions that graphs with penalties count tokens in; the longest text is another one."""

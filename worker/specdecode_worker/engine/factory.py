@@ -64,7 +64,7 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     use_kernel_timings(config.engine, device)
     inventory = take_inventory(config, resolve, device)
     require_servable(inventory)
-    folder = resolve(config.model.uri)
+    folder = resolve(config.model.target)
     if config.engine.tensor_parallel_size > 1:
         group = RankGroup(_assignment(config, folder, device, inventory.budget, threads))
         target, device = group.load()
@@ -139,7 +139,7 @@ def assemble(
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
     passes, captures = _passes(target, cache, state, group, backend)
     parts = EngineParts(
-        scheduler=_scheduler(config, blocks, identity.target, weight.device),
+        scheduler=_scheduler(config, target.config.attention_chunk_size, blocks, identity.target, weight.device),
         target=passes,
         drafts=drafts,
         state=state,
@@ -182,8 +182,8 @@ def _grammars(folder: Path, target: CausalLM) -> GrammarCompiler | None:
     return GrammarCompiler(tokenizer_json, size, ends)
 
 
-def _scheduler(config: EngineConfig, blocks: int, target: str, device: torch.device) -> Scheduler:
-    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill)
+def _scheduler(config: EngineConfig, chunk: int, blocks: int, target: str, device: torch.device) -> Scheduler:
+    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill, chunk)
     pool = BlockPool(blocks, contiguous=device.type == "cpu")
     return Scheduler(limits, pool, prefix_caching=config.enable_prefix_caching, salt=target,
                      timed=True)  # fmt: skip

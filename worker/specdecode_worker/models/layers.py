@@ -52,6 +52,16 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, residual)
 
 
+class UnitNorm(RMSNorm):
+    """RMSNorm without weights, which no checkpoint has. Kernels that expect weights read ones."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        del self.weight
+        # As with the tables of `Rope`: on the CPU even while a model is built on the meta device.
+        self.register_buffer("weight", torch.ones(size, device="cpu"), persistent=False)
+
+
 class Attention(nn.Module):
     """Query, key, value and output projections around an `Attend`.
 
@@ -90,18 +100,19 @@ class Attention(nn.Module):
         """Return the attended values [T, H * D], which the output projection reads."""
         if self.qkv_proj is None:
             q_THD, k_TKD, v_TKD = self._separately(x_TE)
-            return attend(layer, rope.rotate(q_THD), rope.rotate(k_TKD), v_TKD).flatten(-2)
+            return attend(layer, rope.scaled(rope.rotate(q_THD)), rope.rotate(k_TKD), v_TKD).flatten(-2)
         heads_THD = self._heads(self.qkv_proj(x_TE))
         v_TKD = heads_THD[:, self.queries + self.keys :]
         turning_THD = heads_THD[:, : self.queries + self.keys]
         if self.head_norm_HD is not None:
             turning_THD = F.rms_norm(turning_THD, (self.head_dim,), None, self.eps) * self.head_norm_HD
         if isinstance(attend, RotatingAttend):
-            q_THD, k_TKD = turning_THD[:, : self.queries], turning_THD[:, self.queries :]
+            q_THD, k_TKD = rope.scaled(turning_THD[:, : self.queries]), turning_THD[:, self.queries :]
             out_THD = attend.rotate_and_attend(layer, q_THD, k_TKD, v_TKD, rope)
         else:
             turned_THD = rope.rotate(turning_THD)
-            out_THD = attend(layer, turned_THD[:, : self.queries], turned_THD[:, self.queries :], v_TKD)
+            q_THD, k_TKD = rope.scaled(turned_THD[:, : self.queries]), turned_THD[:, self.queries :]
+            out_THD = attend(layer, q_THD, k_TKD, v_TKD)
         return out_THD.flatten(-2)
 
     def joined_norm(self) -> Tensor | None:
@@ -153,19 +164,57 @@ class MLP(nn.Module):
         return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
+class Experts(nn.Module):
+    """MLPs of which each token uses one, beside a shared one: ``shared(x) + expert(score * x)``.
+
+    The router chooses the expert by its largest logit, whose sigmoid is the score. Devices split every expert as they
+    split an MLP, and sum the shared and the chosen part together.
+    """
+
+    def __init__(self, config: BlockConfig, count: int) -> None:
+        super().__init__()
+        self.router = Linear(config.hidden_size, count)
+        self.shared_expert = MLP(config)
+        self.experts = nn.ModuleList(MLP(config) for _ in range(count))
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        down = self.shared_expert.down_proj
+        logits_TX = self.router(x_TE)
+        top_T, expert_T = logits_TX.max(-1)
+        score_T1 = top_T.float().sigmoid().to(x_TE.dtype).unsqueeze(-1)
+        own_TE = down.own(self.shared_expert.inner(x_TE))
+        out_TE: Tensor = down.combined(own_TE + self._chosen(x_TE * score_T1, expert_T))
+        return out_TE
+
+    def plus(self, residual_TE: Tensor, x_TE: Tensor) -> Tensor:
+        """Return ``residual + experts(x)``, as `MLP.plus` does."""
+        out_TE: Tensor = residual_TE + self(x_TE)
+        return out_TE
+
+    def _chosen(self, x_TE: Tensor, expert_T: Tensor) -> Tensor:
+        """Return this device's part of each token's expert."""
+        out_TE = torch.empty_like(x_TE)
+        for index in sorted(set(expert_T.tolist())):
+            chosen = self.experts[index]
+            rows = (expert_T == index).nonzero()[:, 0]
+            out_TE[rows] = chosen.down_proj.own(chosen.inner(x_TE[rows]))
+        return out_TE
+
+
 class Block(nn.Module):
     """One pre-norm decoder layer.
 
-    ``input_norm`` is false for the first layer of an EAGLE-1 head, which reads the fused pair without a norm.
+    ``input_norm`` is false for the first layer of an EAGLE-1 head, which reads the fused pair without a norm. ``mlp``
+    takes the place of the MLP of ``config``.
     """
 
-    def __init__(self, config: BlockConfig, *, input_norm: bool = True) -> None:
+    def __init__(self, config: BlockConfig, *, input_norm: bool = True, mlp: MLP | Experts | None = None) -> None:
         super().__init__()
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
         self.input_layernorm = norm
         self.self_attn = Attention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp or MLP(config)
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         """Return the layer's output [T, E]."""
@@ -178,7 +227,9 @@ class DecoderLayer(Protocol):
 
     self_attn: Attention
     post_attention_layernorm: RMSNorm
-    mlp: MLP
+
+    @property
+    def mlp(self) -> MLP | Experts: ...
 
 
 def after_attention(layer: DecoderLayer, attended: Tensor, residual_TE: Tensor) -> Tensor:

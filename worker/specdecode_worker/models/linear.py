@@ -165,6 +165,25 @@ class Linear(nn.Linear):
             return own_TN
         return self._gathered(own_TN, self.shard)
 
+    def own(self, x_TK: Tensor) -> Tensor:
+        """Return this device's part of the product, for `combined`."""
+        return self._product(x_TK)
+
+    def combined(self, own_TN: Tensor) -> Tensor:
+        """Return the sum over the devices that share the input features; ``own_TN`` may be overwritten."""
+        if self.shard is not None and self.split is Split.INPUTS:
+            collectives.all_reduce(own_TN)
+        return own_TN
+
+    def reorder(self, order_N: Tensor) -> None:
+        """Change the order of the outputs in place: output n is then what ``order_N[n]`` was."""
+        if self.stored is not None:
+            cast(QuantizedWeight, self.stored).reorder(order_N)
+            return
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                parameter.data = parameter.data[order_N.to(parameter.device)]
+
     def gated(self, x_TK: Tensor) -> Tensor:
         """Return ``SiLU(gate) * up`` [..., N / 2] of the joined matrix of gate and up."""
         if self.few(x_TK):
@@ -252,6 +271,12 @@ class QuantizedWeight(StoredWeight):
         packed, bias = _stacked([(part.packed, part.bias) for part in parts])
         scale = torch.cat([part.scale for part in parts])
         return cls(Quantised(parts[0].kind, packed, scale, parts[0].columns, parts[0].group), bias)
+
+    def reorder(self, order_N: Tensor) -> None:
+        """Change the order of the rows, with their scales and biases."""
+        order_N = order_N.to(self.packed.device)
+        self.packed, self.scale = self.packed[order_N], self.scale[order_N]
+        self.bias = None if self.bias is None else self.bias[order_N]
 
 
 class CompiledWeight(StoredWeight):

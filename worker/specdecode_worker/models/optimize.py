@@ -3,9 +3,8 @@
 `quantise_target` and `quantise_draft` round weights to fewer bits, which is a function of its own: for a target, all
 matrices of its blocks, as in vLLM, but neither embeddings nor lm_head; for a draft, the MLPs and its own lm_head, which
 are most of its weights. With int4 the lm_head of a draft is int8: four bits for it cost more acceptance than four bits
-for all MLPs (docs/performance.md). On a GPU, weights are stored and multiplied in quantized form. On a CPU, they are
-dequantized at once, because its matrices have their own layouts: the values are the same, but no memory or time is
-saved.
+for all MLPs. On a GPU, weights are stored and multiplied in quantized form. On a CPU, they are dequantized at once,
+because its matrices have their own layouts: the values are the same, but no memory or time is saved.
 
 `fuse` joins projections that read the same input. In bf16 on a CPU with bf16 support, whole blocks are replaced by
 compiled ones (networks/compiled_cpu.py), and the remaining matrices are packed.
@@ -24,7 +23,7 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.compiled_cpu import run_blocks_natively, run_norms_natively
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.layers import MLP, Attention
-from specdecode_worker.models.linear import Linear
+from specdecode_worker.models.linear import Linear, Split
 
 _FP8 = (8, 9)
 """Lowest compute capability of a GPU that converts e4m3."""
@@ -100,7 +99,9 @@ def should_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _of_target(model: CausalLM) -> Iterator[tuple[nn.Module, str]]:
     for module in model.model.layers.modules():
-        yield from ((module, name) for name, child in module.named_children() if isinstance(child, Linear))
+        for name, child in module.named_children():
+            if isinstance(child, Linear) and child.split is not Split.WHOLE:  # a router stays as it is
+                yield module, name
 
 
 def _of_draft(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -13,10 +13,9 @@ from torch import nn
 
 from specdecode_worker.models.arch import new_network, split_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.checkpoint import meta_init
+from specdecode_worker.models.checkpoint import meta_init, place_tables
 from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.linear import Linear, Shard, Split
-from specdecode_worker.models.rope import Rope
 from specdecode_worker.models.weights import prepare_causal_lm
 
 
@@ -45,13 +44,17 @@ def load_shard(
     whole.check()
     config = whole.network.config
     model = split_network(config, shard)
-    splits = splits_of(model)
+    splits, own = splits_of(model), model.state_dict()
 
     def part(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        return slices(splits.get(name, Split.WHOLE), shape, shard)
+        split, place = splits.get(name, Split.WHOLE), shard
+        if split is Split.OUTPUTS:  # devices share a part where there are fewer key-value heads than devices
+            parts = shape[0] // own[name].shape[0]
+            place = Shard(shard.rank * parts // shard.size, parts)
+        return slices(split, shape, place)
 
     placed = {
-        name: tensor.to(device=device, dtype=dtype)
+        name: tensor.to(device=device, dtype=dtype).contiguous()
         for name, tensor in whole.checkpoint.read_all(whole.checkpoint.tensors, part)
     }
     model.load_state_dict(placed, strict=False, assign=True)
@@ -59,9 +62,8 @@ def load_shard(
         rows = model.model.embed_tokens.weight[shard.part(config.vocab_size)]
         model.lm_head = Linear.of(rows, split=Split.VOCABULARY)
     model.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, Rope):
-            module.to(device)
+    place_tables(model, device, dtype)
+    model.arrange()
     share(model, shard)
     return model
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from specdecode_worker.models.adapter import adapted
 from specdecode_worker.models.arch import architecture_of, causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.checkpoint import (
@@ -50,9 +51,11 @@ def prepare_causal_lm(folder: Path, *, max_model_len: int | None = None) -> Unlo
     """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
     config = causal_lm_config(read_config(folder), max_model_len)
     config = replace(config, eos_token_ids=end_tokens(folder, config.eos_token_ids))
-    checkpoint = open_checkpoint(folder, architecture_of(config).tensor_name)
+    architecture = architecture_of(config)
+    checkpoint = open_checkpoint(folder, architecture.tensor_name, architecture.entries)
     if config.tie_word_embeddings and _OUTPUT in checkpoint and not _repeats_embedding(checkpoint):
         config = replace(config, tie_word_embeddings=False)  # as in transformers, the file has the last word
+    checkpoint = adapted(checkpoint, architecture_of(config).tensor_name, tied=config.tie_word_embeddings)
     with meta_init():
         model = new_network(config)
     if not config.tie_word_embeddings:
@@ -79,6 +82,7 @@ def load_causal_lm(
     model = prepare_causal_lm(folder, max_model_len=max_model_len).fill(dtype=dtype, device=device, finite=finite)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
+    model.arrange()
     return model
 
 

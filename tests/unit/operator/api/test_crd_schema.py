@@ -127,7 +127,7 @@ def test_printer_columns_refer_to_existing_fields() -> None:
 
 PAGES = [
     path
-    for pattern in ("README.md", "docs/*.md", "helm/specdecode/files/*", "examples/**/*.yaml")
+    for pattern in ("README.md", "docs/**/*.md", "helm/specdecode/files/*", "examples/**/*.yaml")
     for path in ROOT.glob(pattern)
     if path.name != "api-versions.md"  # it has the old names too
 ]

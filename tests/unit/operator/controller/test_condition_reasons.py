@@ -1,4 +1,4 @@
-"""Check that docs/troubleshooting.md lists every condition, and every reason that the code can give."""
+"""Check that docs/reference/conditions-and-alerts.md lists every condition, and every reason that the code can give."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def reasons() -> set[str]:
 @pytest.fixture(scope="module")
 def rows() -> list[list[str]]:
     """Return the cells of the tables in the section on conditions."""
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    page = (ROOT / "docs" / "reference" / "conditions-and-alerts.md").read_text()
     section = page.split("\n## Conditions\n")[1].split("\n## ")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
 

@@ -107,7 +107,7 @@ def test_settings_are_read_and_have_defaults(folder: Path) -> None:
 
 
 def test_the_example_of_the_documentation_is_valid(folder: Path) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "tenants.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "how-to" / "secure.md").read_text()
     example = page[page.index('    {"tenants"') : page.index("    }}") + 6]
     mount(folder, {"team-a": "a", "nightly": "n", "tenants.json": example})
     table = TenantTable(folder)

@@ -81,7 +81,7 @@ def test_logits_plain_and_fused(
 
 @torch.inference_mode()
 def test_layers_that_do_not_rotate(shape: dict[str, Any], dense: Any, randomise: Any) -> None:
-    """SmolLM3 is Llama with layers without rotary positions; no architecture here has them yet."""
+    """SmolLM3 is Llama with layers without rotary positions, as Llama 4 has them among other things."""
     from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
     rotates = [1, 0, 1, 1, 0]
@@ -197,7 +197,7 @@ def test_yarn_factor_multiplies_the_context_length(shape: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*is not supported; LlamaForCausalLM, Qwen2"),
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*is not supported; LlamaForCausalLM, Llama4"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: quantised"),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdecode_kernels.quantised_linear.reference import Kind
 from specdecode_worker.models import collectives, linear
-from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.arch import causal_lm_config, split_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard, Split
@@ -181,8 +181,11 @@ def test_a_shard_refuses_unsplittable_heads_and_missing_weights(
     tmp_path: Path, shape: dict[str, Any], randomise: Any
 ) -> None:
     folder = written(tmp_path, shape, randomise)
-    with pytest.raises(ConfigMismatch, match="num_key_value_heads 2 cannot be split over tensor_parallel_size 4"):
-        load_shard(folder, Shard(0, 4), dtype=torch.float64, device=CPU)
+    with pytest.raises(ConfigMismatch, match="num_attention_heads 4 cannot be split over tensor_parallel_size 3"):
+        load_shard(folder, Shard(0, 3), dtype=torch.float64, device=CPU)
+    config = causal_lm_config(shape | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8})
+    with pytest.raises(ConfigMismatch, match="num_key_value_heads 4 cannot be split over tensor_parallel_size 6"):
+        split_config(config, 6)
     (folder / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 6}))
     with pytest.raises(WeightMismatch, match=r"model\.layers\.5.* is missing"):
         load_shard(folder, Shard(0, 2), dtype=torch.float64, device=CPU)

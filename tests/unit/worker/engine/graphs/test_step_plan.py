@@ -1,4 +1,4 @@
-"""Steps that no graph runs, by reason. docs/gpu.md lists the same reasons."""
+"""Steps that no graph runs, by reason. docs/dev/gpu-engine.md lists the same reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdecode_worker.engine.cuda_graphs import EagerBackend, EagerReason, Outs
 from specdecode_worker.sampling.params import NO_FEATURES, Features
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 
-DOCS = Path(__file__).parents[5] / "docs" / "gpu.md"
+DOCS = Path(__file__).parents[5] / "docs" / "dev" / "gpu-engine.md"
 
 
 def documented(title: str) -> list[str]:
