@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.controller.pod_status import worker_of, workload_of
-from specdecode_operator.controller.resource import deployment_of, identity_of, status_of_resource
+from specdecode_operator.controller.resource import deployment_of, status_of_resource
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests import rolling_hash
 from support.operators.fleet import SPEC
@@ -144,15 +144,3 @@ def test_a_spec_with_a_value_of_another_version_is_refused_by_field() -> None:
 
 def test_a_status_of_another_version_counts_as_empty() -> None:
     assert status_of_resource(resource(status={"observedGeneration": 3, "ready": 1})).observed_generation is None
-
-
-def test_only_changes_by_users_change_the_identity_of_a_resource() -> None:
-    first = resource()["metadata"]
-    assert identity_of(first) == identity_of({**first, "resourceVersion": "9"})
-    assert identity_of(first) == identity_of({**first, "annotations": {"kubectl.kubernetes.io/restartedAt": "now"}})
-    for change in (
-        {"generation": 4},
-        {"uid": "other"},
-        {"deletionTimestamp": "now"},
-    ):
-        assert identity_of({**first, **change}) != identity_of(first), change
