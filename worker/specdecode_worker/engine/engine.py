@@ -377,7 +377,7 @@ class Engine:
         self._scheduler.publish(request, min(request.cached, len(request.tokens)))
         self._recorder.record_row(row, read, taken, now)
         if read.credits:
-            self._drafts.record_credit(request, read.credits)
+            self._drafts.proposals.record_credit(request, read.credits)
         if request.finish is not None:
             self._end(request, now)
         prompt_logprobs: tuple[Logprobs, ...] = ()
