@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test test-all proofs crds docs images bench gpu gpu-train gpu-carry gpu-report simulate requirements
+.PHONY: help venv demo demo-down check lint test test-all proofs crds docs site images bench gpu gpu-train gpu-carry gpu-report simulate requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ crds: venv ## write crds/, the chart's copy and docs/reference/resource.md from 
 
 docs: crds ## write the generated parts of docs/, and report words and broken links
 	@$(BIN)/python hack/docs
+
+site: venv ## build docs/ as a static site into build/site
+	@$(BIN)/python hack/site
 
 images: ## build both images into the local cluster's store
 	@hack/cluster/images
