@@ -84,5 +84,8 @@ simulate: venv ## the operator's decisions beside other systems' rules and oracl
 	$(BIN)/specdecode-simulate $(SIMULATE) --keep $(SIMULATED) --json --plot benchmarks/results > benchmarks/results/simulate.json.part
 	@mv benchmarks/results/simulate.json.part benchmarks/results/simulate-$$(date -u +%F).json
 
+simulate-quick: venv ## the planner of this tree beside that of AGAINST (default: HEAD), in five minutes
+	@hack/simulate-quick $(AGAINST)
+
 requirements: venv ## pin the dependencies of pyproject.toml anew
 	@hack/requirements

@@ -101,7 +101,7 @@ def main() -> None:
 
 def _tables() -> dict[str, StepTable]:
     cpu = json.loads((_RECORDINGS / "steps-smollm2-cpu.json").read_text())
-    gpus = json.loads((_RECORDINGS / "steps-published.json").read_text())
+    gpus = json.loads((_RECORDINGS / "steps-composed.json").read_text())
     return {"smollm2-cpu": recorded(cpu), **published(gpus)}
 
 

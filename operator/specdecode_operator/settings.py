@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from specdecode_operator.api.v1alpha1 import SecretKeyRef
 from specdecode_operator.errors import SettingsError
+from specdecode_operator.types import DEFAULT_MODEL_CACHE, PolicyPeers
 
 PREFIX = "SPECDECODE_OPERATOR_"
 
 
 class Settings(BaseModel):
-    """Each field is the variable SPECDECODE_OPERATOR_<FIELD>. Lists are separated by commas."""
+    """Each field is the variable SPECDECODE_OPERATOR_<FIELD>. Lists are separated by commas, objects are JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,6 +27,16 @@ class Settings(BaseModel):
     router_image: str = Field(default="localhost/specdecode-operator:dev", min_length=1)
     """Image of routers whose spec has none: the operator's own."""
     router_image_pull_policy: str = Field(default="IfNotPresent", pattern="^(Always|IfNotPresent|Never)$")
+    worker_template: dict[str, Any] = {}
+    """Pod template of workers and training Jobs, beneath that of a spec."""
+    router_template: dict[str, Any] = {}
+    """Pod template of routers, beneath that of a spec."""
+    model_cache: dict[str, Any] = Field(default=DEFAULT_MODEL_CACHE)
+    """Volume of downloaded models where the spec has none."""
+    hub_token: SecretKeyRef | None = None
+    """Optional Secret with the hub's token, where the spec names none."""
+    policy_peers: PolicyPeers | None = None
+    """Peers that the NetworkPolicies of deployments admit. Absent: there are no policies."""
     fixed_user: bool = True
     """Run the pods of deployments as user and group 65532. false leaves both to the namespace, as on OpenShift."""
     watch_namespaces: tuple[str, ...] = ()
@@ -30,7 +44,7 @@ class Settings(BaseModel):
     poll_seconds: float = Field(default=5, ge=0.5, le=60)
     """Time between two readings of a deployment's workers, in seconds."""
     concurrency: int = Field(default=4, ge=1, le=64)
-    """Number of deployments that are reconciled at the same time."""
+    """Number of deployments that talk to the API server at the same time."""
     worker_proxy: str = Field(default="", pattern="^(https?://.+)?$")
     """HTTP proxy to the workers' admin ports, where pods cannot be reached directly."""
     worker_ca: str = ""
@@ -48,6 +62,16 @@ class Settings(BaseModel):
     port_metrics: int = Field(default=9090, ge=1, le=65535)
     listen_address: str = "0.0.0.0"
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
+
+    @field_validator("worker_template", "router_template", "model_cache", "hub_token", "policy_peers", mode="before")
+    @classmethod
+    def _parse(cls, value: object) -> object:
+        return json.loads(value) if isinstance(value, str) else value
+
+    @field_validator("model_cache")
+    @classmethod
+    def _fill(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return value or DEFAULT_MODEL_CACHE
 
     @field_validator("watch_namespaces", mode="before")
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.api.v1alpha1 import SecretKeyRef, Spec, Status
 from specdecode_operator.drafts.job_status import JobStatus
 from specdecode_operator.measurements import (
     Capacity,
@@ -46,6 +46,21 @@ Key = tuple[str, str]
 """Namespace and name of a deployment."""
 
 
+DEFAULT_MODEL_CACHE: dict[str, Any] = {"emptyDir": {"sizeLimit": "64Gi"}}
+"""Volume of downloaded models where neither spec nor settings have one: models of 30B in 16 bits fit, and no disk of a
+node is filled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyPeers:
+    """Peers of a deployment's pods, as in a NetworkPolicy."""
+
+    clients: tuple[dict[str, Any], ...] = ()
+    """Peers that may use the public port; anyone when empty."""
+    admins: tuple[dict[str, Any], ...] = ()
+    """Peers, besides routers and training Jobs, that may use the admin port: the operator."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """Values from the operator's settings for fields that a spec leaves out."""
@@ -54,6 +69,15 @@ class Defaults:
     worker_image_pull_policy: str
     router_image: str = "localhost/specdecode-operator:dev"
     router_image_pull_policy: str = "IfNotPresent"
+    worker_template: Manifest = field(default_factory=dict)
+    """Pod template of workers and training Jobs, beneath that of the spec."""
+    router_template: Manifest = field(default_factory=dict)
+    model_cache: Manifest = field(default_factory=lambda: DEFAULT_MODEL_CACHE)
+    """Source of the volume of downloaded models."""
+    hub_token: SecretKeyRef | None = None
+    """Secret with the hub's token, which need not exist."""
+    policy_peers: PolicyPeers | None = None
+    """Peers that the NetworkPolicy of a deployment admits. None: there is no policy."""
     fixed_user: bool = True
     """Whether pods name their user and groups. Where the namespace assigns them, as on OpenShift, they must not."""
 
@@ -120,15 +144,13 @@ class Worker:
     verdict: CheckVerdict | None = None
     """Result of the worker's check before loading, read from the termination message. None once the worker is ready."""
     report: Report | None = None
-    report_tag: str = ""
-    """ETag of the response with the report. The worker answers 304 without a body while the report is the same."""
-    packed_report: Baseline | None = None
-    """The report as it was read, to be stored without packing it again."""
+    baseline: Baseline | None = None
+    """The report as it is stored for the next comparison. None where the report was not polled."""
     report_problem: str | None = None
-    deletion_cost: int | None = None
-    """Value of the annotation controller.kubernetes.io/pod-deletion-cost; None without a valid one."""
     startup_seconds: float | None = None
     """Seconds from the creation of the pod until it was ready. None while it is not ready."""
+    pull_seconds: float | None = None
+    """Seconds that the init container took to fetch the models. None while it runs."""
     revisions: Mapping[str, str] = field(default_factory=dict)
     """Commits of the pod's models whose URI names none, by URI."""
 
@@ -204,7 +226,7 @@ class Decision:
     children: tuple[Manifest, ...]
     """Manifests in the order in which they are applied: the plan comes before the pods that mount it."""
     pushes: tuple[str, ...] = ()
-    """Addresses of workers that run a lower plan version."""
+    """Addresses of workers that must be given ``plan``."""
     changes: tuple[DecisionRecord, ...] = ()
     """Decisions made just now, oldest first; each becomes an Event."""
     recommended: str | None = None
@@ -241,8 +263,6 @@ class Decision:
     """Requests per second that arrive at all workers together."""
     capacity: Capacity | None = None
     limited: ScalingLimit | None = None
-    deletion_costs: Mapping[str, int] = field(default_factory=dict)
-    """Deletion costs to annotate before a scale-down, by pod name. Pods with low costs are removed first."""
     suspects: tuple[UnhealthyWorker, ...] = ()
     own_plans: Mapping[str, Plan] = field(default_factory=dict)
     """Plans to push to workers in ``excluded`` that do not run them yet, by address."""

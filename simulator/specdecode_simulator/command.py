@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_simulator.errors import SimulatorError
-from specdecode_simulator.policies.registry import ALL
+from specdecode_simulator.policies.registry import ALL, CHAINS
 from specdecode_simulator.records.recordings import library, nearest
 from specdecode_simulator.scoring.earlier import compared
 from specdecode_simulator.scoring.matrix import Cell, Matrix
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a SpecDecodeDeployment as JSON: its spec.speculation (bounds, stability, ...) instead of defaults",
     )
+    parser.add_argument("--chains", action="store_true", help="no trees: for the operator and for the oracles")
     parser.add_argument("--list", action="store_true", help="names of traces and policies")
     parser.add_argument("--tune", action="store_true", help="tune the other rules; prints tuned-baselines.json")
     return parser
@@ -110,7 +111,7 @@ def _simulate(args: argparse.Namespace) -> int:
         first_seed=args.first_seed,
         hours=args.hours,
         recordings=args.recordings or nearest(),
-        speculation=_speculation(args.deployment) if args.deployment else None,
+        speculation=_speculation(args),
         keep=args.keep,
         poll_seconds=args.poll_seconds,
     )
@@ -134,7 +135,13 @@ def _run_with_progress(matrix: Matrix, jobs: int) -> Iterator[Cell]:
         yield cell
 
 
-def _speculation(path: Path) -> Mapping[str, Any]:
+def _speculation(args: argparse.Namespace) -> Mapping[str, Any] | None:
+    """Return the fields of spec.speculation that replace the defaults."""
+    given = _read_speculation(args.deployment) if args.deployment else {}
+    return {**given, **(CHAINS if args.chains else {})} or None
+
+
+def _read_speculation(path: Path) -> Mapping[str, Any]:
     """Read spec.speculation of a deployment's JSON.
 
     Raises:

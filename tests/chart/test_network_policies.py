@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Spec, Status
-from specdecode_operator.manifests import pod_template, rolling_hash, router_workload, workload
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.manifests import network_policy, pod_template, rolling_hash, router_workload, workload
 from specdecode_operator.manifests.identity import NAME_LABEL, ROLE_LABEL, Role, router_labels, selector
-from specdecode_operator.types import Defaults, Deployment
+from specdecode_operator.settings import read_settings
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Defaults, Deployment, Observation, PolicyPeers
 from specdecode_worker.contract import Port
 
 OPERATOR = ("sys", {"app.kubernetes.io/name": "specdecode-operator", "app.kubernetes.io/instance": "sd"})
@@ -19,7 +22,6 @@ PROMETHEUS = ("monitoring", {"app": "prometheus"})
 WORKER = selector("llama")
 ROUTER = router_labels("llama")
 JOB = {NAME_LABEL: "llama", ROLE_LABEL: Role.job.value}
-ON: dict[str, Any] = {"networkPolicy": {"enabled": True}, "watchNamespaces": ["team-a"]}
 FROM_MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 
 Pod = tuple[str, dict[str, str]]
@@ -47,119 +49,97 @@ def matches(peer: dict[str, Any], policy: dict[str, Any], source: Pod) -> bool:
     return bool(peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items())
 
 
-def worker_policies(rendered: Any) -> Iterator[dict[str, Any]]:
-    for policy in rendered.of("NetworkPolicy"):
-        if policy["spec"]["podSelector"]["matchLabels"].items() <= WORKER.items():
-            yield policy
-
-
-def router_policies(rendered: Any) -> Iterator[dict[str, Any]]:
-    for policy in rendered.of("NetworkPolicy"):
-        if policy["spec"]["podSelector"]["matchLabels"].items() <= ROUTER.items():
-            yield policy
+def deployment_policy(rendered: Any) -> dict[str, Any]:
+    """Return the policy that the operator of a rendered chart makes for the deployment llama of team-a."""
+    (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
+    settings = read_settings({variable["name"]: variable.get("value", "x") for variable in container["env"]})
+    assert settings.policy_peers is not None
+    return dict(network_policy(deployment_of_llama(), settings.policy_peers))
 
 
 def operator_policy(rendered: Any) -> dict[str, Any]:
-    (policy,) = [p for p in rendered.of("NetworkPolicy") if "namespace" not in p["metadata"]]
-    return policy  # type: ignore[no-any-return]
+    return rendered.one("NetworkPolicy")  # type: ignore[no-any-return]
 
 
-def test_policies_are_off_by_default(chart: Any) -> None:
-    assert not chart.template().of("NetworkPolicy")
+def test_one_value_turns_all_policies_off(chart: Any) -> None:
+    rendered = chart.template({"networkPolicy": {"enabled": False}})
+    assert not rendered.of("NetworkPolicy")
+    (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
+    assert "SPECDECODE_OPERATOR_POLICY_PEERS" not in {variable["name"] for variable in container["env"]}
 
 
 def test_only_operator_and_routers_reach_the_admin_port(chart: Any) -> None:
-    (policy,) = worker_policies(chart.template(ON))
+    policy = deployment_policy(chart.template())
     assert policy["metadata"]["namespace"] == "team-a"
+    assert policy["metadata"]["ownerReferences"][0]["uid"] == "u"
     assert allows(policy, OPERATOR, Port.admin)
     impostor = ("team-a", OPERATOR[1])
     neighbour = ("sys", {"app": "shell"})
-    for source in (STRANGER, PROMETHEUS, impostor, neighbour, ("team-a", WORKER)):
+    other_job = ("team-a", {**JOB, NAME_LABEL: "qwen"})
+    for source in (STRANGER, PROMETHEUS, impostor, neighbour, other_job, ("team-a", WORKER)):
         assert not allows(policy, source, Port.admin), source
 
 
 def test_routers_of_the_namespace_reach_the_admin_port_of_workers(chart: Any) -> None:
-    (policy,) = worker_policies(chart.template(ON))
+    policy = deployment_policy(chart.template())
     assert allows(policy, ("team-a", ROUTER), Port.admin)
     assert not allows(policy, ("team-b", ROUTER), Port.admin)
 
 
-def test_training_jobs_of_the_namespace_reach_the_admin_port_of_workers(chart: Any) -> None:
-    (policy,) = worker_policies(chart.template(ON))
+def test_training_jobs_of_the_deployment_reach_the_admin_port_of_workers(chart: Any) -> None:
+    policy = deployment_policy(chart.template())
     assert allows(policy, ("team-a", JOB), Port.admin)
     assert not allows(policy, ("team-b", JOB), Port.admin)
 
 
 def test_clients_reach_routers_as_they_reach_workers(chart: Any) -> None:
-    (policy,) = router_policies(chart.template(ON))
+    policy = deployment_policy(chart.template())
     assert policy["metadata"]["namespace"] == "team-a"
     assert allows(policy, STRANGER, Port.http)
     assert not allows(policy, STRANGER, Port.admin)
-    values = {**ON, "networkPolicy": {"enabled": True, "workers": {"clientsFrom": FROM_MONITORING}}}
-    (policy,) = router_policies(chart.template(values))
+    values = {"networkPolicy": {"workers": {"clientsFrom": FROM_MONITORING}}}
+    policy = deployment_policy(chart.template(values))
     assert allows(policy, PROMETHEUS, Port.http)
     assert not allows(policy, STRANGER, Port.http)
 
 
 def test_the_policy_admits_the_pods_of_the_charts_own_deployment(chart: Any) -> None:
-    rendered = chart.template(ON)
-    (policy,) = worker_policies(rendered)
+    rendered = chart.template()
+    policy = deployment_policy(rendered)
     labels = rendered.one("Deployment")["spec"]["template"]["metadata"]["labels"]
     assert allows(policy, ("sys", labels), Port.admin)
     assert operator_policy(rendered)["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
 
 
 def test_anyone_reaches_the_public_port_unless_clients_are_listed(chart: Any) -> None:
-    (policy,) = worker_policies(chart.template(ON))
+    policy = deployment_policy(chart.template())
     assert allows(policy, STRANGER, Port.http)
-    values = {**ON, "networkPolicy": {"enabled": True, "workers": {"clientsFrom": FROM_MONITORING}}}
-    (policy,) = worker_policies(chart.template(values))
+    values = {"networkPolicy": {"workers": {"clientsFrom": FROM_MONITORING}}}
+    policy = deployment_policy(chart.template(values))
     assert allows(policy, PROMETHEUS, Port.http)
     assert not allows(policy, STRANGER, Port.http)
     assert not allows(policy, PROMETHEUS, Port.admin)
 
 
 def test_further_peers_of_the_admin_port(chart: Any) -> None:
-    values = {**ON, "networkPolicy": {"enabled": True, "workers": {"adminFrom": FROM_MONITORING}}}
-    (policy,) = worker_policies(chart.template(values))
+    values = {"networkPolicy": {"workers": {"adminFrom": FROM_MONITORING}}}
+    policy = deployment_policy(chart.template(values))
     assert allows(policy, PROMETHEUS, Port.admin)
     assert allows(policy, OPERATOR, Port.admin)
     assert not allows(policy, STRANGER, Port.admin)
 
 
 def test_the_operator_serves_health_and_metrics_only(chart: Any) -> None:
-    rendered = chart.template(ON)
+    rendered = chart.template()
     (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
     for port in (item["name"] for item in container["ports"]):
         assert allows(operator_policy(rendered), STRANGER, port)
     assert not allows(operator_policy(rendered), STRANGER, 8001)
-    values = {**ON, "networkPolicy": {"enabled": True, "metricsFrom": FROM_MONITORING}}
+    values = {"networkPolicy": {"metricsFrom": FROM_MONITORING}}
     policy = operator_policy(chart.template(values))
     assert allows(policy, PROMETHEUS, "metrics")
     assert not allows(policy, STRANGER, "metrics")
     assert allows(policy, STRANGER, "health")
-
-
-@pytest.mark.parametrize(
-    ("watched", "listed", "expected"),
-    [(["a", "b"], [], {"a", "b"}), ([], ["c"], {"c"}), (["a", "b"], ["a"], {"a"}), ([], [], set())],
-)
-def test_namespaces_of_the_workers_policies(
-    chart: Any, watched: list[str], listed: list[str], expected: set[str]
-) -> None:
-    policies = {"enabled": True, "workers": {"namespaces": listed}}
-    rendered = chart.template({"watchNamespaces": watched, "networkPolicy": policies})
-    assert {policy["metadata"]["namespace"] for policy in worker_policies(rendered)} == expected
-
-
-def test_policies_of_two_releases_have_different_names(chart: Any) -> None:
-    """The second release may serve the same namespace for a while, when deployments move to it."""
-    names = {
-        policy["metadata"]["name"]
-        for home in ("one", "two")
-        for policy in worker_policies(chart.template(ON, "--namespace", home))
-    }
-    assert len(names) == 2
 
 
 def deployment_of_llama() -> Deployment:
@@ -178,26 +158,38 @@ def pods_of_the_operator() -> dict[str, dict[str, Any]]:
     }
 
 
-def selecting(rendered: Any, pod: dict[str, Any]) -> list[dict[str, Any]]:
-    labels = pod["metadata"]["labels"].items()
-    policies = [p for p in rendered.of("NetworkPolicy") if p["metadata"].get("namespace") == "team-a"]
-    return [policy for policy in policies if policy["spec"]["podSelector"]["matchLabels"].items() <= labels]
+def selects(policy: dict[str, Any], pod: dict[str, Any]) -> bool:
+    labels, selector = pod["metadata"]["labels"], policy["spec"]["podSelector"]
+    (roles,) = selector["matchExpressions"]
+    assert roles["operator"] == "In"
+    return selector["matchLabels"].items() <= labels.items() and labels[roles["key"]] in roles["values"]
 
 
 @pytest.mark.parametrize("role", ["worker", "router"])
 def test_policies_open_the_ports_of_the_operators_pods_and_no_others(chart: Any, role: str) -> None:
     """Routers and the operator together reach each port of a pod; a port that no container has is closed to all."""
-    pod = pods_of_the_operator()[role]
-    (policy,) = selecting(chart.template(ON), pod)
+    pod, policy = pods_of_the_operator()[role], deployment_policy(chart.template())
+    assert selects(policy, pod)
     ports = {port["containerPort"] for container in pod["spec"]["containers"] for port in container["ports"]}
     sources = (OPERATOR, STRANGER, ("team-a", ROUTER))
     opened = {port for port in range(1, 65536) if any(allows(policy, source, port) for source in sources)}
-    assert opened == ports
+    assert ports <= opened <= {Port.http, Port.admin}
 
 
 def test_routers_reach_the_ports_that_discovery_gives_them(chart: Any) -> None:
     """The labels are those of the pods themselves, so that a change of the operator's labels is seen here."""
     pods = pods_of_the_operator()
-    (policy,) = selecting(chart.template(ON), pods["worker"])
+    policy = deployment_policy(chart.template())
+    assert selects(policy, pods["worker"])
     router = ("team-a", pods["router"]["metadata"]["labels"])
     assert all(allows(policy, router, port) for port in (Port.http, Port.admin))
+
+
+def test_the_operator_makes_a_policy_only_with_peers() -> None:
+    deployment = deployment_of_llama()
+    observed = Observation(workload=None, workers=(), session=Session(learned=LearnedState(uid="u"), stored=False))
+    for peers in (None, PolicyPeers()):
+        defaults = Defaults(worker_image="w:1", worker_image_pull_policy="Never", policy_peers=peers)
+        decision, _ = decide(deployment, observed, defaults, now=0)
+        made = [child["metadata"]["name"] for child in decision.children if child["kind"] == "NetworkPolicy"]
+        assert made == (["llama"] if peers else [])

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import fields
 from typing import Any
 
 import pytest
+import yaml
 
+from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.errors import SpecError
+from specdecode_operator.manifests import distillation_job, pod_template, router_workload
 from specdecode_operator.settings import PREFIX, read_settings
+from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.types import Defaults, Deployment
 
 
 def pods(rendered: Any) -> list[dict[str, Any]]:
@@ -95,6 +102,137 @@ def test_image_and_scheduling_values_are_applied(chart: Any) -> None:
         assert pod["nodeSelector"] == {"disk": "ssd"}
         assert pod["tolerations"] == [{"key": "a", "operator": "Exists"}]
     assert template["spec"]["containers"][0]["resources"]["limits"] == {"memory": "1Gi"}
+
+
+def test_images_are_of_the_charts_version_unless_a_tag_or_a_digest_is_named(chart: Any) -> None:
+    version = yaml.safe_load((chart.folder / "Chart.yaml").read_text())["appVersion"]
+    settings = read_settings(environment(chart.template()))
+    assert settings.router_image == f"localhost/specdecode-operator:{version}"
+    assert settings.worker_image == f"localhost/specdecode-worker:{version}"
+    digest = "sha256:" + "a" * 64
+    for image in (f"r.example:5000/worker@{digest}", "r.example:5000/worker:1"):
+        rendered = chart.template(
+            {"image": {"repository": "r.example/op", "digest": digest}, "worker": {"image": image}}
+        )
+        assert read_settings(environment(rendered)).worker_image == image
+        assert [pod["containers"][0]["image"] for pod in pods(rendered)] == [f"r.example/op@{digest}"] * 2
+    port = chart.template({"worker": {"image": "r.example:5000/worker"}})
+    assert read_settings(environment(port)).worker_image == f"r.example:5000/worker:{version}"
+
+
+def test_defaults_of_a_fleet_reach_the_pods_of_every_deployment(chart: Any) -> None:
+    """Of workers, training Jobs and routers, where the deployment says nothing else."""
+    template = {
+        "metadata": {"labels": {"team": "ml"}},
+        "spec": {
+            "imagePullSecrets": [{"name": "registry"}],
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+            "nodeSelector": {"pool": "gpu"},
+            "runtimeClassName": "nvidia",
+            "containers": [{"name": "worker", "env": [{"name": "HTTPS_PROXY", "value": "http://p:1"}]}],
+        },
+    }
+    claim = {"persistentVolumeClaim": {"claimName": "models"}}
+    workers = {"template": template, "modelCache": claim, "tokenSecretRef": {"name": "hub"}}
+    routers = {"template": {"spec": {"priorityClassName": "high"}}}
+    rendered = chart.template({"worker": workers, "router": routers})
+    defaults = defaults_of(rendered)
+    deployment = deployment_with({})
+    for pod, container in ((worker_pod(deployment, defaults), "worker"), (job_pod(deployment, defaults), "distill")):
+        assert pod["metadata"]["labels"]["team"] == "ml"
+        spec = pod["spec"]
+        assert spec["imagePullSecrets"] == [{"name": "registry"}]
+        assert (spec["nodeSelector"], spec["runtimeClassName"]) == ({"pool": "gpu"}, "nvidia")
+        assert {"name": "model-cache", **claim} in spec["volumes"]
+        containers = {one["name"]: one for one in (*spec["initContainers"], *spec["containers"])}
+        assert containers.keys() == {"pull", container}
+        for one in containers.values():
+            assert {"name": "HTTPS_PROXY", "value": "http://p:1"} in one["env"]
+        (token,) = [one for one in containers["pull"]["env"] if one["name"] == "HF_TOKEN"]
+        assert token["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token", "optional": True}
+        assert "SPECDECODE_CACHE_LIMIT" not in {one["name"] for one in containers["pull"]["env"]}
+    router = router_workload(deployment, defaults)["spec"]["template"]["spec"]
+    assert router["priorityClassName"] == "high"
+    assert "tolerations" not in router
+
+
+def test_a_deployment_has_the_last_word_over_the_fleet(chart: Any) -> None:
+    fleet = {"spec": {"nodeSelector": {"pool": "gpu"}, "runtimeClassName": "nvidia"}}
+    defaults = defaults_of(chart.template({"worker": {"template": fleet, "tokenSecretRef": {"name": "hub"}}}))
+    own = {
+        "model": {"uri": "hf://org/target", "tokenSecretRef": {"name": "mine"}},
+        "workers": {"template": {"spec": {"nodeSelector": {"pool": "big"}, "runtimeClassName": None}}},
+        "modelCache": {"emptyDir": {"sizeLimit": "2Ti"}},
+    }
+    spec = worker_pod(deployment_with(own), defaults)["spec"]
+    assert spec["nodeSelector"] == {"pool": "big"}
+    assert "runtimeClassName" not in spec
+    assert {"name": "model-cache", "emptyDir": {"sizeLimit": "2Ti"}} in spec["volumes"]
+    env = {one["name"]: one for one in spec["initContainers"][0]["env"]}
+    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "token"}
+    assert env["SPECDECODE_CACHE_LIMIT"]["value"] == f"{2 << 40} /var/cache/specdecode"
+
+
+def test_a_model_cache_of_nobody_has_a_limit(chart: Any) -> None:
+    spec = worker_pod(deployment_with({}), defaults_of(chart.template()))["spec"]
+    assert {"name": "model-cache", "emptyDir": {"sizeLimit": "64Gi"}} in spec["volumes"]
+    env = {one["name"]: one.get("value") for one in spec["initContainers"][0]["env"]}
+    assert env["SPECDECODE_CACHE_LIMIT"] == f"{64 << 30} /var/cache/specdecode"
+
+
+def test_a_fleets_template_that_cannot_be_merged_is_named(chart: Any) -> None:
+    for bad, place in (
+        ({"spec": {"containers": {"a": 1}}}, "worker.template.spec.containers must be a list"),
+        ({"spec": {"containers": [{"name": "worker", "env": [{"name": "SPECDECODE_CONFIG"}]}]}}, "must not set"),
+    ):
+        defaults = defaults_of(chart.template({"worker": {"template": bad}}))
+        with pytest.raises(SpecError, match=f"the operator's setting worker.template.*{place}|{place}"):
+            worker_pod(deployment_with({}), defaults)
+
+
+def test_further_settings_of_the_operators_pods(chart: Any) -> None:
+    values = {
+        "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://p:1"}],
+        "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+        "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ca"}],
+        "podSecurityContext": {"runAsUser": 1000, "supplementalGroups": [5]},
+        "securityContext": {"readOnlyRootFilesystem": False},
+        "commonLabels": {"cost-center": "42"},
+    }
+    rendered = chart.template({**values, "watchNamespaces": ["a"]})
+    pod = rendered.one("Deployment")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert {"name": "HTTPS_PROXY", "value": "http://p:1"} in container["env"]
+    assert values["extraVolumes"][0] in pod["volumes"]
+    assert values["extraVolumeMounts"][0] in container["volumeMounts"]
+    assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["supplementalGroups"]) == (1000, [5])
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    for manifest in rendered:
+        if manifest["kind"] != "CustomResourceDefinition":
+            assert manifest["metadata"]["labels"]["cost-center"] == "42", manifest["kind"]
+
+
+def defaults_of(rendered: Any) -> Defaults:
+    """Return the defaults of the operator of a rendered chart."""
+    settings = read_settings(environment(rendered))
+    return Defaults(**{field.name: getattr(settings, field.name) for field in fields(Defaults)})
+
+
+def deployment_with(spec: dict[str, Any]) -> Deployment:
+    parsed = Spec.model_validate({"model": {"uri": "hf://org/target"}, **spec})
+    return Deployment(namespace="team-a", name="llama", uid="u", generation=1, spec=parsed, status=Status())
+
+
+def worker_pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
+    return pod_template(deployment, defaults)
+
+
+def job_pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
+    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
+    template: dict[str, Any] = distillation_job(deployment, run, defaults)["spec"]["template"]
+    return template
 
 
 def test_the_metrics_service_selects_the_operator_and_nothing_else(chart: Any) -> None:

@@ -1,4 +1,4 @@
-"""The chart's NetworkPolicies on a network that enforces them: the ports of each pod that another pod reaches."""
+"""NetworkPolicies of chart and operator on a network that enforces them: the ports that one pod reaches of another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.manifests import network_policy
 from specdecode_operator.manifests.identity import router_labels, selector
+from specdecode_operator.settings import read_settings
+from specdecode_operator.types import Deployment
 from support.kube import ROOT, Cluster, Manifest, wait_for
 from support.tiers import skip_reason
 
@@ -114,11 +118,18 @@ def pods(cluster: Cluster) -> Iterator[Pods]:
 
 
 def policies(system: str, team: str) -> list[Manifest]:
-    """Return the NetworkPolicies of the chart for an operator in one namespace that watches another."""
-    flags = ["--set=networkPolicy.enabled=true", f"--set=watchNamespaces[0]={team}"]
-    command = [str(HELM), "template", "sd", str(ROOT / "helm" / "specdecode"), "--namespace", system, *flags]
+    """Return the policies of the chart in one namespace, and of its operator for a deployment in another."""
+    command = [str(HELM), "template", "sd", str(ROOT / "helm" / "specdecode"), "--namespace", system]
     rendered = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    return [item for item in yaml.safe_load_all(rendered) if item and item["kind"] == "NetworkPolicy"]
+    objects = {item["kind"]: item for item in yaml.safe_load_all(rendered) if item}
+    (container,) = objects["Deployment"]["spec"]["template"]["spec"]["containers"]
+    peers = read_settings({one["name"]: one.get("value", "x") for one in container["env"]}).policy_peers
+    assert peers is not None
+    spec = Spec.model_validate({"model": {"uri": "embedded://t"}})
+    deployment = Deployment(namespace=team, name="llama", uid="u", generation=1, spec=spec, status=Status())
+    made = dict(network_policy(deployment, peers))
+    made["metadata"] = {name: value for name, value in made["metadata"].items() if name != "ownerReferences"}
+    return [objects["NetworkPolicy"], made]
 
 
 def test_each_pod_reaches_the_ports_that_it_needs_and_no_others(pods: Pods, cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specdecode_kernels.noise.op import gumbel
 from specdecode_kernels.sample import op, reference
 from specdecode_kernels.top_k import op as top_k_op
 from specdecode_kernels.top_k import reference as top_k_reference
@@ -198,11 +199,10 @@ def test_planted_bugs_are_detected(planted: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_rows_of_a_large_vocabulary_are_sampled_as_in_the_reference(
-    cuts: bool, mapped: bool, dtype: torch.dtype
-) -> None:
-    """On a CPU such rows are processed one by one, and greedy rows not at all."""
-    vocab, rows = 4100, [(0.0, 0, 1.0, 0.0), (0.7, 9, 0.9, 0.01), (1.3, 0, 1.0, 0.0), (1.0, 0, 0.8, 0.0)]
+@pytest.mark.parametrize("vocab", [70, 4100])
+def test_rows_are_sampled_as_in_the_reference(vocab: int, cuts: bool, mapped: bool, dtype: torch.dtype) -> None:
+    """On a CPU rows of a large vocabulary are processed one by one; of others, those that truncate are sorted alone."""
+    rows = [(0.0, 0, 1.0, 0.0), (0.7, 9, 0.9, 0.01), (1.3, 0, 1.0, 0.0), (1.0, 0, 0.8, 0.0)]
     temperature_R, *truncation = columns(rows, torch.float32)
     fields: dict[str, Any] = {
         "temperature_R": temperature_R,
@@ -211,8 +211,8 @@ def test_rows_of_a_large_vocabulary_are_sampled_as_in_the_reference(
         "truncation": tuple(truncation) if cuts else None,
     }
     logits = logits_of(len(rows), vocab, 2, dtype)
-    for _ in range(2):  # the second time, the noise is known
-        chosen = verify_op.choose(logits, *fields.values())
+    for noise in (None, gumbel(fields["seed_R"], fields["position_R"], vocab)):
+        chosen = verify_op.choose(logits, *fields.values(), noise)
         assert torch.equal(chosen, verify_reference.chosen_tokens(logits, *fields.values()))
     ids = torch.arange(vocab).flip(0) + 50 if mapped else None
     fields |= {"vocab_size": vocab + 50 if mapped else vocab, "ids_V": ids, "sharpness": 1.7}

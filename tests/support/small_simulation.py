@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdecode_simulator.records.step_times import DEPTHS, StepTable
+from specdecode_simulator.records.step_times import DEPTHS, NODES, StepTable
 from specdecode_simulator.world.segment import Group, Load, Outcome, Pilot, Segment
 
 ONE = Group(0, 0, 0)
@@ -39,7 +39,7 @@ def depths_over(pilot: Pilot, load: Load, survival: list[float], segments: int) 
 def table_of(token_seconds: float, pass_seconds: float = 0.001, base: float = 0.02) -> StepTable:
     sequences, contexts = (1.0, 4.0, 16.0), (128.0, 1024.0)
     grid = [
-        [[base + token_seconds * b * (d + 1) + pass_seconds * d for _ in contexts] for d in range(DEPTHS)]
+        [[base + token_seconds * b * (n + 1) + pass_seconds * min(n, DEPTHS - 1) for _ in contexts] for n in NODES]
         for b in sequences
     ]
     return StepTable(

@@ -38,10 +38,38 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: specdecode
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "specdecode.image" -}}
-{{- printf "%s:%s" .Values.image.repository .Values.image.tag -}}
+{{- with .Values.image -}}
+{{- if .digest -}}
+{{- printf "%s@%s" .repository .digest -}}
+{{- else -}}
+{{- printf "%s:%s" .repository (default $.Chart.AppVersion .tag) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A name without tag and digest gets the version of the chart's programs: operator and workers are of one version. */}}
+{{- define "specdecode.workerImage" -}}
+{{- $image := .Values.worker.image -}}
+{{- if regexMatch "(:[^/]+|@.+)$" $image -}}
+{{- $image -}}
+{{- else -}}
+{{- printf "%s:%s" $image .Chart.AppVersion -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Peers of the policies that the operator makes: of the public port, and of the admin port besides routers and Jobs. */}}
+{{- define "specdecode.policyPeers" -}}
+{{- $namespace := dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace) -}}
+{{- $pods := dict "matchLabels" (fromYaml (include "specdecode.selector" .)) -}}
+{{- $operator := dict "namespaceSelector" $namespace "podSelector" $pods -}}
+{{- $workers := .Values.networkPolicy.workers -}}
+{{- dict "clients" $workers.clientsFrom "admins" (prepend $workers.adminFrom $operator) | toJson -}}
 {{- end -}}
 
 {{/* Whether pods name their user: on OpenShift the namespace assigns it, and its admission refuses any other. */}}
@@ -55,19 +83,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{/* Both pods of the chart fit the restricted Pod Security Standard, and OpenShift's restricted-v2. */}}
 {{- define "specdecode.podSecurity" -}}
-runAsNonRoot: true
-{{- if eq (include "specdecode.fixedUser" .) "true" }}
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
-{{- end }}
-seccompProfile:
-  type: RuntimeDefault
+{{- $context := dict "runAsNonRoot" true "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- if eq (include "specdecode.fixedUser" .) "true" -}}
+{{- $context = merge $context (dict "runAsUser" 65532 "runAsGroup" 65532 "fsGroup" 65532) -}}
+{{- end -}}
+{{- mergeOverwrite $context .Values.podSecurityContext | toYaml -}}
 {{- end -}}
 
 {{- define "specdecode.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{- $context := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true -}}
+{{- $context = merge $context (dict "capabilities" (dict "drop" (list "ALL"))) -}}
+{{- mergeOverwrite $context .Values.securityContext | toYaml -}}
 {{- end -}}

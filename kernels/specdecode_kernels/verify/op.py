@@ -25,11 +25,12 @@ def choose(
     seed_R: Tensor,
     position_R: Tensor,
     truncation: tuple[Tensor, Tensor, Tensor] | None = None,
+    noise_RV: Tensor | None = None,
 ) -> Tensor:
     """Choose the tokens [R] of plain decoding as `reference.chosen_tokens` does.
 
     On a GPU the logits are read once, and no probabilities or noise are stored. On a CPU rows of a large vocabulary are
-    processed one by one, and greedy ones not at all.
+    processed one by one, and greedy ones not at all; others may bring their noise if it was drawn before.
     """
     if not dispatch.on_gpu(logits_RV) and sample.is_large(logits_RV):
         chosen_R = logits_RV.argmax(-1)
@@ -37,7 +38,8 @@ def choose(
             chosen_R[row] = scores_V.argmax()
         return chosen_R
     if not dispatch.on_gpu(logits_RV) or logits_RV.dtype == torch.float64:
-        return reference.chosen_tokens(logits_RV, temperature_R, seed_R, position_R, truncation)
+        scores_RV = sample.scores(logits_RV, temperature_R, seed_R, position_R, truncation, noise_RV=noise_RV)
+        return scores_RV.argmax(-1)
     from specdecode_kernels.sample.kernel import cuts
     from specdecode_kernels.verify import kernel
 

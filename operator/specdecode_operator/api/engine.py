@@ -11,6 +11,7 @@ from specdecode_worker.contract import EngineConfig, Sampler, TargetQuantization
 
 OPERATOR_FLAGS = (
     "model",
+    "adapter",
     "served-model-name",
     "dtype",
     "quantization",

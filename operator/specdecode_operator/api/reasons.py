@@ -399,8 +399,8 @@ REASONS: tuple[ConditionReason, ...] = (
         ConditionType.draft_rollout,
         "False",
         "StateUnreadable",
-        "the ConfigMap `NAME-drafts` was not read, so the draft of the spec serves",
-        "offer a candidate again; a ConfigMap of a newer operator is kept until then",
+        "the entry `drafts` of the ConfigMap `NAME-state` was not read, so the draft of the spec serves",
+        "offer a candidate again",
     ),
     ConditionReason(
         ConditionType.draft_fresh,

@@ -34,7 +34,7 @@ from specdecode_operator.api.schema import (
 )
 from specdecode_operator.api.speculation import MERGE_SAMPLER_MESSAGE, SpeculationSpec
 from specdecode_operator.api.workers import WorkersSpec
-from specdecode_worker.contract import EngineConfig
+from specdecode_worker.contract import EngineConfig, adapted_uri
 
 _NEEDS_ROUTERS = "scaling.minReplicas 0 needs router.replicas above 0: routers hold requests until a worker is ready"
 _HAS_ROUTERS = (
@@ -63,12 +63,26 @@ _RANKS_RULE = (
 _NONE = (0, "0%")
 
 
+class AdapterSpec(Api):
+    """LoRA adapter of the target, in PEFT's format. It is merged into the weights when they are loaded."""
+
+    uri: ModelUri = Field(
+        description=f"Where the adapter comes from: {URI_FORMS}. It is read with the token or key of the model.",
+        examples=["pvc://adapters/support"],
+    )
+
+
 class ModelSpec(Api):
     """Target model: the one whose text is served."""
 
     uri: ModelUri = Field(
         description=f"Where the model comes from: {URI_FORMS}.",
         examples=["hf://meta-llama/Llama-3.1-8B-Instruct@0e9e39f249a16976918f6564b8830bc894c89659"],
+    )
+    adapter: AdapterSpec | None = Field(
+        default=None,
+        description="LoRA adapter of the target, in PEFT's format. It is merged into the weights when they are loaded.",
+        examples=[{"uri": "pvc://adapters/support"}],
     )
     served_name: Annotated[str, Field(max_length=128, min_length=1)] | None = Field(
         default=None,
@@ -86,6 +100,11 @@ class ModelSpec(Api):
         "without a token.",
         examples=[{"name": "hub-token"}],
     )
+
+    @property
+    def target(self) -> str:
+        """URI of what is served: the model, with its adapter."""
+        return adapted_uri(self.uri, self.adapter.uri if self.adapter else None)
 
 
 class ScalingSpec(Api):
@@ -253,7 +272,8 @@ class Spec(Api):
     model_cache: Anything | None = Field(
         default=None,
         description="Volume of downloaded models: the source of a volume as in a pod. The folder must be writable for "
-        "the workers' user, 65532 unless the namespace assigns another. Absent: an emptyDir of each pod.",
+        "the workers' user, 65532 unless the namespace assigns another. Absent: the operator's setting "
+        "worker.modelCache, an emptyDir with a sizeLimit of 64Gi.",
         examples=[{"persistentVolumeClaim": {"claimName": "llama-cache"}}],
     )
     draft_rollout: DraftRolloutSpec = Field(

@@ -119,7 +119,13 @@ class TreeSpec(Api):
     """Bounds of the draft's trees. Chains are trees of width 1."""
 
     max_nodes: int = Field(default=16, ge=1, le=63, description="Maximum draft tokens of a sequence in one step.")
-    top_k: int = Field(default=1, ge=1, le=8, description="Maximum alternatives after one token. 1 allows chains only.")
+    top_k: int = Field(
+        default=4,
+        ge=1,
+        le=8,
+        description="Maximum alternatives after one token. In mode Auto the operator chooses the width by load "
+        "and acceptance by rank. 1 allows chains only.",
+    )
 
 
 class ObjectiveSpec(Api):

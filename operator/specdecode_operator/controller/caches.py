@@ -18,6 +18,7 @@ from specdecode_operator.kube.kinds import (
     BUDGETS,
     CONFIG_MAPS,
     JOBS,
+    NETWORK_POLICIES,
     PODS,
     ROLE_BINDINGS,
     ROLES,
@@ -45,7 +46,7 @@ ROUTER_LABELS = f"{GROUP}/name,{GROUP}/role=router"
 """Label selector of the ConfigMaps in which routers report held requests."""
 DEMAND = "Demand"
 """Name of the informer of these ConfigMaps, with their data."""
-METADATA_KINDS = (SERVICES, CONFIG_MAPS, BUDGETS, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS)
+METADATA_KINDS = (SERVICES, CONFIG_MAPS, BUDGETS, NETWORK_POLICIES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS)
 """Kinds of which only the metadata is cached."""
 
 

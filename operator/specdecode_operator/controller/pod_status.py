@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdecode_operator import manifests
-from specdecode_operator.kube.termination_message import last_words, revisions_of, verdict_of
+from specdecode_operator.kube.termination_message import last_words, pull_of, revisions_of, verdict_of
 from specdecode_operator.times import seconds_of_timestamp
 from specdecode_operator.types import Worker, Workload
 
@@ -32,10 +32,10 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
         placed=conditions.get("PodScheduled", "True") == "True",
         created_at=_seconds(pod["metadata"].get("creationTimestamp")),
         trouble=_trouble(status),
-        deletion_cost=_deletion_cost(pod),
         startup_seconds=_startup_seconds(pod),
         # The worker serves now, so an earlier verdict does not hold any more.
         verdict=None if ready else verdict_of(status),
+        pull_seconds=_pull_seconds(status),
         revisions=revisions_of(status) or _NO_REVISIONS,
     )
 
@@ -61,12 +61,6 @@ def workload_of(deployment: Mapping[str, Any]) -> Workload:
     )
 
 
-def _deletion_cost(pod: Mapping[str, Any]) -> int | None:
-    """Return the annotated cost, or None if there is none or it is not a number."""
-    text = (pod["metadata"].get("annotations") or {}).get(manifests.DELETION_COST_ANNOTATION, "")
-    return int(text) if text.lstrip("-").isdecimal() else None
-
-
 def _startup_seconds(pod: Mapping[str, Any]) -> float | None:
     """Return the seconds from the pod's creation until it was ready, or None while it is not."""
     for condition in pod.get("status", {}).get("conditions", []):
@@ -75,6 +69,12 @@ def _startup_seconds(pod: Mapping[str, Any]) -> float | None:
             ready = _seconds(condition.get("lastTransitionTime"))
             return None if created is None or ready is None else max(0.0, ready - created)
     return None
+
+
+def _pull_seconds(status: Mapping[str, Any]) -> float | None:
+    """Return the duration of the pod's `pull`, in whole seconds as the kubelet knows it."""
+    began, ended = (_seconds(pull_of(status).get(name)) for name in ("startedAt", "finishedAt"))
+    return None if began is None or ended is None else max(0.0, ended - began)
 
 
 def _seconds(timestamp: object) -> float | None:

@@ -177,14 +177,13 @@ def _decision(
         arrivals=sized.arrivals,
         capacity=sized.capacity,
         limited=sized.limited,
-        deletion_costs=sized.deletion_costs,
         image=materialised.template.image,
         url=manifests.service_url(
             deployment.namespace, deployment.name, tls=deployment.spec.tls_secret_ref is not None
         ),
         selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
         children=materialised.children,
-        pushes=in_use.workers_to_push(observed, current, deployment.uid, healed.own),
+        pushes=in_use.workers_to_push(observed, current, healed.own),
         suspects=healed.unhealthy,
         own_plans=healed.own_plans,
         excluded=healed.own,

@@ -98,7 +98,7 @@ def _with_settings(state: DriftState, deployment: Deployment, record: DraftRecor
 
 def _with_identity(state: DriftState, deployment: Deployment, learned: LearnedState, now: float) -> DriftState:
     """Return the state of this draft, target and image. Another one of them begins a new baseline."""
-    target = deployment.spec.model.uri
+    target = deployment.spec.model.target
     # The image is known after the first decision, which makes the pod template.
     image = (learned.template.image if learned.template else "") or state.image
     present = {"draft": learned.draft, "target": target, "image": image}

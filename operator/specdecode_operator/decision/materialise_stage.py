@@ -42,6 +42,7 @@ def materialise(
         manifests.service(deployment, to_routers=_are_routers_serving(deployment, observed)),
         manifests.headless_service(deployment),
         manifests.budget(deployment),
+        *((manifests.network_policy(deployment, peers),) if (peers := defaults.policy_peers) else ()),
         manifests.workload(deployment, template.template, template.spec_hash, replicas),
         *_router_children(deployment, observed, defaults),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -76,8 +75,6 @@ class ReplicaDecision:
     """Requests per second of the whole deployment over the last minute. None while they are unknown."""
     capacity: Capacity | None = None
     limited: ScalingLimit | None = None
-    deletion_costs: Mapping[str, int] = field(default_factory=dict)
-    """Annotation by pod, where it differs from the present one."""
     reason: str = ""
     """Reason for a change, as the decision history shows it."""
 
@@ -261,7 +258,6 @@ def _follow_demand(
         arrivals=load.window_arrival_rate if load else None,
         capacity=capacity,
         limited=scaling.scaling_limit(spec, result.wanted, capacity, placement_problems=problems) if is_owner else None,
-        deletion_costs={} if is_owner and inputs.is_advisory else _deletion_costs(inputs, spec, result.state),
         reason=result.reason,
     )
     return decision, result.state.model_copy(update={"replicas": replicas})
@@ -289,15 +285,3 @@ def _demand(inputs: SizeInputs, load: scaling.ServiceLoad | None) -> scaling.Dem
         is_complete=scaling.is_complete(inputs.workload, inputs.workers),
         load=load,
     )
-
-
-def _deletion_costs(inputs: SizeInputs, spec: ScalingSpec, state: ScalingState) -> dict[str, int]:
-    """Return the deletion costs to annotate, shortly before a worker is removed; none at other times."""
-    if state.below_since is None or inputs.is_paused:
-        return {}
-    if inputs.now - state.below_since < spec.scale_down_window_seconds - TUNING.deletion_cost_seconds:
-        return {}
-    staying = [worker for worker in inputs.workers if worker.report and not worker.leaving]
-    running = {worker.name: float(worker.report.running + worker.report.waiting) for worker in staying if worker.report}
-    costs = scaling.deletion_costs(running, (worker.name for worker in staying if worker.uid in inputs.unhealthy))
-    return {worker.name: costs[worker.name] for worker in staying if worker.deletion_cost != costs[worker.name]}

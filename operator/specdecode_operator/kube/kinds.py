@@ -36,6 +36,7 @@ CONFIG_MAPS = Kind("v1", "ConfigMap", "configmaps")
 SECRETS = Kind("v1", "Secret", "secrets")
 EVENTS = Kind("v1", "Event", "events")
 BUDGETS = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+NETWORK_POLICIES = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 SERVICE_ACCOUNTS = Kind("v1", "ServiceAccount", "serviceaccounts")
 ROLES = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDINGS = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
@@ -47,7 +48,17 @@ EVICTION = "eviction"
 """Subresource of a pod."""
 
 APPLIED = {
-    kind.kind: kind for kind in (WORKLOADS, SERVICES, CONFIG_MAPS, BUDGETS, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS)
+    kind.kind: kind
+    for kind in (
+        WORKLOADS,
+        SERVICES,
+        CONFIG_MAPS,
+        BUDGETS,
+        NETWORK_POLICIES,
+        SERVICE_ACCOUNTS,
+        ROLES,
+        ROLE_BINDINGS,
+    )
 }
 """Kinds that are applied from manifests."""
 
@@ -60,6 +71,8 @@ PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
     ("", "services"): _CHILD_VERBS,
     ("", "configmaps"): _CHILD_VERBS,
     ("policy", "poddisruptionbudgets"): _CHILD_VERBS,
+    # Deleted when the chart's networkPolicy.enabled becomes false.
+    ("networking.k8s.io", "networkpolicies"): _CHILD_VERBS | {"delete"},
     ("", "serviceaccounts"): _CHILD_VERBS,
     ("rbac.authorization.k8s.io", "roles"): _CHILD_VERBS,
     ("rbac.authorization.k8s.io", "rolebindings"): _CHILD_VERBS,
@@ -67,7 +80,7 @@ PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
     ("discovery.k8s.io", "endpointslices"): frozenset({"list", "watch"}),
     # Created once and never changed: Kueue changes them.
     ("batch", "jobs"): frozenset({"get", "list", "watch", "create", "delete"}),
-    ("", "pods"): frozenset({"list", "watch", "patch"}),
+    ("", "pods"): frozenset({"list", "watch"}),
     ("", f"pods/{EVICTION}"): frozenset({"create"}),
     ("", "events"): frozenset({"create", "list"}),
     ("", "secrets"): frozenset({"create"}),

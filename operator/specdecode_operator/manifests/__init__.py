@@ -9,7 +9,6 @@ from specdecode_operator.manifests.distillation_job import (
     job_name,
 )
 from specdecode_operator.manifests.identity import (
-    DELETION_COST_ANNOTATION,
     NAME_LABEL,
     PLAN_KEY,
     ROLE_LABEL,
@@ -19,9 +18,9 @@ from specdecode_operator.manifests.identity import (
     TokenScope,
     child_names,
     demand_name,
-    drafts_name,
     headless_name,
     plan_name,
+    policy_name,
     router_labels,
     router_name,
     selector,
@@ -32,8 +31,8 @@ from specdecode_operator.manifests.identity import (
 )
 from specdecode_operator.manifests.objects import (
     budget,
-    drafts_config_map,
     headless_service,
+    network_policy,
     plan_config_map,
     service,
     state_config_map,
@@ -50,7 +49,6 @@ from specdecode_operator.manifests.template import pod_template, rolling_hash
 from specdecode_operator.manifests.workload import resolved_image, workload
 
 __all__ = [
-    "DELETION_COST_ANNOTATION",
     "NAME_LABEL",
     "PLAN_KEY",
     "ROLE_LABEL",
@@ -67,16 +65,16 @@ __all__ = [
     "demand_config_map",
     "demand_name",
     "distillation_job",
-    "drafts_config_map",
-    "drafts_name",
     "headless_name",
     "headless_service",
     "is_pinned",
     "job_name",
     "model_uris",
+    "network_policy",
     "plan_config_map",
     "plan_name",
     "pod_template",
+    "policy_name",
     "resolved_image",
     "rolling_hash",
     "router_account",

@@ -48,6 +48,7 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
         deployment_uid=uid,
         model=ModelConfig(
             uri=spec.model.uri,
+            adapter=spec.model.adapter.uri if spec.model.adapter else None,
             served_name=spec.model.served_name or default_served_name(spec.model.uri),
             dtype=spec.engine.dtype,
             quantization=spec.engine.quantization,
@@ -104,10 +105,10 @@ def device(spec: Spec) -> Literal["auto", "cpu", "cuda"]:
 
 
 def model_uris(spec: Spec) -> list[str]:
-    """Return the URIs of the target and all drafts, each once."""
+    """Return the URIs of the target, its adapter and all drafts, each once."""
     speculation = spec.speculation
-    drafts = [speculation.draft, *speculation.drafts]
-    return list(dict.fromkeys([spec.model.uri, *(draft.uri for draft in drafts if draft and draft.uri)]))
+    sources = [spec.model, spec.model.adapter, speculation.draft, *speculation.drafts]
+    return list(dict.fromkeys(source.uri for source in sources if source and source.uri))
 
 
 def unpinned_uris(spec: Spec) -> list[str]:
@@ -139,12 +140,13 @@ def cores(quantity: object) -> Decimal:
         SpecError: The text is no quantity.
     """
     try:
-        return _value(quantity)
+        return quantity_value(quantity)
     except InvalidOperation:
         raise SpecError(f"workers.resources.limits.cpu is {quantity!r}; write cores such as 2, 1.5 or 500m") from None
 
 
-def _value(quantity: object) -> Decimal:
+def quantity_value(quantity: object) -> Decimal:
+    """Return the number of a Kubernetes quantity. Raise decimal.InvalidOperation if the text is none."""
     text = str(quantity)
     suffix = next((suffix for suffix in sorted(_FACTORS, key=len, reverse=True) if text.endswith(suffix)), "")
     return Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)

@@ -16,6 +16,7 @@ from specdecode_operator.manifests.distillation_job import (
     job_labels,
     job_pod,
     job_template,
+    without_containers,
 )
 from specdecode_operator.manifests.identity import metadata
 from specdecode_operator.manifests.volumes import CLAIMS_DIR, claim_volume
@@ -26,7 +27,6 @@ from specdecode_worker.contract.distillation import JOB_CONTAINER
 DEADLINE_SECONDS = 1800
 """Time for all pods of the Job, with pulling the image."""
 _RESOURCES = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "512Mi"}}
-_NOT_TAKEN = ("containers", "initContainers", "volumes")
 
 
 def deletion_job_name(deployment: str, run: str) -> str:
@@ -55,7 +55,7 @@ def deletion_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> 
             **object_in(template, "metadata"),
             "labels": {name: value for name, value in given.items() if name != QUEUE_LABEL},
         },
-        "spec": {name: value for name, value in object_in(template, "spec").items() if name not in _NOT_TAKEN},
+        "spec": without_containers(object_in(template, "spec")),
     }
     return {
         "apiVersion": "batch/v1",
@@ -66,6 +66,6 @@ def deletion_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> 
             "activeDeadlineSeconds": DEADLINE_SECONDS,
             "completions": 1,
             "parallelism": 1,
-            "template": job_template(pod, labels, users),
+            "template": job_template(pod, labels, users, defaults),
         },
     }

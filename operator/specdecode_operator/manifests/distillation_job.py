@@ -27,7 +27,13 @@ from specdecode_operator.manifests.identity import (
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.run_storage import bucket_environment, run_mount, run_out, run_volume
 from specdecode_operator.manifests.security import container_security_context, pod_security_context
-from specdecode_operator.manifests.template import labelled, pull_secrets, user_settings
+from specdecode_operator.manifests.template import (
+    FLEET_TEMPLATE,
+    labelled,
+    pull_environment,
+    pull_secrets,
+    user_settings,
+)
 from specdecode_operator.manifests.volumes import (
     REVISIONS_PATH,
     pull_mounts,
@@ -106,20 +112,33 @@ def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults,
             "podFailurePolicy": _failure_policy(),
             # A replacement starts only when the earlier pod has ended, because both would write to the run's folder.
             "podReplacementPolicy": "Failed",
-            "template": job_template(_pod(deployment, run, defaults, keep), labels, distillation.job_template),
+            "template": job_template(
+                _pod(deployment, run, defaults, keep), labels, distillation.job_template, defaults
+            ),
         },
     }
 
 
-def job_template(pod: Mapping[str, Any], labels: Mapping[str, str], users: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template of a Job's pods: ``pod`` with the user's template merged over it.
+def job_template(
+    pod: Mapping[str, Any], labels: Mapping[str, str], users: Mapping[str, Any], defaults: Defaults
+) -> dict[str, Any]:
+    """Return the template of a Job's pods: ``pod`` with the workers' template of the settings and the user's over it.
+
+    Of the former, containers and volumes are left out: they are those of workers.
 
     Raises:
         SpecError: The user's template cannot be merged.
     """
-    template = merged({"metadata": {"labels": labels}, "spec": pod}, users, "distillation.jobTemplate")
+    fleet = {**defaults.worker_template, "spec": without_containers(object_in(defaults.worker_template, "spec"))}
+    template = merged({"metadata": {"labels": labels}, "spec": pod}, fleet, FLEET_TEMPLATE)
+    template = merged(template, users, "distillation.jobTemplate")
     # The labels stay, whatever the user's template says: another role would put the pod into a Service.
     return labelled(template, labels)
+
+
+def without_containers(pod: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a pod apart from containers and volumes."""
+    return {name: value for name, value in pod.items() if name not in ("containers", "initContainers", "volumes")}
 
 
 def job_labels(labels: Mapping[str, str], deployment: Deployment, run: str) -> dict[str, str]:
@@ -143,13 +162,13 @@ def _failure_policy() -> dict[str, Any]:
 
 
 def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str]) -> dict[str, Any]:
-    settings = user_settings(deployment.spec, deployment.name)
+    settings = user_settings(deployment.spec, deployment.name, defaults)
     return {
         **job_pod(deployment, defaults),
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "initContainers": [settings.given_to(_pull(deployment, run, defaults))],
         "containers": [settings.given_to(_distill(deployment, run, defaults, keep))],
-        "volumes": [*_volumes(deployment, run), *settings.volumes],
+        "volumes": [*_volumes(deployment, run, defaults), *settings.volumes],
     }
 
 
@@ -179,18 +198,11 @@ def job_container(deployment: Deployment, defaults: Defaults, name: str) -> dict
 def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str, Any]:
     """Return the init container that fetches target and draft, as in a worker."""
     spec = deployment.spec
-    secret = spec.model.token_secret_ref
-    env: list[dict[str, Any]] = [{"name": "HOME", "value": "/tmp"}]
-    if unpinned_uris(spec):
-        env.append({"name": Env.revisions_path, "value": REVISIONS_PATH})
-    if secret:
-        env.append(secret_variable("HF_TOKEN", secret.name, secret.key))
-    env += bucket_environment(spec)
-    uris = dict.fromkeys([spec.model.uri, run.draft_uri])
+    uris = dict.fromkeys([spec.model.target, run.draft_uri])
     return {
         **job_container(deployment, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *uris],
-        "env": env,
+        "env": pull_environment(spec, defaults),
         "resources": without_devices(spec.distillation.job_resources),
         "volumeMounts": pull_mounts(spec),
     }
@@ -228,7 +240,7 @@ def arguments(deployment: Deployment, run: RunRecord, keep: Sequence[str] = ()) 
     capture = distillation.capture or DistillationCaptureSpec()
     host = f"{headless_name(deployment.name)}.{deployment.namespace}.svc"
     values: dict[str, object] = {
-        "model": spec.model.uri,
+        "model": spec.model.target,
         "draft": run.draft_uri,
         "capture-from": f"{'https://' if spec.tls_secret_ref else ''}{host}:{Port.admin}",
         "out": run_out(deployment.name, run),
@@ -253,11 +265,11 @@ def arguments(deployment: Deployment, run: RunRecord, keep: Sequence[str] = ()) 
     return ["--job", "--prune", *(f"--{flag}={value}" for flag, value in values.items())]
 
 
-def _volumes(deployment: Deployment, run: RunRecord) -> list[dict[str, Any]]:
+def _volumes(deployment: Deployment, run: RunRecord, defaults: Defaults) -> list[dict[str, Any]]:
     spec, written = deployment.spec, run_volume(run)
     shared = {mount["name"] for mount in (*pull_mounts(spec), *torch_mounts())} - {written["name"]}
     made = [
-        *(volume for volume in volumes(spec, deployment.name) if volume["name"] in shared),
+        *(volume for volume in volumes(spec, deployment.name, defaults) if volume["name"] in shared),
         written,
     ]
     if sources := _prompts(deployment):

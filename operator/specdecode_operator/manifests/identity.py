@@ -45,13 +45,16 @@ REVISIONS_KEY = "revisions.json"
 """Key of the plan's ConfigMap with the commits of models whose URI names none."""
 SPEC_HASH_ANNOTATION = f"{GROUP}/spec-hash"
 """Annotation of the workload: hash of the part of the spec that its pod template was made from."""
-DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
-"""Annotation of Kubernetes: when a ReplicaSet shrinks, the pods with the lowest cost are removed first."""
 
 
 def worker_name(name: str) -> str:
     """Return the name of the workload and of its PodDisruptionBudget."""
     return f"{name}-worker"
+
+
+def policy_name(name: str) -> str:
+    """Return the name of the NetworkPolicy of workers and routers."""
+    return name
 
 
 def headless_name(name: str) -> str:
@@ -67,11 +70,6 @@ def plan_name(name: str) -> str:
 def state_name(name: str) -> str:
     """Return the name of the ConfigMap with the deployment state."""
     return f"{name}-state"
-
-
-def drafts_name(name: str) -> str:
-    """Return the name of the ConfigMap with the rollout of drafts."""
-    return f"{name}-drafts"
 
 
 def tokens_name(name: str) -> str:
@@ -91,7 +89,7 @@ def demand_name(name: str) -> str:
 
 def child_names(name: str) -> tuple[str, ...]:
     """Return the names of all objects that the operator creates for a deployment."""
-    own = (worker_name, headless_name, plan_name, state_name, drafts_name, tokens_name)
+    own = (worker_name, headless_name, plan_name, state_name, tokens_name)
     return name, *(make(name) for make in (*own, router_name, demand_name))
 
 

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdecode_operator.manifests.identity import (
+    NAME_LABEL,
     PLAN_KEY,
     REVISIONS_KEY,
-    drafts_name,
+    ROLE_LABEL,
+    Role,
     headless_name,
     metadata,
     plan_name,
+    policy_name,
     public_port_name,
     router_labels,
     selector,
@@ -20,7 +23,7 @@ from specdecode_operator.manifests.identity import (
     tokens_name,
     worker_name,
 )
-from specdecode_operator.types import Deployment, Manifest
+from specdecode_operator.types import Deployment, Manifest, PolicyPeers
 from specdecode_worker.contract import Plan, Port, Revisions
 
 
@@ -71,11 +74,6 @@ def state_config_map(deployment: Deployment, data: Mapping[str, str]) -> Manifes
     return _config_map(deployment, state_name(deployment.name), data)
 
 
-def drafts_config_map(deployment: Deployment, data: Mapping[str, str]) -> Manifest:
-    """Return the ConfigMap with the rollout of drafts, which survives the operator."""
-    return _config_map(deployment, drafts_name(deployment.name), data)
-
-
 def tokens_secret(deployment: Deployment, tokens: Mapping[str, Sequence[str]]) -> Manifest:
     """Return the Secret with the admin tokens. It is created once and never applied again.
 
@@ -97,6 +95,31 @@ def budget(deployment: Deployment) -> Manifest:
             "maxUnavailable": 1,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": selector(deployment.name)},
+        },
+    }
+
+
+def network_policy(deployment: Deployment, peers: PolicyPeers) -> Manifest:
+    """Return the NetworkPolicy of workers and routers: who may use the public port, and who the admin port.
+
+    The admin port serves the operator, the routers of the namespace, of which those of a deployment that shares its
+    traffic have a token, and the deployment's own training Jobs.
+    """
+    routers = {"podSelector": {"matchLabels": {ROLE_LABEL: Role.router.value}}}
+    jobs = {"podSelector": {"matchLabels": {NAME_LABEL: deployment.name, ROLE_LABEL: Role.job.value}}}
+    rules: list[dict[str, Any]] = [
+        {"ports": [{"protocol": "TCP", "port": Port.http}], **({"from": list(peers.clients)} if peers.clients else {})},
+        {"ports": [{"protocol": "TCP", "port": Port.admin}], "from": [*peers.admins, routers, jobs]},
+    ]
+    roles = {"key": ROLE_LABEL, "operator": "In", "values": [Role.worker.value, Role.router.value]}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(deployment, policy_name(deployment.name)),
+        "spec": {
+            "podSelector": {"matchLabels": {NAME_LABEL: deployment.name}, "matchExpressions": [roles]},
+            "policyTypes": ["Ingress"],
+            "ingress": rules,
         },
     }
 

@@ -44,12 +44,13 @@ def router_workload(deployment: Deployment, defaults: Defaults) -> Manifest:
     The number of replicas is absent while an autoscaler sets it, so that it stays the autoscaler's field.
 
     Raises:
-        SpecError: The user's template cannot be merged.
+        SpecError: A template cannot be merged.
     """
     router = deployment.spec.router
     replicas = {} if router.autoscaled and router.replicas else {"replicas": router.replicas}
     labels = metadata_labels(deployment)
-    template = {"metadata": {"labels": labels}, "spec": _pod(deployment, defaults)}
+    ours = {"metadata": {"labels": labels}, "spec": _pod(deployment, defaults)}
+    template = merged(ours, defaults.router_template, "the operator's setting router.template")
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

@@ -17,6 +17,7 @@ from specdecode_operator.manifests.security import container_security_context, p
 from specdecode_operator.manifests.volumes import (
     PLAN_PATH,
     REVISIONS_PATH,
+    cache_limit,
     pull_mounts,
     secret_variable,
     serving_mounts,
@@ -31,6 +32,7 @@ STARTUP_SECONDS = 3600
 """Time in which a worker must load its model, in seconds. After that the kubelet restarts it."""
 LIVE_FIELDS = {"update_policy", "recycle", "strategy"}
 """Fields of spec.workers that are no part of the pod template."""
+FLEET_TEMPLATE = "the operator's setting worker.template"
 RESERVED_ENV = (Env.config, Env.plan_path, Env.pod_name)
 """Variables of the worker that the operator sets and that a user's template must not replace."""
 
@@ -72,21 +74,22 @@ def _rolling_quantization(draft: DraftSpec | NamedDraftSpec | None) -> dict[str,
 
 
 def pod_template(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
-    """Return the operator's pod template with ``workers.template`` merged over it.
+    """Return the operator's pod template with that of the settings and ``workers.template`` merged over it.
 
     The labels of the selector stay, whatever the user's template says.
 
     Raises:
-        SpecError: The user's template cannot be merged or sets a variable of the operator, or the result is too large
+        SpecError: A template cannot be merged or sets a variable of the operator, or the result is too large
             for the state ConfigMap.
     """
     spec = deployment.spec
-    given = {variable["name"] for variable in objects_in(container_in(spec.workers.template, "worker"), "env", "name")}
-    if reserved := sorted(given.intersection(RESERVED_ENV)):
-        raise SpecError(f"workers.template must not set {', '.join(reserved)}: the operator sets it")
     labels = selector(deployment.name)
-    ours = {"metadata": {"labels": labels}, "spec": _pod(deployment, defaults)}
-    template = merged(ours, spec.workers.template)
+    template: Mapping[str, Any] = {"metadata": {"labels": labels}, "spec": _pod(deployment, defaults)}
+    for overlay, path in ((defaults.worker_template, FLEET_TEMPLATE), (spec.workers.template, "workers.template")):
+        given = {variable["name"] for variable in objects_in(container_in(overlay, "worker"), "env", "name")}
+        if reserved := sorted(given.intersection(RESERVED_ENV)):
+            raise SpecError(f"{path} must not set {', '.join(reserved)}: the operator sets it")
+        template = merged(template, overlay, path)
     template = labelled(template, labels)
     size = len(json.dumps(template))
     if size > MAX_TEMPLATE_BYTES:
@@ -123,15 +126,15 @@ class UserSettings(NamedTuple):
         }
 
 
-def user_settings(spec: Spec, name: str) -> UserSettings:
-    """Return the variables and mounts of the worker's container in ``workers.template``.
+def user_settings(spec: Spec, name: str, defaults: Defaults) -> UserSettings:
+    """Return the variables and mounts of the worker's container in ``workers.template``, and in that of the settings.
 
     Of its mounts, those of volumes are returned that the template adds: the operator's own volumes have other places in
     other containers. Whatever in the template is no valid field of a pod is left out here; the merge names it.
     """
-    template = spec.workers.template
+    template = merged(defaults.worker_template, spec.workers.template)
     worker = container_in(template, "worker")
-    ours = {volume["name"] for volume in volumes(spec, name)}
+    ours = {volume["name"] for volume in volumes(spec, name, defaults)}
     users = objects_in(object_in(template, "spec"), "volumes", "name")
     added = {volume["name"]: volume for volume in users if volume["name"] not in ours}
     mounts = [mount for mount in objects_in(worker, "volumeMounts", "mountPath") if mount.get("name") in added]
@@ -154,9 +157,9 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "enableServiceLinks": False,
         "securityContext": pod_security_context(defaults),
         "terminationGracePeriodSeconds": drain.endpoint_delay_seconds + drain.grace_period_seconds + 10,
-        "initContainers": [user_settings(spec, deployment.name).given_to(_pull(spec, defaults))],
+        "initContainers": [user_settings(spec, deployment.name, defaults).given_to(_pull(spec, defaults))],
         "containers": [_worker(deployment, defaults)],
-        "volumes": volumes(spec, deployment.name),
+        "volumes": volumes(spec, deployment.name, defaults),
     }
     if spec.image_pull_secrets:
         pod["imagePullSecrets"] = pull_secrets(spec)
@@ -179,20 +182,30 @@ def _container(spec: Spec, defaults: Defaults, name: str) -> dict[str, Any]:
 
 
 def _pull(spec: Spec, defaults: Defaults) -> dict[str, Any]:
-    secret = spec.model.token_secret_ref
-    env = [
-        {"name": "HOME", "value": "/tmp"},
-        *_revisions(spec),
-        *([secret_variable("HF_TOKEN", secret.name, secret.key)] if secret else []),
-        *bucket_environment(spec),
-    ]
     return {
         **_container(spec, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *model_uris(spec)],
-        "env": env,
+        "env": pull_environment(spec, defaults),
         "resources": spec.workers.resources.model_dump(mode="json", exclude_defaults=True),
         "volumeMounts": pull_mounts(spec),
     }
+
+
+def pull_environment(spec: Spec, defaults: Defaults) -> list[dict[str, Any]]:
+    """Return the variables of a container that downloads models."""
+    secret, limit = spec.model.token_secret_ref or defaults.hub_token, cache_limit(spec, defaults)
+    token = (
+        [secret_variable("HF_TOKEN", secret.name, secret.key, optional=not spec.model.token_secret_ref)]
+        if secret
+        else []
+    )
+    return [
+        {"name": "HOME", "value": "/tmp"},
+        *_revisions(spec),
+        *token,
+        *([{"name": Env.cache_limit, "value": f"{limit} {CACHE_DIR}"}] if limit else []),
+        *bucket_environment(spec),
+    ]
 
 
 def _revisions(spec: Spec) -> list[dict[str, Any]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from decimal import InvalidOperation
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import Spec
+from specdecode_operator.api.v1alpha1 import Spec, object_in
+from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import (
     API_KEYS_DIR,
     CACHE_DIR,
@@ -14,9 +16,11 @@ from specdecode_operator.manifests.config import (
     TLS_DIR,
     TOKENS_DIR,
     model_uris,
+    quantity_value,
     unpinned_uris,
 )
 from specdecode_operator.manifests.identity import PLAN_KEY, REVISIONS_KEY, plan_name, tokens_name
+from specdecode_operator.types import Defaults
 
 PLAN_DIR = "/etc/specdecode/plan"
 PLAN_PATH = f"{PLAN_DIR}/{PLAN_KEY}"
@@ -40,14 +44,14 @@ SECRET_MODE = 0o440
 _LABEL = re.compile("[a-z0-9]([-a-z0-9]{0,55}[a-z0-9])?")
 
 
-def volumes(spec: Spec, name: str) -> list[dict[str, Any]]:
+def volumes(spec: Spec, name: str, defaults: Defaults) -> list[dict[str, Any]]:
     """Return the volumes of a worker pod of the deployment ``name``."""
     claims = [
         {"name": claim_volume(claim), "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
         for claim in model_claims(spec)
     ]
     return [
-        {**(spec.model_cache or {"emptyDir": {}}), "name": "model-cache"},
+        {**(spec.model_cache or defaults.model_cache), "name": "model-cache"},
         {"name": "plan", "configMap": {"name": plan_name(name)}},
         *(secret for secret, _ in _secrets(spec, name)),
         {"name": "compiled", "emptyDir": {"sizeLimit": COMPILED_LIMIT}},
@@ -56,6 +60,19 @@ def volumes(spec: Spec, name: str) -> list[dict[str, Any]]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM_LIMIT}},
         *claims,
     ]
+
+
+def cache_limit(spec: Spec, defaults: Defaults) -> int:
+    """Return the bytes that a pod's own model cache may hold before the kubelet evicts the pod; 0 without such a limit.
+
+    Raises:
+        SpecError: The limit is no quantity.
+    """
+    limit = object_in(spec.model_cache or defaults.model_cache, "emptyDir").get("sizeLimit")
+    try:
+        return int(quantity_value(limit)) if limit is not None else 0
+    except InvalidOperation:
+        raise SpecError(f"modelCache.emptyDir.sizeLimit is {limit!r}; write an amount such as 200Gi") from None
 
 
 def model_mounts(spec: Spec, *, read_only: bool = False) -> list[dict[str, Any]]:

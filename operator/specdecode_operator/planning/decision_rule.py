@@ -109,9 +109,10 @@ class LoadDecision:
             return self._to(group, now, min(gains, key=RANK, default=now), "loses", SUSPENDED)
         if gains:
             return self._to(group, now, min(gains, key=RANK), "gain", OUTDATED if outdated else "")
-        trials = [other for other in others if self._trial_value(now, other) > 0]
-        best = max(trials, key=lambda choice: self._bound(now, choice, TUNING.z), default=now)
-        why = f"a trial, worth {100 * self._trial_value(now, best):.1f} % beyond the cost of its changes; "
+        worth = [(self._trial_value(now, other, plain), other) for other in others]
+        trials = [(value, other) for value, other in worth if value > 0]
+        value, best = max(trials, key=lambda one: self._bound(now, one[1], TUNING.z), default=(0.0, now))
+        why = f"a trial, worth {100 * value:.1f} % beyond the cost of its changes; "
         return self._to(group, now, best, "probe" if now.is_plain else "trial", why, is_trial=True)
 
     def _after_trial(self) -> list[Change]:
@@ -119,7 +120,7 @@ class LoadDecision:
         since = max(row.since for row in self.rows if row.trial)
         now, _, choices = self._best(self.rows)
         is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
-        if not is_timed and self.now - since < TUNING.window_seconds:
+        if not (is_timed or self.is_suspended) and self.now - since < TUNING.window_seconds:
             return []
         better = (each for each in choices if each.is_timed and self.search.gain(now, each) > 0)
         return self._to(self.rows, now, min(better, key=RANK, default=now), "trial", "after a trial; ")
@@ -138,16 +139,23 @@ class LoadDecision:
             return self._bound(now, other, TUNING.z_changed) > 0
         return self._bound(now, other, TUNING.z) > self._least_gain * self.search.moving_demand(now, other)
 
-    def _trial_value(self, now: Choice, other: Choice) -> float:
+    def _trial_value(self, now: Choice, other: Choice, plain: Choice) -> float:
         """Return the expected gain of a trial, E[max(0, gain)], less the cost of its changes.
 
-        It costs one change, and a second one if it is in vain.
+        It costs one change, and a second one if it is in vain. No step is shorter than one that it includes, which
+        bounds the gain while acceptance is measured.
         """
         error = self._trial_error(now, other)
         if error <= 0:
             return -1.0
-        z = self.search.gain(now, other) / error
-        return error * (z * NORMAL.cdf(z) + NORMAL.pdf(z)) - self._least_gain * (1 + NORMAL.cdf(-z))
+        gain, most = self.search.gain(now, other), math.inf
+        if not now.is_plain:
+            shapes = zip(now.shapes, other.shapes, strict=True)
+            includes = all(one.depth <= two.depth and one.nodes <= two.nodes for (_, one), (_, two) in shapes)
+            least = max(plain.seconds.mean, now.seconds.mean * includes)
+            most = max(0.0, math.log(now.per_token * other.tokens / least))
+        expected = error * (_above(gain / error) - _above((gain - most) / error))
+        return expected - self._least_gain * (1 + NORMAL.cdf(-gain / error))
 
     def _trial_error(self, now: Choice, other: Choice) -> float:
         """Return the standard error of a gain that only a trial can measure; 0 where it is measured anyway.
@@ -166,7 +174,7 @@ class LoadDecision:
             newest = max((cell.at for cell in self.learned.costs if cell.draft_passes), default=0.0)
             age = max(0.0, self.now - newest - TUNING.window_seconds)
             variance = TUNING.drift_per_dwell**2 * age / max(1, self.speculation.limits.min_dwell_seconds)
-        return math.sqrt(max(0.0, variance - TUNING.measured_error**2))
+        return math.sqrt(max(0.0, variance - TUNING.measured_error**2 - self.search.times.wander))
 
     def _bound(self, now: Choice, other: Choice, z: float) -> float:
         """Return the lower confidence bound of a gain."""
@@ -234,6 +242,11 @@ class LoadDecision:
             f"{_text(now, name)} -> {_text(best, name)} a step; acceptance by depth {rates};"
             f" {100 * math.expm1(gain):+.0f} % tokens in the same time, {100 * sure:.0f} % sure{missed}"
         )
+
+
+def _above(z: float) -> float:
+    """Return E[max(0, x)] of a normal x with mean ``z`` and standard deviation 1."""
+    return z * NORMAL.cdf(z) + NORMAL.pdf(z) if z > -math.inf else 0.0
 
 
 def _text(choice: Choice, task: str) -> str:

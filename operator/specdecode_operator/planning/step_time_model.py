@@ -100,8 +100,8 @@ class StepTimeModel:
         return StepTimeModel(cells, tuple(coefficients.tolist()), covariance / np.outer(scale, scale), wander, floor)
 
     def predict(self, load: Load, shapes: Iterable[Batch]) -> dict[Batch, Estimate]:
-        """Return the step time of every shape at one load. A larger step takes no less time, up to noise."""
-        order = sorted(set(shapes))
+        """Return the step time of every shape at one load. A larger step takes no less time than a timed one."""
+        order = sorted({*shapes, *(Batch(cell.passes, round(cell.verified, 1)) for cell in self.near(load))})
         x = np.array([_with_drafting(features(load, *batch)) for batch in order])
         spreads = np.maximum(0.0, ((x @ self.covariance) * x).sum(axis=1)).tolist()
         lines = [max(self.floor, line) for line in (x @ np.array(self.coefficients)).tolist()]

@@ -30,7 +30,7 @@ def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, 
     """
     spec, status = spec_of(resource), status_of(resource)
     name = f"{resource['metadata']['namespace']}/{resource['metadata']['name']}"
-    lines = [f"{name}   {spec.model.uri}   ready {word(status.ready)}", ""]
+    lines = [f"{name}   {spec.model.target}   ready {word(status.ready)}", ""]
     lines += ["DEPTH", *_indented(_depth(resource, spec, status, learned, now))]
     if learned is not None:
         is_measuring = measuring(status.conditions) is not None

@@ -26,7 +26,7 @@ def assignment_of(record: DraftRecord, deployment: Deployment) -> DraftAssignmen
         return None
     return DraftAssignment(
         spec_draft=draft.uri,
-        target=deployment.spec.model.uri,
+        target=deployment.spec.model.target,
         stable=_artifact(record, record.current),
         trial=_trial(record),
     )

@@ -67,13 +67,13 @@ def find_spec_change(facts: Facts, record: DraftRecord) -> Detection | None:
     spec = facts.deployment.spec
     draft = spec.speculation.draft.uri if spec.speculation.draft else ""
     method = spec.speculation.method
-    update = {"spec_draft": draft, "method": method, "target": spec.model.uri, "spec_hash": ""}
+    update = {"spec_draft": draft, "method": method, "target": spec.model.target, "spec_hash": ""}
     noted = record.model_copy(update=update)
     if (draft, method) != (record.spec_draft, record.method):
         reason = f"the draft of the spec is {draft or 'absent'} now, of method {method}"
         return Detection(record=noted, event=Event(kind=EventKind.DRAFT_CHANGED), reason=reason, cause="user")
-    if spec.model.uri != record.target:
-        reason = f"model.uri is {spec.model.uri} now"
+    if spec.model.target != record.target:
+        reason = f"the target of the spec is {spec.model.target} now"
         return Detection(record=noted, event=Event(kind=EventKind.TARGET_CHANGED), reason=reason, cause="user")
     return None
 
@@ -251,7 +251,7 @@ def begun_from(facts: Facts) -> dict[str, object]:
         "request": facts.deployment.spec.distillation.trigger.request or "",
         "spec_draft": spec.speculation.draft.uri if spec.speculation.draft else "",
         "method": spec.speculation.method,
-        "target": spec.model.uri,
+        "target": spec.model.target,
         "image": image_of(facts.observed),
     }
 

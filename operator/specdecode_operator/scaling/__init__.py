@@ -4,7 +4,7 @@ from specdecode_operator.scaling.capacity import Limits, Mix, StepEstimate, Step
 from specdecode_operator.scaling.demand import arrival_rate, arrivals
 from specdecode_operator.scaling.forecast import forecast_rate, update_forecast
 from specdecode_operator.scaling.idleness import Activity, activity_of, scale_to_activity
-from specdecode_operator.scaling.limits import deletion_costs, placement_problem, scaling_limit
+from specdecode_operator.scaling.limits import placement_problem, scaling_limit
 from specdecode_operator.scaling.ownership import take_over
 from specdecode_operator.scaling.placement import Placement, is_complete, placement_of, withdrawal_message
 from specdecode_operator.scaling.replicas import Demand, ScaleResult, ServiceLoad, scale
@@ -27,7 +27,6 @@ __all__ = [
     "arrival_rate",
     "arrivals",
     "capacity",
-    "deletion_costs",
     "forecast_rate",
     "is_complete",
     "placement_of",

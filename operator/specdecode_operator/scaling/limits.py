@@ -1,8 +1,8 @@
-"""Reasons why replicas do not follow demand, and the order in which pods are removed."""
+"""Reasons why replicas do not follow demand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.types import Capacity, ScalingLimit, Worker, Workload
@@ -44,17 +44,3 @@ def scaling_limit(
         message = f"one sequence alone misses the objective ({capacity.limited_by}): {step}"
         return ScalingLimit("ObjectiveOutOfReach", message)
     return None
-
-
-def deletion_costs(running: Mapping[str, float], unhealthy: Iterable[str] = ()) -> dict[str, int]:
-    """Return the annotation controller.kubernetes.io/pod-deletion-cost by pod.
-
-    Kubernetes removes the ready pod with the lowest cost first: unhealthy pods, then those with the fewest requests.
-
-    Args:
-        running: Running and waiting requests by pod.
-        unhealthy: Names of unhealthy pods.
-    """
-    first = set(unhealthy)
-    order = sorted(running, key=lambda pod: (pod not in first, running[pod], pod))
-    return {pod: rank - (len(order) if pod in first else 0) for rank, pod in enumerate(order)}

@@ -36,9 +36,6 @@ class Tuning:
     """Consecutive polls with more demand than workers before workers are added; one poll may be a burst."""
     headroom: float = 1.1
     """Factor on demand before a worker is removed; the others must carry a tenth more than was measured."""
-    deletion_cost_seconds: float = 15.0
-    """Seconds before the scale-down window ends at which pods are annotated; earlier costs would be out of date."""
-
     # Start of a worker.
     startup_seconds: float = 60.0
     """Assumed start-up time of a worker, in seconds, until one was measured."""

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdecode_operator.api.v1alpha1 import ScalingSpec, Spec, SpeculationSpec, Status
+from specdecode_operator.api.v1alpha1 import ScalingSpec, Spec, SpeculationSpec, Status, TreeSpec
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.learned import LearnedState, parse_state, render_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Workload
 from specdecode_operator.types import Worker as Seen
+from specdecode_simulator.records.acceptance_walks import PLAIN, Form, form_of
 from specdecode_simulator.traces.trace import Trace
 from specdecode_simulator.world.counters import DRAFT
 from specdecode_simulator.world.fleet import Fleet, Pod
@@ -81,11 +82,11 @@ class Look(NamedTuple):
     suspended: set[tuple[int, int]]
     """Loads (concurrency, context) at which the guards of all workers suspend speculation."""
 
-    def depth(self, sequences: float, context_tokens: float, task: str) -> int:
-        """Return the depth in use for requests of ``task`` at a load."""
+    def form(self, sequences: float, context_tokens: float, task: str) -> Form:
+        """Return the shape in use for requests of ``task`` at a load."""
         edges = self.plan.buckets
         load = bisect_left(edges.concurrency, sequences), bisect_left(edges.context, context_tokens)
-        return 0 if load in self.suspended else self.plan.shape(*load, task).depth
+        return PLAIN if load in self.suspended else form_of(self.plan.shape(*load, task).parents)
 
 
 @dataclass(slots=True)
@@ -108,6 +109,12 @@ class Ours:
     def __post_init__(self) -> None:
         self._deployment = deployment_for(self.trace, scaled=self.scaled, given=self.given)
         self._coins = np.random.default_rng([self.seed, 80])
+
+    @property
+    def tree(self) -> TreeSpec:
+        """Bounds of trees."""
+        assert self._deployment is not None
+        return self._deployment.spec.speculation.tree
 
     def pilot(self, fleet: Fleet, index: int) -> PlanPilot:
         """A new pod mounts the plan that is out."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
-from specdecode_operator.api.v1alpha1 import STABILITY, StabilityLimits
+from specdecode_operator.api.v1alpha1 import STABILITY, StabilityLimits, TreeSpec
 from specdecode_operator.planning.loads import buckets
 from specdecode_simulator.policies.operator_loop import DEEPEST
-from specdecode_simulator.records.acceptance_walks import Records, chain
+from specdecode_simulator.records.acceptance_walks import PLAIN, Form, Path, Records, chain, form_of, rounded
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.records.step_times import StepTable
 from specdecode_simulator.traces.trace import Trace
@@ -20,51 +21,121 @@ from specdecode_simulator.world.fleet import Fleet
 from specdecode_simulator.world.plan_pilot import PlanPilot
 from specdecode_simulator.world.segment import Load, Outcome, Segment
 from specdecode_simulator.world.truth import Truth
-from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
+from specdecode_worker.contract import Buckets, Plan, PlanRow
 
 HOUR_SECONDS = 3600.0
-LIMITS = STABILITY["Medium"]
+LIMITS, TREE = STABILITY["Medium"], TreeSpec()
 _FIRST_CONTEXT = 400.0
 
 
 class Part(NamedTuple):
-    """``sequences`` that run the same depth; ``tokens[d]`` are the expected accepted tokens of a chain of d."""
+    """``sequences`` that run the same shape."""
 
     sequences: float
-    tokens: tuple[float, ...]
+    kinds: tuple[Text, ...]
 
 
-def pace(table: StepTable, parts: Sequence[Part], depths: Sequence[int], kv_tokens: float) -> float:
-    """Tokens a second, where every part runs its chain."""
-    sequences = sum(part.sequences for part in parts)
-    verify = sum(part.sequences * (depth + 1) for part, depth in zip(parts, depths, strict=True))
-    tokens = sum(part.sequences * (1 + part.tokens[depth]) for part, depth in zip(parts, depths, strict=True))
-    return tokens / table.seconds(sequences, verify, max(depths), kv_tokens)
+class Text(NamedTuple):
+    """Requests of one kind, and their share of a part."""
+
+    domain: str
+    quality: float
+    share: float = 1.0
 
 
-def best_depths(table: StepTable, parts: Sequence[Part], kv_tokens: float, deepest: int = DEEPEST) -> tuple[int, ...]:
-    """Depths of most tokens a second: for each number of passes, nodes by falling survival, every prefix tried."""
-    zero = (0,) * len(parts)
-    best, most = zero, pace(table, parts, zero, kv_tokens)
-    nodes = sorted(
-        (-(part.tokens[level] - part.tokens[level - 1]), level, index)
-        for index, part in enumerate(parts)
-        for level in range(1, deepest + 1)
-    )
-    for passes in range(1, deepest + 1):
-        depths = list(zero)
-        for _, level, index in nodes:
-            if level > passes or level != depths[index] + 1:
-                continue
-            depths[index] = level
-            # The deepest level may not be reached by this prefix: then fewer passes are drafted.
-            rate = pace(table, parts, depths, kv_tokens)
-            if rate > most:
-                best, most = tuple(depths), rate
-    return best
+@dataclass(slots=True)
+class Shapes:
+    """The best shapes for known acceptance, within bounds of trees. Answers are kept."""
+
+    records: Records
+    table: StepTable
+    tree: TreeSpec
+    deepest: int = DEEPEST
+    _known: dict[tuple[tuple[Part, ...], float], tuple[Form, ...]] = field(default_factory=dict)
+
+    def best(self, parts: tuple[Part, ...], kv_tokens: float) -> tuple[Form, ...]:
+        """Shapes of most tokens a second: for each number of passes, nodes by falling survival, every prefix tried."""
+        key = parts, kv_tokens
+        if key not in self._known:
+            options = [(PLAIN,) * len(parts), *self._chains(parts, kv_tokens), *self._trees(parts, kv_tokens)]
+            self._known[key] = max(options, key=lambda forms: self.pace(parts, forms, kv_tokens))
+        return self._known[key]
+
+    def pace(self, parts: Sequence[Part], forms: Sequence[Form], kv_tokens: float) -> float:
+        """Tokens a second, where every part runs its shape."""
+        tokens = [1 + self.accepted(part, form) for part, form in zip(parts, forms, strict=True)]
+        return self._pace(parts, tokens, [form.nodes for form in forms], max(form.depth for form in forms), kv_tokens)
+
+    def accepted(self, part: Part, form: Form) -> float:
+        """Accepted tokens of a step."""
+        return sum(text.share * self.records.mean_accepted(text.domain, text.quality, form) for text in part.kinds)
+
+    def _chains(self, parts: Sequence[Part], kv_tokens: float) -> Iterator[tuple[Form, ...]]:
+        gains = [[self.accepted(part, chain(depth)) for depth in range(self.deepest + 1)] for part in parts]
+        nodes = sorted(
+            (own[depth - 1] - own[depth], depth, index)
+            for index, own in enumerate(gains)
+            for depth in range(1, self.deepest + 1)
+        )
+        for passes in range(1, self.deepest + 1):
+            depths, found = [0] * len(parts), list[tuple[float, tuple[int, ...]]]()
+            for _, depth, index in nodes:
+                if depth <= passes and depth == depths[index] + 1:
+                    depths[index] = depth
+                    # The deepest level may not be reached by this prefix: then fewer passes are drafted.
+                    tokens = [1 + own[depth] for own, depth in zip(gains, depths, strict=True)]
+                    found.append((self._pace(parts, tokens, depths, max(depths), kv_tokens), tuple(depths)))
+            yield tuple(map(chain, max(found)[1]))
+
+    def _trees(self, parts: Sequence[Part], kv_tokens: float) -> Iterator[tuple[Form, ...]]:
+        """The best trees by number of passes, by the survival of their nodes."""
+        if self.tree.top_k == 1:
+            return
+        nodes = sorted((node for part in enumerate(parts) for node in self._nodes(*part)), key=lambda node: node[:2])
+        for passes in range(1, self.deepest + 1):
+            paths: list[list[Path]] = [[] for _ in parts]
+            tokens, best, most, deepest = [1.0] * len(parts), [len(own) for own in paths], 0.0, 0
+            for survival, depth, index, path in nodes:
+                if depth <= passes and len(paths[index]) < self.tree.max_nodes:
+                    paths[index].append(path)
+                    tokens[index], deepest = tokens[index] - survival, max(deepest, depth)
+                    counts = [len(own) for own in paths]
+                    rate = self._pace(parts, tokens, counts, deepest, kv_tokens)
+                    best, most = (counts, rate) if rate > most else (best, most)
+            yield tuple(tree_of(frozenset(own[:count])) for own, count in zip(paths, best, strict=True))
+
+    def _nodes(self, index: int, part: Part) -> Iterator[tuple[float, int, int, Path]]:
+        """(-survival, depth, index, path) of nodes that may be in the best tree of a part, level by level."""
+        level: list[Path] = [()]
+        for depth in range(1, self.deepest + 1):
+            found = [
+                (-sum(text.share * self.records.survival(text.domain, text.quality, path) for text in part.kinds), path)
+                for parent in level
+                for path in ((*parent, rank) for rank in range(self.tree.top_k))
+            ]
+            best = sorted(found)[: self.tree.max_nodes]
+            level = [path for _, path in best]
+            yield from ((survival, depth, index, path) for survival, path in best)
+
+    def _pace(
+        self, parts: Sequence[Part], tokens: Sequence[float], nodes: Sequence[int], passes: int, kv_tokens: float
+    ) -> float:
+        sequences = sum(part.sequences for part in parts)
+        verify = sum(part.sequences * (1 + count) for part, count in zip(parts, nodes, strict=True))
+        emitted = sum(part.sequences * count for part, count in zip(parts, tokens, strict=True))
+        return emitted / self.table.seconds(sequences, verify, passes, kv_tokens)
+
+
+@lru_cache(maxsize=4096)
+def tree_of(paths: frozenset[Path]) -> Form:
+    """Return the tree of these nodes."""
+    order = sorted(paths, key=lambda path: (len(path), path))
+    index = {(): 0, **{path: number for number, path in enumerate(order, start=1)}}
+    return form_of(tuple(index[path[:-1]] for path in order))
 
 
 def accepted_tokens(records: Records, domain: str, quality: float) -> tuple[float, ...]:
+    """Return the expected accepted tokens of chains by depth."""
     return tuple(records.mean_accepted(domain, quality, chain(depth)) for depth in range(DEEPEST + 1))
 
 
@@ -72,23 +143,18 @@ def accepted_tokens(records: Records, domain: str, quality: float) -> tuple[floa
 class ClairvoyantPilot:
     trace: Trace
     truth: Truth
-    _known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
+    shapes: Shapes
 
     def next(self, load: Load) -> Segment:
-        """Choose the best depths. Loads that differ by a few requests of many share one computed answer."""
-        qualities = tuple(round(self.truth.quality(group.kind, load.now), 2) for group in load.groups)
-        counts = tuple(_coarse(count) for count in load.groups.values())
+        """Choose the best shapes. Loads that differ by a few requests of many share one computed answer."""
+        texts = (
+            Text(self.trace.kinds[group.kind].domain, rounded(self.truth.quality(group.kind, load.now)))
+            for group in load.groups
+        )
+        parts = tuple(Part(_coarse(count), (text,)) for text, count in zip(texts, load.groups.values(), strict=True))
         context = 256.0 * max(0.25, round(load.kv_tokens / load.sequences / 256))
-        key = (tuple(load.groups), counts, qualities, context)
-        depths = self._known.get(key)
-        if depths is None:
-            parts = [
-                Part(count, accepted_tokens(self.truth.records, self.trace.kinds[group.kind].domain, quality))
-                for group, count, quality in zip(load.groups, counts, qualities, strict=True)
-            ]
-            depths = self._known[key] = best_depths(self.truth.table, parts, context * sum(counts))
-        forms = {group: chain(depth) for group, depth in zip(load.groups, depths, strict=True)}
-        return Segment(forms, 32)
+        forms = self.shapes.best(parts, context * sum(part.sequences for part in parts))
+        return Segment(dict(zip(load.groups, forms, strict=True)), 32)
 
     def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
         pass
@@ -101,9 +167,11 @@ def _coarse(count: int) -> float:
 @dataclass(slots=True)
 class Clairvoyant:
     trace: Trace
+    tree: TreeSpec = TREE
 
     def pilot(self, fleet: Fleet, index: int) -> ClairvoyantPilot:
-        return ClairvoyantPilot(self.trace, fleet.truth(index))
+        truth = fleet.truth(index)
+        return ClairvoyantPilot(self.trace, truth, Shapes(truth.records, truth.table, self.tree))
 
     def poll(self, fleet: Fleet, now: float) -> int | None:
         return None
@@ -114,7 +182,7 @@ RowKey = tuple[int, int, str]
 
 
 class Row(NamedTuple):
-    depth: int
+    form: Form
     moves: tuple[float, ...] = ()
     """When it did, of the last hour; that it was made is no move."""
 
@@ -123,8 +191,8 @@ class Row(NamedTuple):
         rested = not recent or now - recent[-1] >= limits.min_dwell_seconds
         return rested and len(recent) < limits.max_changes_per_hour
 
-    def moved(self, depth: int, now: float) -> Row:
-        return Row(depth, (*self._recent(now), now))
+    def moved(self, form: Form, now: float) -> Row:
+        return Row(form, (*self._recent(now), now))
 
     def _recent(self, now: float) -> tuple[float, ...]:
         return tuple(at for at in self.moves if now - at < HOUR_SECONDS)
@@ -137,14 +205,16 @@ class Constrained:
     trace: Trace
     library: Library
     limits: StabilityLimits = LIMITS
+    tree: TreeSpec = TREE
     versions: int = 0
     plan: Plan = field(default_factory=lambda: Plan(uid="simulated"))
     _rows: dict[RowKey, Row] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
     _buckets: Buckets = field(default_factory=Buckets)
     _mix: dict[tuple[int, int], float] = field(default_factory=dict)
+    _shapes: Shapes = field(init=False)
 
     def __post_init__(self) -> None:
+        self._shapes = Shapes(self.library.records, self.library.tables[self.trace.table], self.tree)
         self._buckets = buckets(self.trace.limits.max_num_seqs)
         self.plan = Plan(uid="simulated", buckets=self._buckets, guard=False, explore=0)
         self._replan(0.0, 1.0, _FIRST_CONTEXT, {})
@@ -187,31 +257,31 @@ class Constrained:
         names = [self.trace.labels[label] for label in labels]
         tokens = max(64.0, round(context / 64) * 64.0)
         known = [self._rows.get((concurrency, 0, name)) for name in names]
-        best = self._best(parts, round(sequences), tokens)
-        allowed = tuple(self._allowed(row, depth, now) for row, depth in zip(known, best, strict=True))
-        if not self._pays(known, parts, allowed, tokens):
+        kv = tokens * sum(part.sequences for part in parts)
+        best = self._shapes.best(parts, kv)
+        allowed = tuple(self._allowed(row, form, now) for row, form in zip(known, best, strict=True))
+        if not self._pays(known, parts, allowed, kv):
             return {}
         return {
-            (concurrency, bucket, name): row.moved(depth, now) if row else Row(depth)
-            for name, depth in zip(names, allowed, strict=True)
+            (concurrency, bucket, name): row.moved(form, now) if row else Row(form)
+            for name, form in zip(names, allowed, strict=True)
             for bucket in range(len(self._buckets.context) + 1)
-            if (row := self._rows.get((concurrency, bucket, name))) is None or row.depth != depth
+            if (row := self._rows.get((concurrency, bucket, name))) is None or row.form != form
         }
 
-    def _allowed(self, row: Row | None, wanted: int, now: float) -> int:
+    def _allowed(self, row: Row | None, wanted: Form, now: float) -> Form:
         """Within its dwell a row stays, but for speculation that loses."""
-        moves = row is None or wanted == 0 or row.may_move(now, self.limits)
-        return wanted if moves or row is None else row.depth
+        moves = row is None or wanted == PLAIN or row.may_move(now, self.limits)
+        return wanted if moves or row is None else row.form
 
     def _pays(
-        self, known: Sequence[Row | None], parts: tuple[Part, ...], after: tuple[int, ...], tokens: float
+        self, known: Sequence[Row | None], parts: tuple[Part, ...], after: tuple[Form, ...], kv_tokens: float
     ) -> bool:
         """Return whether a move gains the least gain. Rows that do not exist yet are always made."""
-        before = [row.depth for row in known if row is not None]
+        before = [row.form for row in known if row is not None]
         if len(before) < len(after):
             return True
-        table, kv = self.library.tables[self.trace.table], tokens * sum(part.sequences for part in parts)
-        gain = pace(table, parts, after, kv) / pace(table, parts, before, kv) - 1
+        gain = self._shapes.pace(parts, after, kv_tokens) / self._shapes.pace(parts, before, kv_tokens) - 1
         return gain > 0 and gain >= self.limits.min_gain_percent / 100
 
     def _loads(self, running: float) -> Iterator[tuple[int, float]]:
@@ -237,30 +307,19 @@ class Constrained:
         for label in labels:
             own = {kind: count for (which, kind), count in mix.items() if which == label}
             weight = sum(own.values())
-            known = {kind: self._tokens(kind, now) for kind in own}
-            tokens = tuple(
-                round(sum(own[kind] * known[kind][depth] for kind in own) / weight, 3) for depth in range(DEEPEST + 1)
-            )
-            parts.append(Part(round(sequences * weight / total * 2) / 2 or 0.5, tokens))
+            texts = tuple(self._text(kind, count / weight, now) for kind, count in sorted(own.items()))
+            parts.append(Part(round(sequences * weight / total * 2) / 2 or 0.5, texts))
         return labels, tuple(parts)
 
-    def _tokens(self, kind: int, now: float) -> tuple[float, ...]:
+    def _text(self, kind: int, share: float, now: float) -> Text:
         described = self.trace.kinds[kind]
-        return accepted_tokens(self.library.records, described.domain, described.quality(now))
-
-    def _best(self, parts: tuple[Part, ...], sequences: int, tokens: float) -> tuple[int, ...]:
-        key = (parts, sequences, tokens)
-        if key not in self._known:
-            table = self.library.tables[self.trace.table]
-            count = sum(part.sequences for part in parts)
-            self._known[key] = best_depths(table, parts, tokens * count)
-        return self._known[key]
+        return Text(described.domain, rounded(described.quality(now)), round(share, 2))
 
 
 def replace_plan(plan: Plan, rows: Mapping[RowKey, Row]) -> Plan:
     """The next version, with these rows."""
     made = tuple(
-        PlanRow(concurrency=concurrency, context=context, task=task, shape=TreeShape.chain(row.depth))
+        PlanRow(concurrency=concurrency, context=context, task=task, shape=row.form.shape)
         for (concurrency, context, task), row in sorted(rows.items())
     )
     return plan.model_copy(update={"rows": made, "version": plan.version + 1})

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from specdecode_operator.api.v1alpha1 import TreeSpec
 from specdecode_simulator.policies.engine_rules import (
     AdaptiveVerification,
     BatchTable,
@@ -31,12 +32,15 @@ ENGINES = ("vllm-table", "vllm-adaptive", "sglang", "trtllm", "turbospec")
 ORACLES = ("clairvoyant", "constrained")
 SCALERS = ("hpa-requests", "hpa-tokens", "dynamo", "wva")
 DEPTH_POLICIES = (*FIXED, *ENGINES)
-ALL = ("ours", *DEPTH_POLICIES, *SCALERS, *ORACLES)
+OURS = ("ours", "ours-chains")
+"""The operator, and the operator without trees."""
+CHAINS = {"tree": {"topK": 1}}
+ALL = (*OURS, *DEPTH_POLICIES, *SCALERS, *ORACLES)
 
 
 def judged_on(family: str) -> tuple[str, ...]:
     """Return the default policies of a family of traces: rules of scaling on scaled ones, of depth on the others."""
-    return ("ours", *(SCALERS if family == "scaling" else DEPTH_POLICIES), *ORACLES)
+    return (*(("ours", *SCALERS) if family == "scaling" else (*OURS, *DEPTH_POLICIES)), *ORACLES)
 
 
 DEFAULTS: Tuned = {
@@ -87,15 +91,18 @@ def controller(
     """Depth policies and oracles follow ``trajectory`` where there is one; ``tuned["ours"]`` are fields of
     spec.speculation. Raises KeyError for an unknown name.
     """
-    if name == "ours":
-        return Ours(trace, seed, scaled=trace.is_scaled and trace.family == "scaling", given=tuned.get("ours"))
+    given = tuned.get("ours", {})
+    if name in OURS:
+        given = {**given, **CHAINS} if name != "ours" else given
+        return Ours(trace, seed, scaled=trace.is_scaled and trace.family == "scaling", given=given)
+    tree = TreeSpec.model_validate(given.get("tree", {}))
     if name in SCALERS:
         return Scaled(Constrained(trace, library), _rule(name, trace, library, tuned))
     chosen: Controller
     if name == "clairvoyant":
-        chosen = Clairvoyant(trace)
+        chosen = Clairvoyant(trace, tree)
     elif name == "constrained":
-        chosen = Constrained(trace, library)
+        chosen = Constrained(trace, library, tree=tree)
     else:
         chosen = InEngine(_engine(name, tuned))
     return chosen if trajectory is None else Following(chosen, trajectory)

@@ -7,7 +7,7 @@ record away from the head that was recorded: above 0 so many misses become hits,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -23,6 +23,12 @@ _BITS = 7
 _LEVELS = 0.05
 """Qualities are rounded to this, so that a drift takes few tables."""
 _STEPS_OF_MEAN = 48
+_MOST_WALKS = 64
+"""Walks in memory: each takes up to 5 MB."""
+BESIDE = 9
+"""First column of a walk's sums that counts below siblings; chains have none."""
+Path = tuple[int, ...]
+"""Ranks from the root down to a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +57,16 @@ PLAIN = chain(0)
 @dataclass(frozen=True, slots=True)
 class Walk:
     """``jump[b][i]`` is the root after 2^b steps from root i; ``sums[b][i]`` adds up over those steps: in columns 0..7
-    the roots whose main path was right for 1..8 tokens or more, in column 8 the accepted tokens.
+    the roots whose main path was right for 1..8 tokens or more, in column 8 the accepted tokens. Those of a tree go on
+    with a pair for each of the depths 2..8: accepted parents beside the main path that have children, and those of them
+    whose first child was right.
     """
 
     jump: tuple[Array, ...]
     sums: tuple[Array, ...]
 
     def advance(self, roots: Array, steps: int) -> tuple[Array, Array]:
-        """(roots afterwards [n], sums [n, 9]) of at most MOST_STEPS steps."""
+        """(roots afterwards [n], sums [n, 9 or 23]) of at most MOST_STEPS steps."""
         total = None
         for bit in range(_BITS):
             if steps >> bit & 1:
@@ -82,6 +90,9 @@ class Records:
     _qualities: dict[float, Array] = field(default_factory=dict)
     _walks: dict[tuple[float, Form], Walk] = field(default_factory=dict)
     _means: dict[tuple[str, float, Form], float] = field(default_factory=dict)
+    _visits: dict[tuple[str, float], Array] = field(default_factory=dict)
+    _survivals: dict[tuple[str, float], dict[Path, float]] = field(default_factory=dict)
+    _tails: dict[tuple[str, float], Array] = field(default_factory=dict)
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Records:
@@ -103,41 +114,85 @@ class Records:
         )
 
     def walk(self, quality: float, form: Form) -> Walk:
-        key = (_rounded(quality), form)
-        if key not in self._walks:
-            self._walks[key] = self._made(*key)
-        return self._walks[key]
+        key = (rounded(quality), form)
+        walk = self._walks.pop(key, None) or self._made(*key)
+        self._walks[key] = walk
+        while len(self._walks) > _MOST_WALKS:
+            del self._walks[next(iter(self._walks))]
+        return walk
 
     def mean_accepted(self, domain: str, quality: float, form: Form) -> float:
         """Accepted tokens of a step, over all requests of a domain by the tokens that they bring."""
-        key = (domain, _rounded(quality), form)
+        key = (domain, rounded(quality), form)
         if form.nodes == 0:
             return 0.0
         if key not in self._means:
-            roots = np.concatenate([np.arange(a, a + n, 4) for a, n in self.answers[domain]])
-            _, sums = self.walk(quality, form).advance(roots, _STEPS_OF_MEAN)
+            accepted = _accepted(self._of_quality(key[1]), form)[0]
+            total = sum(accepted[roots] for roots in self._stepped(domain, accepted))
             # Answers end by tokens: one that is accepted more takes fewer steps for as many.
-            steps = _STEPS_OF_MEAN / (_STEPS_OF_MEAN + sums[:, 8])
+            steps = _STEPS_OF_MEAN / (_STEPS_OF_MEAN + total)
             self._means[key] = float(1 / steps.mean() - 1)
         return self._means[key]
 
-    def tail_ranks(self, domain: str) -> Array:
-        """[DEPTH, MAX_RANKS + 1] how a rank that is not 0 is distributed, by depth."""
-        rows = np.concatenate([np.arange(a, a + n) for a, n in self.answers[domain]])
-        ranks = self.ranks[rows]
-        counts = np.array([np.bincount(ranks[:, k], minlength=MAX_RANKS + 1) for k in range(DEPTH)], dtype=float)
-        counts[:, 0] = 0
-        counts[:, MAX_RANKS] += 1e-9
-        return counts / counts.sum(axis=1, keepdims=True)
+    def survival(self, domain: str, quality: float, path: Path) -> float:
+        """Return the share of steps in which the target's tokens have the ranks of ``path``, while chains of 3 run."""
+        key = (domain, rounded(quality))
+        known = self._survivals.setdefault(key, {})
+        if path not in known:
+            ranks = self._of_quality(key[1])
+            known[path] = float(self._visited(*key)[(ranks[:, : len(path)] == path).all(axis=1)].sum())
+        return known[path]
+
+    def tail_ranks(self, domain: str, quality: float) -> Array:
+        """[2, DEPTH, MAX_RANKS + 1] how ranks other than 0 are distributed by depth, on the main path and beside it."""
+        key = (domain, rounded(quality))
+        if key not in self._tails:
+            ranks, visits = self._of_quality(key[1]), self._visited(*key)
+            main = np.cumprod(np.hstack([np.ones_like(ranks[:, :1]), ranks[:, :-1] == 0]), axis=1, dtype=bool)
+            beside = np.cumprod(np.hstack([np.ones_like(ranks[:, :1]), ranks[:, :-1] < MAX_RANKS]), axis=1, dtype=bool)
+            parents = np.stack([main, beside & ~main])
+            counts = np.array(
+                [
+                    [np.bincount(ranks[:, k], visits * of[:, k], minlength=MAX_RANKS + 1) for k in range(DEPTH)]
+                    for of in parents
+                ]
+            )
+            counts[..., 0] = 0
+            counts[..., MAX_RANKS] += 1e-9
+            self._tails[key] = counts / counts.sum(axis=-1, keepdims=True)
+        return self._tails[key]
+
+    def _stepped(self, domain: str, accepted: Array) -> Iterator[Array]:
+        """Yield the roots of requests of a domain that start everywhere, step by step."""
+        roots = np.concatenate([np.arange(a, a + n, 4) for a, n in self.answers[domain]])
+        jump = self._jump(accepted)
+        for _ in range(_STEPS_OF_MEAN):
+            yield roots
+            roots = jump[roots]
+
+    def _visited(self, domain: str, quality: float) -> Array:
+        """[roots] share of the steps that begin there, while chains of 3 run."""
+        key = (domain, quality)
+        if key not in self._visits:
+            accepted = _accepted(self._of_quality(quality), chain(3))[0]
+            steps = np.stack(list(self._stepped(domain, accepted)))
+            weights = 1 / (_STEPS_OF_MEAN + accepted[steps].sum(axis=0))
+            counts = np.bincount(steps.ravel(), np.tile(weights, len(steps)), minlength=len(self.ranks))
+            self._visits[key] = counts / counts.sum()
+        return self._visits[key]
+
+    def _jump(self, accepted: Array) -> Array:
+        """[roots] the root after a step that accepts ``accepted`` tokens."""
+        place = np.arange(len(self.ranks)) - self.first
+        return (self.first + (place + 1 + accepted) % self.length).astype(np.int32)
 
     def _made(self, quality: float, form: Form) -> Walk:
         ranks = self._of_quality(quality)
-        runs = (np.cumprod(ranks == 0, axis=1)).astype(np.int32)
-        accepted = _accepted(ranks, form)
-        place = np.arange(len(ranks)) - self.first
-        jump = self.first + (place + 1 + accepted) % self.length
-        sums = np.concatenate([runs, accepted[:, None].astype(np.int32)], axis=1)
-        jumps, totals = [jump], [sums]
+        runs = np.cumprod(ranks == 0, axis=1)
+        accepted, beside = _accepted(ranks, form)
+        columns = [runs, accepted[:, None]] if form.shape.is_chain else [runs, accepted[:, None], beside]
+        sums = np.concatenate(columns, axis=1, dtype=np.int16)
+        jumps, totals = [self._jump(accepted)], [sums]
         for _ in range(_BITS - 1):
             totals.append(totals[-1] + totals[-1][jumps[-1]])
             jumps.append(jumps[-1][jumps[-1]])
@@ -159,12 +214,15 @@ class Records:
         return self._qualities[quality]
 
 
-def _rounded(quality: float) -> float:
+def rounded(quality: float) -> float:
+    """Return the quality that has tables."""
     return round(round(quality / _LEVELS) * _LEVELS, 4)
 
 
-def _accepted(ranks: Array, form: Form) -> Array:
-    """[roots] tokens of the shape that the target accepts: from node to the child that has the rank, while there is."""
+def _accepted(ranks: Array, form: Form) -> tuple[Array, Array]:
+    """[roots] tokens of the shape that the target accepts: from node to the child that has the rank, while there is;
+    and [roots, 14] what is counted below accepted siblings, as in `Walk`.
+    """
     children: dict[int, list[int]] = {}
     for index, parent in enumerate(form.parents, start=1):
         children.setdefault(parent, []).append(index)
@@ -172,10 +230,15 @@ def _accepted(ranks: Array, form: Form) -> Array:
     table = np.zeros((form.nodes + 1, MAX_RANKS + 1), dtype=np.int64)  # 0 is the root: no node leads back to it
     for parent, nodes in children.items():
         table[parent, : len(nodes)] = nodes
+    has_children = table[:, 0] > 0
     node, count = np.zeros(len(ranks), dtype=np.int64), np.zeros(len(ranks), dtype=np.int64)
-    alive = np.ones(len(ranks), dtype=bool)
+    alive, is_main = np.ones(len(ranks), dtype=bool), np.ones(len(ranks), dtype=bool)
+    beside = np.zeros((len(ranks), 2 * (DEPTH - 1)), dtype=np.int64)
     for level in range(min(form.depth, DEPTH) if width else 0):
+        if level:
+            reached = alive & ~is_main & has_children[node]
+            beside[:, 2 * level - 2], beside[:, 2 * level - 1] = reached, reached & (ranks[:, level] == 0)
         node = np.where(alive, table[node, ranks[:, level]], 0)
-        alive = alive & (node > 0)
+        alive, is_main = alive & (node > 0), is_main & (ranks[:, level] == 0)
         count += alive
-    return count
+    return count, beside

@@ -13,7 +13,7 @@ from specdecode_simulator.errors import SimulatorError
 from specdecode_simulator.records.acceptance_walks import Records
 from specdecode_simulator.records.step_times import StepTable, published, recorded
 
-FILES = ("ranks-smollm2.json", "steps-smollm2-cpu.json", "steps-published.json")
+FILES = ("ranks-smollm2.json", "steps-smollm2-cpu.json", "steps-composed.json")
 TUNED = "tuned-baselines.json"
 QUIET_STEPS = 200
 """The first steps of the recorded series, before a neighbour woke up; the whole is a world of its own."""

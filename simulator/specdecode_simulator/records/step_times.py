@@ -16,13 +16,16 @@ import numpy as np
 
 DEPTHS = 8
 """Depths 0 to 7 are recorded."""
+NODES = (*range(DEPTHS), 11, 16, 32, 64)
+"""Draft tokens of a sequence in the tables. The first are chains; trees of more nodes make as many passes as the last
+of them."""
 _CONTEXTS = (128.0, 512.0, 1024.0, 4096.0, 8192.0, 16384.0)
 _SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
 @dataclass(slots=True)
 class StepTable:
-    """Seconds of a step. ``grid`` is [sequences, depth, context]; the axes of sequences and context are logarithmic."""
+    """Seconds of a step. ``grid`` is [sequences, NODES, context]; the axes of sequences and context are logarithmic."""
 
     name: str
     sequences: tuple[float, ...]
@@ -46,18 +49,19 @@ class StepTable:
     def seconds(self, sequences: float, verify_tokens: float, passes: float, kv_tokens: float) -> float:
         """Return the time of a step without noise. ``verify_tokens`` includes the roots."""
         sequences = max(sequences, 0.5)
-        depth = min(max(verify_tokens / sequences - 1.0, 0.0), DEPTHS - 1.0)
+        nodes = min(max(verify_tokens / sequences - 1.0, 0.0), NODES[-1])
         b, v = _place(self.sequences, sequences)
         c, w = _place(self.contexts, kv_tokens / sequences)
-        d = min(int(depth), DEPTHS - 2)
-        u = depth - d
+        d = min(bisect_right(NODES, nodes), len(NODES) - 1) - 1
+        u = (nodes - NODES[d]) / (NODES[d + 1] - NODES[d])
         low, high = self.grid[b], self.grid[b + 1]
         near = (1 - v) * _blend(low[d], c, w) + v * _blend(high[d], c, w)
         deep = (1 - v) * _blend(low[d + 1], c, w) + v * _blend(high[d + 1], c, w)
         seconds_per_step = (1 - u) * near + u * deep
-        if abs(passes - depth) > 1e-9:
-            seconds_per_step += (passes - depth) * ((1 - v) * self.pass_seconds[b] + v * self.pass_seconds[b + 1])
-        return max(seconds_per_step, 1e-5)
+        more = passes - min(nodes, DEPTHS - 1.0)
+        if abs(more) > 1e-9:
+            seconds_per_step += more * ((1 - v) * self.pass_seconds[b] + v * self.pass_seconds[b + 1])
+        return float(max(seconds_per_step, 1e-5))
 
     def prefill_seconds(self, tokens: float) -> float:
         """Return the seconds that a chunk of this many prompt tokens adds to a step."""
@@ -90,11 +94,11 @@ def recorded(document: Mapping[str, Any]) -> StepTable:
     cells = {(c["sequences"], c["context"], c["depth"]): c["seconds"] for c in document["cells"]}
     sequences = sorted({key[0] for key in cells})
     contexts = sorted({key[1] for key in cells})
-    grid = [
-        _rising([[_cell(cells, sequences, b, contexts, c, d) for c in contexts] for d in range(DEPTHS)])
-        for b in sequences
-    ]
     passes = _passes(cells, sequences, contexts[0])
+    grid = [
+        _rising([[_cell(cells, sequences, b, contexts, c, d) for c in contexts] for d in range(DEPTHS)], one_pass)
+        for b, one_pass in zip(sequences, passes, strict=True)
+    ]
     chunks: dict[float, list[float]] = {}
     for chunk in document["chunks"]:
         if chunk["sequences"] <= 1:
@@ -131,9 +135,16 @@ def _cell(
     return cells[b, known, d] + slope * b
 
 
-def _rising(rows: list[list[float]]) -> list[list[float]]:
-    """A longer context never makes a step cheaper, whatever a busy minute did to a median."""
-    return [np.maximum.accumulate(row).tolist() for row in rows]
+def _rising(rows: list[list[float]], one_pass: float) -> list[list[float]]:
+    """A longer context never makes a step cheaper, whatever a busy minute did to a median.
+
+    More nodes than a chain has go on as the later half of the chains does, without their passes.
+    """
+    rising = np.maximum.accumulate(rows, axis=1)
+    half = DEPTHS // 2
+    token = np.maximum((rising[-1] - rising[-1 - half]) / half - one_pass, 0.0)
+    wide = [(rising[-1] + (nodes - DEPTHS + 1) * token).tolist() for nodes in NODES[DEPTHS:]]
+    return [*rising.tolist(), *wide]
 
 
 def _passes(cells: Mapping[tuple[int, int, int], float], sequences: list[int], context: int) -> tuple[float, ...]:
@@ -151,24 +162,25 @@ def _passes(cells: Mapping[tuple[int, int, int], float], sequences: list[int], c
 
 
 def published(document: Mapping[str, Any]) -> dict[str, StepTable]:
-    """Return a table per device from benchmarks/recordings/steps-published.json, composed as that file says."""
+    """Return a table per device from benchmarks/recordings/steps-composed.json, composed as that file says."""
     return {name: _composed(name, device) for name, device in document["devices"].items()}
 
 
 def _composed(name: str, device: Mapping[str, Any]) -> StepTable:
     weights, token = device["weights_seconds"], device["token_seconds"]
 
-    def step(sequences: float, depth: int, context: float) -> float:
-        tokens = sequences * (depth + 1)
+    def step(sequences: float, nodes: int, context: float) -> float:
+        tokens, depth = sequences * (nodes + 1), min(nodes, DEPTHS - 1)
         networks = (weights**3 + (token * tokens) ** 3) ** (1 / 3)
-        speculation = device["speculation_seconds"] + depth * draft(sequences) if depth else 0.0
-        kv = device["kv_token_seconds"] * sequences * context
+        speculation = device["speculation_seconds"] + depth * draft(sequences, context) if depth else 0.0
+        kv = device["kv_token_seconds"] * sequences * context * (1 + device.get("kv_node_share", 0.0) * nodes)
         return float(device["overhead_seconds"] + networks + kv + speculation)
 
-    def draft(sequences: float) -> float:
-        return float(device["pass_seconds"] + device["pass_sequence_seconds"] * sequences)
+    def draft(sequences: float, context: float = _CONTEXTS[0]) -> float:
+        kv = device.get("pass_kv_token_seconds", 0.0) * context
+        return float(device["pass_seconds"] + (device["pass_sequence_seconds"] + kv) * sequences)
 
-    grid = [[[step(b, d, c) for c in _CONTEXTS] for d in range(DEPTHS)] for b in _SEQUENCES]
+    grid = [[[step(b, n, c) for c in _CONTEXTS] for n in NODES] for b in _SEQUENCES]
     chunk = (0.0, 128.0, 512.0, 2048.0, 8192.0)
     generator = np.random.default_rng(0)
     noise = 1 + device["noise"] * generator.standard_normal(512) + (generator.random(512) < 0.01)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdecode_simulator.policies.registry import judged_on
+from specdecode_simulator.policies.registry import CHAINS, judged_on
 from specdecode_simulator.records.recordings import library, tuned
 from specdecode_simulator.scoring.run import Run, run_trace
 from specdecode_simulator.scoring.run_store import append_run, file_of, read_runs
@@ -44,6 +44,7 @@ class Matrix:
     def command(self) -> str:
         which = "" if set(self.traces) == set(TRACES) else "".join(f" --trace {name}" for name in self.traces)
         which += "".join(f" --policy {name}" for name in self.policies)
+        which += " --chains" if self.speculation == CHAINS else " --deployment FILE" if self.speculation else ""
         which += f" --poll-seconds {self.poll_seconds:g}" if self.poll_seconds != POLL_SECONDS else ""
         which += f" --first-seed {self.first_seed}" if self.first_seed else ""
         return f"specdecode-simulate{which} --seeds {self.seeds} --hours {self.hours:g}"

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
+from specdecode_operator.api.v1alpha1 import TreeSpec
 from specdecode_simulator.policies.operator_loop import Ours
-from specdecode_simulator.policies.oracle import accepted_tokens
+from specdecode_simulator.policies.oracle import Part, Shapes, Text
 from specdecode_simulator.policies.registry import SCALERS, Tuned, controller
+from specdecode_simulator.records.acceptance_walks import Form
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.traces.catalogue import named
 from specdecode_simulator.traces.job import Job
@@ -17,7 +19,7 @@ from specdecode_simulator.traces.trace import Trace
 from specdecode_simulator.world.fleet import POLL_SECONDS, Fleet
 
 ANSWERED = (1.03, 1.06)
-"""Largest costs of the depth in use over the best depth at which a step of acceptance counts as answered.
+"""Largest costs of the shape in use over the best shape at which a step of acceptance counts as answered.
 
 The first is the gain that hysteresis requires of a move. The second is twice that, because a gain of 3 % where at most
 5 % can be gained takes long to be shown with 90 % confidence.
@@ -30,7 +32,7 @@ class Figures:
 
     time_per_token: float
     plan_changes_per_hour: float
-    """Published plans; for rules inside an engine, changes of depth for equal requests, by worker."""
+    """Published plans; for rules inside an engine, changes of shape for equal requests, by worker."""
     slo_misses: float
     """Share of requests whose first token or whose mean time between tokens was late."""
     replica_hours: float
@@ -47,7 +49,7 @@ class Run:
     figures: Figures
     decisions: tuple[Mapping[str, Any], ...] = ()
     answers: tuple[Mapping[str, float], ...] = ()
-    """For each step of acceptance: seconds and drafts until the depth in use cost at most ``within`` times the best."""
+    """For each step of acceptance: seconds and drafts until the shape in use cost at most ``within`` times the best."""
     replicas: tuple[int, ...] = ()
 
 
@@ -137,7 +139,7 @@ def _missed(job: Job, trace: Trace) -> bool:
 def _answers(fleet: Fleet, ours: Ours) -> Iterator[Mapping[str, float]]:
     """Yield how long the plan took to follow each step of acceptance.
 
-    Only the first kind steps. Both the depth in use and the costs are those at the trace's mean load.
+    Only the first kind steps. Both the shape in use and the costs are those at the trace's mean load.
     """
     trace, load = fleet.trace, _mean_load(fleet)
     ends = [*trace.steps_at[1:], trace.seconds]
@@ -146,24 +148,28 @@ def _answers(fleet: Fleet, ours: Ours) -> Iterator[Mapping[str, float]]:
         before = [look.drafts for look in ours.looks if look.at <= begin]
         if not looks or not before:
             continue
-        costs = _costs(fleet, begin + 1.0)
+        costs = _Costs(fleet, begin + 1.0, ours.tree)
         for within in ANSWERED:
-            most = within * min(costs)
-            good = next((look for look in looks if costs[look.depth(*load, trace.kinds[0].label)] <= most), None)
+            kind = trace.kinds[0].label
+            good = next((look for look in looks if costs.of(look.form(*load, kind)) <= within * costs.best), None)
             last = good or looks[-1]
             taken = {"seconds": last.at - begin, "drafts": last.drafts - before[-1]}
             yield {"at": begin, "within": within, **taken, "answered": float(good is not None)}
 
 
-def _costs(fleet: Fleet, at: float) -> list[float]:
-    """Return seconds per token of every depth, at the mean load and the acceptance at ``at``."""
-    trace, kind = fleet.trace, fleet.trace.kinds[0]
-    tokens = accepted_tokens(fleet.library.records, kind.domain, kind.quality(at))
-    (batch, context), table = _mean_load(fleet), fleet.library.tables[trace.table]
-    return [
-        table.seconds(batch, batch * (depth + 1), depth, batch * context) / (1 + tokens[depth])
-        for depth in range(len(tokens))
-    ]
+class _Costs:
+    """Seconds per token at the mean load and the acceptance at ``at``."""
+
+    def __init__(self, fleet: Fleet, at: float, tree: TreeSpec) -> None:
+        trace, kind = fleet.trace, fleet.trace.kinds[0]
+        batch, context = _mean_load(fleet)
+        self._parts = (Part(batch, (Text(kind.domain, kind.quality(at)),)),)
+        self._kv_tokens = batch * context
+        self._shapes = Shapes(fleet.library.records, fleet.library.tables[trace.table], tree)
+        self.best = self.of(*self._shapes.best(self._parts, self._kv_tokens))
+
+    def of(self, form: Form) -> float:
+        return 1 / self._shapes.pace(self._parts, [form], self._kv_tokens)
 
 
 def _mean_load(fleet: Fleet) -> tuple[float, float]:

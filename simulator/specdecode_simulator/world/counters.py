@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from specdecode_simulator.records.acceptance_walks import DEPTH
+from specdecode_simulator.records.acceptance_walks import BESIDE, DEPTH
 from specdecode_simulator.world.segment import Group, Outcome, Segment
 from specdecode_worker.contract import (
     FEATURES,
@@ -41,11 +41,11 @@ QUEUE_EDGES = tuple(edge / 1000 for edge in (1, 2, 5, 10, 20, 50, 100, 200, 500,
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of the indices in groups. ``tails`` are Records.tail_ranks by kind."""
+    """Names of the indices in groups. ``tails`` returns the present Records.tail_ranks of a kind."""
 
     labels: tuple[str, ...]
     kinds: tuple[str, ...]
-    tails: tuple[Array, ...]
+    tails: Callable[[int], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class Counters:
     prefill_chunks: int = 0
     preemptions: int = 0
     _runs: Array = field(init=False)
-    """[labels, kinds, DEPTH, 2]: depths reached, and right there, on the main path."""
+    """[labels, kinds, 2, DEPTH, 2]: depths reached, and right there, on the main path and beside it."""
     _spread_misses: Array = field(init=False)
-    """[labels, kinds, DEPTH] misses that are spread over ranks already."""
+    """[labels, kinds, 2, DEPTH] misses that are spread over ranks already."""
     _ranks: Array = field(init=False)
     _requests: Array = field(init=False)
     _traffic: Array = field(init=False)
@@ -85,9 +85,9 @@ class Counters:
 
     def __post_init__(self) -> None:
         labels, kinds = len(self.names.labels), len(self.names.kinds)
-        self._runs = np.zeros((labels, kinds, DEPTH, 2), dtype=np.int64)
-        self._spread_misses = np.zeros((labels, kinds, DEPTH), dtype=np.int64)
-        self._ranks = np.zeros((labels, DEPTH, MAX_RANKS + 1), dtype=np.int64)
+        self._runs = np.zeros((labels, kinds, 2, DEPTH, 2), dtype=np.int64)
+        self._spread_misses = np.zeros((labels, kinds, 2, DEPTH), dtype=np.int64)
+        self._ranks = np.zeros((labels, 2, DEPTH, MAX_RANKS + 1), dtype=np.int64)
         self._requests = np.zeros((labels, 6), dtype=np.int64)
         self._traffic = np.zeros((labels, 4))
         for name, edges in (("ttft", TTFT_EDGES), ("ttit", TTIT_EDGES), ("queue", QUEUE_EDGES)):
@@ -125,9 +125,10 @@ class Counters:
         if deep:
             reached = np.empty(deep, dtype=np.int64)
             reached[0], reached[1:] = steps, sums[: deep - 1]
-            cell = self._runs[group.label, group.kind]
-            cell[:deep, 0] += reached
-            cell[:deep, 1] += np.minimum(np.rint(sums[:deep]).astype(np.int64), reached)
+            main, beside = self._runs[group.label, group.kind]
+            main[:deep, 0] += reached
+            main[:deep, 1] += np.minimum(np.rint(sums[:deep]).astype(np.int64), reached)
+            beside[1:] += np.rint(sums[BESIDE:]).astype(np.int64).reshape(-1, 2) if len(sums) > BESIDE else 0
 
     def timed(self, x: Features, context: int, steps: float, seconds: float, squares: float, emitted: float) -> None:
         """``steps`` steps took ``seconds`` together, with ``squares`` the sum of their squares."""
@@ -178,21 +179,20 @@ class Counters:
     def _acceptance(self) -> Iterator[AcceptanceCell]:
         self._spread()
         for label, task in enumerate(self.names.labels):
-            hits = self._runs[label, :, :, 1].sum(axis=0)
-            for depth in range(DEPTH):
-                ranks = self._ranks[label, depth].tolist()
-                ranks[0] = int(hits[depth])
-                if sum(ranks):
-                    yield AcceptanceCell(
-                        draft=DRAFT, task=task, sampled=False, depth=depth + 1, parent="main", ranks=tuple(ranks)
-                    )
+            self._ranks[label, ..., 0] = self._runs[label, ..., 1].sum(axis=0)
+            for index, parent in enumerate(("main", "sibling")):
+                for depth, ranks in enumerate(self._ranks[label, index].tolist(), start=1):
+                    if sum(ranks):
+                        at = {"task": task, "sampled": False, "depth": depth, "parent": parent}
+                        yield AcceptanceCell.model_validate({"draft": DRAFT, **at, "ranks": ranks})
 
     def _spread(self) -> None:
         """New misses get ranks as the records have them: what was counted is whether the first choice was right."""
         missed = self._runs[..., 0] - self._runs[..., 1]
-        for label, kind, depth in np.argwhere(missed > self._spread_misses).tolist():
-            new = missed[label, kind, depth] - self._spread_misses[label, kind, depth]
-            self._ranks[label, depth] += self.generator.multinomial(new, self.names.tails[kind][depth])
+        for at in np.argwhere(missed > self._spread_misses).tolist():
+            label, kind, parent, depth = at
+            new = missed[tuple(at)] - self._spread_misses[tuple(at)]
+            self._ranks[label, parent, depth] += self.generator.multinomial(new, self.names.tails(kind)[parent, depth])
         self._spread_misses = missed
 
     def _request_cells(self) -> Iterator[RequestCell]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -177,5 +177,8 @@ class Fleet:
 
     def _named(self) -> Names:
         kinds = self.trace.kinds
-        tails = tuple(self.library.records.tail_ranks(kind.domain) for kind in kinds)
+
+        def tails(kind: int) -> Any:
+            return self.library.records.tail_ranks(kinds[kind].domain, kinds[kind].quality(self.now))
+
         return Names(self.trace.labels, tuple(kind.domain for kind in kinds), tails)

@@ -28,7 +28,7 @@ from support.operators.operator_process import OperatorProcess, install_crd
 
 pytestmark = pytest.mark.usefixtures("crd")
 MAX_MEMORY_MIB = 120
-CHILDREN = "deploy,cm,svc,pdb"
+CHILDREN = "deploy,cm,svc,pdb,netpol"
 
 
 def resource(name: str, **spec: Any) -> dict[str, Any]:
@@ -105,6 +105,21 @@ def test_deleting_a_deployment_deletes_its_children(
         lambda: not cluster.list(f"{CHILDREN},secret", f"{GROUP}/name=gone", namespace),
         timeout_s=40,
     )
+
+
+def test_a_policy_is_made_for_each_deployment_and_deleted_once_policies_are_off(
+    crd: None, cluster: Cluster, tmp_path: Path
+) -> None:
+    with cluster.namespace("policy") as own:
+        cluster.apply(resource("made"), namespace=own)
+        with OperatorProcess(cluster, own, tmp_path, policy_peers="{}"):
+            policy = wait_for("the policy", lambda: cluster.get("netpol", "made", own), timeout_s=30)
+            assert policy["metadata"]["ownerReferences"][0]["kind"] == KIND
+            cluster.kubectl("delete", "netpol", "made", "--wait=false", namespace=own)
+            wait_for("it is back", lambda: cluster.list("netpol", f"{GROUP}/name=made", own), timeout_s=10)
+        with OperatorProcess(cluster, own, tmp_path):
+            wait_for("it is gone", lambda: not cluster.list("netpol", f"{GROUP}/name=made", own), timeout_s=30)
+            assert cluster.get("deploy", "made-worker", own)
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
     compile_all.py [COMPUTE_CAPABILITY [BEGINNING ...]]
 
 The capability is 90 (an H100) if none is given; hack/gpu-compile runs it for several. Beginnings of names of launches
-leave out the others. The launch "planted", which has what a hot loop must not have, is compiled only by its name.
+leave out the others. The launches "planted ...", which have what a hot loop must not have, are compiled only by name.
 
 It runs in a process of its own because Triton either compiles or interprets. The launchers run on CPU tensors; the
-launch itself is replaced by compilation to machine code. Prints JSON: {name of the launch: {"kernels": [...], and the
-maxima of "registers" and "stack_bytes" of a thread and of "shared_bytes" of a program, and the numbers of operands of
-matrix products that lie "unswizzled" in shared memory, and of loads of tensors that are "blocking" within a pipeline}}.
+launch itself is replaced by compilation to machine code. Prints JSON: {name of the launch: {"kernels": [...], the
+"matrix" instructions that it uses, and the maxima over its kernels of FIGURES}}.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from specdecode_kernels import dependent, dispatch
 from specdecode_kernels.draft_input import kernel as draft_input
+from specdecode_kernels.grouped_linear import kernel as grouped_linear
 from specdecode_kernels.kv_keep import kernel as kv_keep
 from specdecode_kernels.noise import kernel as noise
 from specdecode_kernels.quantised_linear import dequantise_kernel, scaled_kernel
@@ -56,7 +56,21 @@ VOCABULARY = 128_256
 dependent.is_supported = lambda _: TARGET.arch >= 90
 BLOCKING = re.compile(r"= tt\.load .*tensor<")
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
-FIGURES = ("registers", "stack_bytes", "shared_bytes", "unswizzled", "blocking")
+FIGURES = {
+    "registers": "of a thread",
+    "stack_bytes": "of a thread, which hold spilled registers",
+    "shared_bytes": "of a program",
+    "unswizzled": "operands of matrix products that lie in shared memory with bank conflicts",
+    "blocking": "loads of tensors in a pipelined loop that are not copied ahead",
+    "narrow": "asynchronous copies in a loop that are narrower than 16 bytes a thread",
+    "slots": "instructions of all warps for a KiB that a pipelined loop copies",
+    "shared_cycles": "cycles of shared memory for a KiB that a pipelined loop copies, without bank conflicts",
+}
+MATRIX = re.compile(r"\b(HMMA|IMMA|QMMA|DMMA|HGMMA|IGMMA|QGMMA|UTCHMMA|UTCQMMA|UTCIMMA)\b")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?([A-Z][\w.]+)([^;]*);")
+COPY = "LDGSTS"
+SHARED = ("LDGSTS", "LDSM", "STSM", "LDS", "STS")
+"""Instructions that occupy the shared memory of an SM; a cycle for each 128 bytes of a warp."""
 compiled: list[dict[str, Any]] = []
 
 
@@ -82,15 +96,16 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool = False, **kw
             alignment[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=alignment)
     binary = compile_kernel(source, target=TARGET, options=options)
-    registers, stack_bytes = resources(binary.asm["cubin"])
+    usage, machine_code = disassembled(binary.asm["cubin"])
     compiled.append(
         {
             "kernel": self.__name__,
-            "registers": registers,
-            "stack_bytes": stack_bytes,
+            "matrix": set(MATRIX.findall(machine_code)),
+            **usage,
             "shared_bytes": binary.metadata.shared,
             "unswizzled": unswizzled_operands(binary.asm["ttgir"]),
             "blocking": blocking_loads(binary.asm["ttgir"]),
+            **costs_of_loops(machine_code),
         }
     )
 
@@ -121,16 +136,60 @@ def blocking_loads(ir: str) -> int:
     return found
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Return the registers of a thread, and the bytes of its stack, which holds what was spilled."""
+def disassembled(cubin: bytes) -> tuple[dict[str, int], str]:
+    """Return registers and bytes of the stack of a thread, and the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        tools = triton.knobs.nvidia
+        said, machine_code = (
+            subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+            for command in ([tools.cuobjdump.path, "--dump-resource-usage"], [tools.nvdisasm.path, "--print-code"])
+        )
     usage = USAGE.search(said)
     assert usage is not None, said
-    return int(usage[1]), int(usage[2])
+    return {"registers": int(usage[1]), "stack_bytes": int(usage[2])}, machine_code
+
+
+def costs_of_loops(machine_code: str) -> dict[str, float]:
+    """Return the dearest of the innermost loops that copy ahead: instructions and cycles of shared memory for a KiB.
+
+    A copy of 16 bytes a thread is half a KiB of a warp. All warps run the loop, so what a warp needs is what all need.
+    """
+    code: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in machine_code.splitlines():
+        if line.startswith(".L_"):
+            labels[line.strip().rstrip(":")] = len(code)
+        elif found := INSTRUCTION.search(line):
+            code.append((found[1], found[2]))
+            target = re.search(r"\.L_\w+", found[2]) if found[1].startswith("BRA") else None
+            if target and target[0] in labels:
+                loops.append((labels[target[0]], len(code)))
+    costs = {"narrow": 0.0, "slots": 0.0, "shared_cycles": 0.0}
+    for start, end in loops:
+        if any(start <= other and stop <= end for other, stop in loops if (other, stop) != (start, end)):
+            continue
+        names = [name for name, _ in code[start:end]]
+        copies = [bytes_of(name) for name in names if name.startswith(COPY)]
+        if not copies:
+            continue
+        size = sum(copies) / 1024
+        cycles = sum(bytes_of(name) for name in names if name.split(".")[0] in SHARED) / 128
+        costs["narrow"] += sum(copied < 512 for copied in copies)
+        costs["slots"] = max(costs["slots"], round(len(names) / size, 1))
+        costs["shared_cycles"] = max(costs["shared_cycles"], round(cycles / size, 1))
+    return costs
+
+
+def bytes_of(name: str) -> int:
+    """Return the bytes that an instruction of a warp moves to or from shared memory."""
+    if name.startswith(("LDSM", "STSM")):  # 8x8 matrices of 16 bits
+        return 128 * int((re.search(r"\.([124])$", name) or "11")[1])
+    width = re.search(r"\.(128|64|U?16|[US]?8)(?:\.|$)", name)
+    bits = int(re.sub(r"\D", "", width[1])) if width else 32
+    return 32 * bits // 8
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -223,6 +282,14 @@ def few_rows(
     )
 
 
+def experts(rows: int, count: int, outputs: int, size: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Launch the grouping of rows and both products of a layer of experts."""
+    x_TK, groups = zeros(rows, size, dtype=dtype), grouped_linear.group(zeros(rows, count, dtype=dtype))
+    weight = zeros(2, outputs, size, dtype=dtype)
+    grouped_linear.grouped_linear(x_TK, weight, groups, scored=True, gated=True)
+    grouped_linear.grouped_linear(x_TK, weight, groups, zeros(rows, outputs, dtype=dtype))
+
+
 def bookkeeping(*, cuts: bool, depth: int) -> None:
     """Launch the bookkeeping of a step of four rows."""
     state = SlotState(ints(9, 8256), ints(9), ints(9, 516), 16)
@@ -274,13 +341,19 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "int4, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "int4"), torch.bfloat16),
     "int8, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "int8"), torch.bfloat16),
     "fp8, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "fp8"), torch.bfloat16),
+    "experts of Scout, an eighth": lambda: experts(6, 16, 2048, 5120),
+    "experts of Maverick, an eighth, a prompt": lambda: experts(2048, 128, 2048, 5120),
+    "experts, fp32": lambda: experts(6, 16, 2048, 5120, dtype=torch.float32),
     "silu_mul": lambda: silu_mul.silu_mul(zeros(3, 2 * 14336)),
     "rope_cache": lambda: rope(128),
     "rope_cache, head dimension 96": lambda: rope(96),
     "draft_input": lambda: draft_input.draft_input(
         zeros(9, 4096), ints(3), zeros(5, 4096), ints(3), zeros(4096), zeros(4096), 1e-5
     ),
-    "planted": lambda: planted(),
+    "planted conflict": lambda: planted(),
+    "planted narrow copies": lambda: _narrow[(1,)](
+        floats(16, 4096), floats(32, 4096).t().contiguous(), floats(16, 32), 4096, 33, BLOCK=64, num_stages=4
+    ),
     "draft_input without norms": lambda: draft_input.draft_input(
         zeros(9, 4096), ints(3), zeros(5, 4096), ints(3), None, None, 0.0
     ),
@@ -300,6 +373,16 @@ def _planted(x_TK, weight_NK, factor_K, out_TN, size, BLOCK: tl.constexpr):
     tl.store(out_TN + t[:, None] * 32 + tl.arange(0, 32)[None, :], acc * squares[:, None])
 
 
+@triton.jit
+def _narrow(x_TK, weight_KN, out_TN, size, stride, BLOCK: tl.constexpr):
+    t, k, n = tl.arange(0, 16), tl.arange(0, BLOCK), tl.arange(0, 32)
+    acc = tl.zeros([16, 32], tl.float32)
+    for start in range(0, size, BLOCK):
+        x = tl.load(x_TK + t[:, None] * size + start + k[None, :])
+        acc = tl.dot(x, tl.load(weight_KN + (start + k[:, None]) * stride + n[None, :]), acc)
+    tl.store(out_TN + t[:, None] * 32 + n[None, :], acc)
+
+
 def planted() -> None:
     """Launch a product whose loop also sums the squares of its input, and multiplies it by factors."""
     _planted[(1,)](zeros(16, 4096), zeros(32, 4096), zeros(4096), floats(16, 32), 4096, BLOCK=128, num_stages=5)
@@ -311,12 +394,13 @@ def main() -> None:
     dispatch.is_hopper = lambda _: TARGET.arch >= 90  # type: ignore[assignment]
     launches = {}
     for name, launch in LAUNCHES.items():
-        if (sys.argv[2:] or name == "planted") and not name.startswith(tuple(sys.argv[2:])):
+        if (sys.argv[2:] or name.startswith("planted")) and not name.startswith(tuple(sys.argv[2:])):
             continue
         compiled.clear()
         launch()
         launches[name] = {
             "kernels": sorted({one["kernel"] for one in compiled}),
+            "matrix": sorted(set().union(*(one["matrix"] for one in compiled))),
             **{what: max(one[what] for one in compiled) for what in FIGURES},
         }
         print(name, launches[name], file=sys.stderr, flush=True)

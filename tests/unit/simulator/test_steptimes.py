@@ -1,4 +1,4 @@
-"""Tables of step times: recorded cells come back, published figures come out, and nothing leaves the grid."""
+"""Tables of step times: recorded cells come back, measured steps come out, and nothing leaves the grid."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from specdecode_simulator.records.recordings import Library
+from specdecode_worker.contract import TreeShape
 
 
 def test_recorded_cells_come_back(library: Library, recordings: Path) -> None:
@@ -19,10 +20,23 @@ def test_recorded_cells_come_back(library: Library, recordings: Path) -> None:
             assert table.seconds(b, b * (d + 1), d, b * 128) == pytest.approx(cell["seconds"])
 
 
-@pytest.mark.parametrize(("depth", "milliseconds"), [(0, 5.3), (3, 7.2), (5, 7.9), (7, 8.6)])
-def test_published_steps_come_out_as_published(library: Library, depth: int, milliseconds: float) -> None:
-    found = library.tables["h200-8b"].seconds(1, depth + 1, depth, 200)
-    assert 1000 * found == pytest.approx(milliseconds, rel=0.03)
+def test_measured_steps_of_a_gpu_come_out_within_the_error_of_the_fit(library: Library, recordings: Path) -> None:
+    measured = json.loads((recordings.parent / "results" / "gpu-h200-2026-11-27-third.json").read_text())["rows"]
+    steps = [row for row in measured if row["kind"] == "step" and row["graphs"] and not row["draft_quantization"]]
+    assert {row["shape"] for row in steps} == {"plain", "chain:3", "chain:5", "tree:4,2,1"}
+    for row in steps:
+        shape, batch = TreeShape.parse(row["shape"].replace("plain", "none")), row["batch"]
+        found = library.tables["h200-8b"].seconds(batch, batch * (1 + shape.nodes), shape.depth, batch * row["context"])
+        assert 1000 * found == pytest.approx(row["step_milliseconds"], rel=0.12), row["shape"]
+
+
+def test_wider_trees_cost_more_and_as_many_passes(library: Library) -> None:
+    for table in library.tables.values():
+        seconds = [table.seconds(4, 4 * (1 + nodes), 3, 800) for nodes in (6, 7, 9, 11, 16, 30)]
+        assert seconds == sorted(seconds)
+        for nodes in (5, 16):
+            more = table.seconds(4, 4 * (1 + nodes), 3, 800) - table.seconds(4, 4 * (1 + nodes), 2, 800)
+            assert more == pytest.approx(table.pass_seconds[2])
 
 
 def test_more_passes_than_the_shape_cost_more(library: Library) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specdecode_simulator.records.acceptance_walks import PLAIN, chain, form_of
+from specdecode_simulator.records.acceptance_walks import BESIDE, PLAIN, Form, chain, form_of
 from specdecode_simulator.records.recordings import Library
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.training.acceptance import accepted
@@ -22,9 +22,45 @@ def test_a_step_accepts_what_replay_accepts(library: Library, shape: TreeShape) 
     assert sums[:, 8].tolist() == wanted
 
 
+def test_sums_below_siblings_are_those_of_a_replay_node_by_node(library: Library) -> None:
+    shape = TreeShape((0, 0, 1, 1, 2, 5))
+    roots = np.arange(0, len(library.records.ranks), 7)
+    _, sums = library.records.walk(0.0, form_of(shape.parents)).advance(roots, 1)
+    wanted = np.zeros((len(roots), 7, 2), dtype=int)
+    for row, root in enumerate(roots.tolist()):
+        node, is_main = 0, True
+        for depth, rank in enumerate(library.records.ranks[root].tolist(), start=1):
+            children = list(shape.children(node))
+            if not is_main and children:
+                wanted[row, depth - 2] += (1, rank == 0)
+            if rank >= len(children):
+                break
+            node, is_main = children[rank], is_main and rank == 0
+    assert sums[:, BESIDE:].tolist() == wanted.reshape(len(roots), -1).tolist()
+    assert wanted[:, 0, 0].sum() > wanted[:, 0, 1].sum() > 0
+    assert wanted[:, 1, 0].sum() > 0
+
+
+def test_survivals_add_up_to_the_accepted_tokens(library: Library) -> None:
+    for quality in (-0.2, 0.0, 0.3):
+        paths = [(0,), (0, 0), (0, 0, 0), (1,), (1, 0), (2,)]
+        found = sum(library.records.survival("qa", quality, path) for path in paths)
+        wanted = library.records.mean_accepted("qa", quality, form_of((0, 0, 0, 1, 2, 4)))
+        assert found == pytest.approx(wanted, rel=0.02)
+
+
+def test_ranks_of_misses_follow_the_quality(library: Library) -> None:
+    """A draft that is worse misses beyond all ranks; one that is better keeps the ranks of its misses."""
+    worse, same, better = (library.records.tail_ranks("qa", quality) for quality in (-0.4, 0.0, 0.4))
+    assert worse[0, 0, 1] < 0.9 * same[0, 0, 1]
+    assert better[0, 0, 1] == pytest.approx(same[0, 0, 1], abs=0.05)
+    assert np.allclose(same.sum(axis=-1), 1)
+
+
+@pytest.mark.parametrize("form", [chain(3), form_of((0, 0, 1, 2, 3))], ids=["chain", "tree"])
 @pytest.mark.parametrize("steps", [1, 7, 64, 127])
-def test_many_steps_are_single_steps(library: Library, steps: int) -> None:
-    walk = library.records.walk(0.2, chain(3))
+def test_many_steps_are_single_steps(library: Library, steps: int, form: Form) -> None:
+    walk = library.records.walk(0.2, form)
     roots = np.array([5, 500, 5000])
     jumped, total = walk.advance(roots, steps)
     alone = np.zeros_like(total)

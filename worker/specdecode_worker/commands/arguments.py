@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, get_args
 from specdecode_worker.commands.flags import (
     EMBEDDED_DRAFT,
     EMBEDDED_TARGET,
+    add_adapter_flag,
     add_device_flag,
     add_merge_flag,
     add_model_flags,
@@ -353,6 +354,7 @@ def _temperatures(text: str) -> tuple[float, ...]:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``train``."""
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    add_adapter_flag(parser)
     parser.add_argument("--draft", metavar="URI", help="draft to continue (default: start from the target's layers)")
     parser.add_argument(
         "--method", choices=TRAINED_METHODS, default="eagle3", help="kind of draft (default: %(default)s)"
@@ -467,6 +469,7 @@ def _add_distill(parser: argparse.ArgumentParser) -> None:
         "--job the exit code is 0 for every verdict and every error."
     )
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    add_adapter_flag(parser)
     parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI",
                         help="deployed head to go on from: eagle3, peagle or dflash")  # fmt: skip
     _add_source_flags(parser)

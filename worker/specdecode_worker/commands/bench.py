@@ -20,6 +20,7 @@ from specdecode_worker.commands.comparison import (
     write_files,
 )
 from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, LocalEngine, TokenizedPrompt, local_engine
+from specdecode_worker.contract import adapted_uri
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError
 
@@ -90,7 +91,7 @@ def _document(
     """
     names = list(next(iter(by_concurrency.values())))
     document = {
-        "model": args.model,
+        "model": adapted_uri(args.model, args.adapter),
         "draft": engine.engine.draft.hash,
         "shape": names[0],
         "dtype": args.dtype,

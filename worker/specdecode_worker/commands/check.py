@@ -54,6 +54,7 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
     return WorkerConfig(
         model=ModelConfig(
             uri=args.model,
+            adapter=args.adapter,
             served_name=args.model,
             dtype=args.dtype,
             quantization=args.quantization,

@@ -33,7 +33,7 @@ from specdecode_worker.commands.distillation_job import (
 from specdecode_worker.commands.flags import (
     print_progress,
 )
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import TreeShape, adapted_uri
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash, resolve
@@ -129,7 +129,7 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
     oldest_seconds = expiry_seconds(capture, time.time())
     # A run that was suspended goes on without what has expired since.
     delete_expired_from_runs([args.out, *args.replay], oldest_seconds, print_progress)
-    target, parent = (_ancestor(uri, args.cache_dir) for uri in (args.model, args.draft))
+    target, parent = (_ancestor(uri, args.cache_dir) for uri in (adapted_uri(args.model, args.adapter), args.draft))
     job = DistillationSettings(
         target=target,
         parent=parent,

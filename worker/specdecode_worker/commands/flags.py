@@ -35,6 +35,7 @@ EMBEDDED_DRAFT = "embedded://smollm2-135m-instruct-eagle3"
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add --model, --draft, --method, --device and the other flags that select models and how they are loaded."""
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    add_adapter_flag(parser)
     parser.add_argument("--draft", metavar="URI", help="draft (default: the embedded head for the embedded target)")
     parser.add_argument(
         "--method", choices=get_args(Method), help="drafting method (default: eagle3 with a draft, else none)"
@@ -48,6 +49,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add_device_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
     parser.add_argument("--cache-dir", metavar="DIR", help="folder of downloaded models (default: the user's cache)")
+
+
+def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --adapter."""
+    parser.add_argument("--adapter", metavar="URI", help="LoRA adapter, in PEFT's format, to merge into the target")
 
 
 def add_placement_flag(parser: argparse.ArgumentParser) -> None:

@@ -87,7 +87,7 @@ class LocalEngine:
 
     def __init__(self, config: WorkerConfig, cache_dir: Path) -> None:
         self.engine: Engine = load_engine(config, lambda uri: resolve(uri, cache_dir))
-        self.folder = resolve(config.model.uri, cache_dir)
+        self.folder = resolve(config.model.target, cache_dir)
         self.tokenizer = Tokenizer.from_folder(self.folder)
         self._plans = self._runs = 0
 
@@ -164,7 +164,13 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sample
     """
     method, draft = method_and_draft(args)
     config = WorkerConfig(
-        model=ModelConfig(uri=args.model, served_name=args.model, dtype=args.dtype, quantization=args.quantization),
+        model=ModelConfig(
+            uri=args.model,
+            adapter=args.adapter,
+            served_name=args.model,
+            dtype=args.dtype,
+            quantization=args.quantization,
+        ),
         draft=DraftConfig.model_validate(
             {
                 "method": method,

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         cache = Path(args.cache_dir or config.cache_dir)
         code = _pull_for_pod(config, cache)
-        uris = [uri for uri in (config.model.uri, config.draft.uri) if uri is not None]
+        uris = [uri for uri in (config.model.uri, config.model.adapter, config.draft.uri) if uri is not None]
     if code == 0:
         _report_revisions(uris, cache)
     return code
@@ -67,7 +67,7 @@ def _pod_config() -> WorkerConfig:
 
 def _pull_for_pod(config: WorkerConfig, cache: Path) -> int:
     """Fetch target and draft of a pod. A draft that is not required may fail."""
-    code = _pull(config.model.uri, cache)
+    code = max([_pull(uri, cache) for uri in (config.model.uri, config.model.adapter) if uri is not None])
     _pull_assigned(config, cache)
     if config.draft.uri is not None and _pull(config.draft.uri, cache) != 0:
         if config.draft.required:
@@ -98,6 +98,10 @@ def _pull(uri: str, cache: Path) -> int:
 
 def _fetch(uri: str, cache: Path) -> Path:
     """Return the folder of a model, after fetching it where its URI names a hub or a bucket."""
+    if len(parts := model_store.parts_of(uri)) > 1:
+        for part in parts:
+            _fetch(part, cache)
+        return model_store.resolve(uri, cache)
     if uri.startswith("hf://"):
         return _hub_pull(uri, cache)
     if uri.startswith("s3://"):

@@ -83,6 +83,7 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
         config = WorkerConfig(
             model=ModelConfig(
                 uri=args.model,
+                adapter=args.adapter,
                 served_name=served_name,
                 dtype=args.dtype,
                 quantization=args.quantization,

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from specdecode_worker.commands.flags import print_progress
+from specdecode_worker.contract import adapted_uri
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import WeightMethod, load_draft
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> Path:
     """Train the draft and return its folder."""
-    folder = resolve(args.model, args.cache_dir)
+    folder = resolve(adapted_uri(args.model, args.adapter), args.cache_dir)
     placement = TargetPlacement(
         folder=folder,
         dtype=args.dtype,
@@ -87,7 +88,7 @@ def _draft_settings(args: argparse.Namespace, target: CausalLM, folder: Path) ->
         if isinstance(origin, CausalLM) and origin.vocabulary is not None:
             raise VocabularyMismatch(f"{args.draft}: a draft model with another tokenizer cannot be trained further")
     return DraftSettings(
-        target=(args.model, folder),
+        target=(adapted_uri(args.model, args.adapter), folder),
         method=args.method,
         draft_vocab=args.draft_vocab,
         layers=args.layers,

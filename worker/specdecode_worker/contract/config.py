@@ -32,16 +32,28 @@ def default_served_name(uri: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
+def adapted_uri(uri: str, adapter: str | None) -> str:
+    """Return the URI of a target with an adapter, ``hf://org/name+hf://org/adapter``, or ``uri`` without one."""
+    return f"{uri}+{adapter}" if adapter else uri
+
+
 class ModelConfig(Written):
     """The target: its location and how it is served."""
 
     uri: str
+    adapter: str | None = None
+    """URI of a LoRA adapter that is merged into the weights. None serves the weights as they are."""
     served_name: str
     dtype: Dtype = "bfloat16"
     quantization: TargetQuantization | None = None
     """Quantization of the weights of its blocks. None leaves them in ``dtype``."""
     max_model_len: int | None = Field(default=None, ge=16)
     """Maximum tokens of prompt and output together. None selects the model's own limit."""
+
+    @property
+    def target(self) -> str:
+        """URI of what is served: the model, with its adapter."""
+        return adapted_uri(self.uri, self.adapter)
 
 
 class DraftConfig(Written):

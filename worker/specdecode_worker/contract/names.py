@@ -44,6 +44,8 @@ class Env:
     plan_path = "SPECDECODE_PLAN_PATH"
     revisions_path = "SPECDECODE_REVISIONS_PATH"
     """File with the Revisions of models whose URI names no commit. It need not exist."""
+    cache_limit = "SPECDECODE_CACHE_LIMIT"
+    """Bytes that the model cache of a pod may hold, a space, and its folder. A pod with more in it would be evicted."""
     pod_name = "POD_NAME"
     synthetic = "SPECDECODE_SYNTHETIC"
     """SyntheticKnobs as JSON, active from the first step. Set in tests only."""

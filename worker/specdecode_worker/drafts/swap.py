@@ -306,7 +306,7 @@ def worker_name() -> str:
 def followed_assignment(plan: Plan, config: WorkerConfig) -> DraftAssignment | None:
     """Return the assignment of a plan; None if it has none, or one for another spec draft or target."""
     assignment = plan.assignment
-    own = (config.draft.uri or "", config.model.uri)
+    own = (config.draft.uri or "", config.model.target)
     return assignment if assignment is not None and (assignment.spec_draft, assignment.target) == own else None
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from specdecode_worker.contract import Env
 from specdecode_worker.models.errors import DiskFull
 
 MANIFEST = "specdecode-manifest.json"
@@ -18,7 +20,16 @@ _SPARE_BYTES = 64 << 20
 
 
 def check_room(folder: Path, missing_bytes: int) -> None:
-    """Raise DiskFull if the disk of ``folder`` has no room for ``missing_bytes`` more."""
+    """Raise DiskFull if the disk of ``folder``, or the model cache of a pod, has no room for ``missing_bytes`` more."""
+    limit, _, cache = os.environ.get(Env.cache_limit, "").partition(" ")
+    if cache and folder.is_relative_to(cache):
+        most, used = int(limit), sum(path.lstat().st_size for path in Path(cache).rglob("*") if path.is_file())
+        if used + missing_bytes + _SPARE_BYTES > most:
+            raise DiskFull(
+                f"{folder} needs {missing_bytes / 1e9:.1f} GB more, and the model cache holds {used / 1e9:.1f} GB of "
+                f"{most / 1e9:.1f} GB: set spec.modelCache to a claim or to an emptyDir with a larger sizeLimit, or "
+                "the chart's worker.modelCache for all deployments"
+            )
     free = shutil.disk_usage(folder).free
     if missing_bytes + _SPARE_BYTES > free:
         raise DiskFull(f"{folder} needs {missing_bytes / 1e9:.1f} GB more, the disk has {free / 1e9:.1f} GB free")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -21,25 +25,43 @@ from specdecode_worker.models.pickled_weights import converted_folder
 
 # Hash of a model's files. The server process imports this module, so it must not import torch.
 
+_HASHING_THREADS = min(8, os.cpu_count() or 1)
 CALIBRATION_FILE = "calibration.json"
+ADAPTER_FOLDER = "specdecode-adapter"
+"""Folder with the adapter, within that of a target that is served with one."""
 
 
 def model_hash(folder: Path, *, with_tokenizer: bool = False) -> str:
-    """Return the hash (16 hex digits) of config.json, every safetensors file and, if there is one, calibration.json.
+    """Return the hash (16 hex digits) of config.json, every safetensors file, and calibration and adapter.
 
     It identifies a target or a draft in plans and reports. A draft's calibration is part of it, because two drafts with
     the same weights and other calibrations propose other tokens. ``with_tokenizer`` adds tokenizer.json for the same
     reason: it decides which tokens a draft model proposes. Raises OSError if a file cannot be read.
     """
-    digest = hashlib.sha256()
     paths = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob(CALIBRATION_FILE)]
+    paths += folder.glob(f"{ADAPTER_FOLDER}/adapter_*")
     if with_tokenizer:
         paths += folder.glob("tokenizer.json")
-    for path in sorted(paths):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    paths.sort()
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        for path, content in zip(paths, threads.map(_sha256, paths), strict=True):
+            digest.update(path.name.encode() + content)
     return digest.hexdigest()[:16]
+
+
+def _sha256(path: Path) -> bytes:
+    """Return the sha256 of a file: that of the download's manifest, if the file is older than it, else its hash."""
+    real = path.resolve()
+    status, manifest = real.stat(), real.with_name(MANIFEST)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        if status.st_mtime_ns <= manifest.stat().st_mtime_ns:
+            files = json.loads(manifest.read_bytes())["files"]
+            (known,) = (file for file in files if file["name"] == real.name and file["size"] == status.st_size)
+            if len(known["digest"]) == 2 * hashlib.sha256().digest_size:
+                return bytes.fromhex(known["digest"])
+    with real.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 # Resolution of model URIs to local folders. `hub` and `object_store` do the downloads.
@@ -51,8 +73,11 @@ def model_hash(folder: Path, *, with_tokenizer: bool = False) -> str:
 # file:///path               the folder itself
 #                            (of both, if the weights are pickles, a copy in <cache>/converted with safetensors)
 # embedded://name            a model that comes with the package
+# MODEL+ADAPTER              links to the files of a target and to the folder of its adapter, two of the above
 
 CLAIMS = Path("/mnt/pvc")
+CONFIGS = ("config.json", "adapter_config.json")
+"""Files of which the folder of a model, or of an adapter, has one."""
 FORMS = "hf://org/name[@revision], s3://bucket/path, pvc://claim/path, file:///path or embedded://name"
 
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
@@ -107,6 +132,9 @@ def resolve(uri: str, cache_dir: Path | None = None) -> Path:
         WeightMismatch: pickled weights are refused.
     """
     cache = cache_dir or default_cache_dir()
+    base, *adapters = parts_of(uri)
+    if adapters:
+        return _with_adapter(resolve(base, cache), resolve(adapters[0], cache), cache)
     scheme, _, rest = uri.partition("://")
     folder = local_folder(uri)
     if folder is not None:
@@ -122,6 +150,48 @@ def resolve(uri: str, cache_dir: Path | None = None) -> Path:
             return _embedded(rest, cache)
         case _:
             raise BadUri(f"{uri!r} names no model; write {FORMS}")
+
+
+def parts_of(uri: str) -> list[str]:
+    """Return the URI of a target and, if ``uri`` is one of a target with an adapter, that of the adapter.
+
+    Raises:
+        BadUri: there are several adapters.
+    """
+    parts = re.split(r"\+(?=[a-z0-9]+://)", uri)
+    if len(parts) > 2:
+        raise BadUri(f"{uri!r} names {len(parts) - 1} adapters; one can be served, merge the others with peft")
+    return parts
+
+
+def _with_adapter(base: Path, adapter: Path, cache: Path) -> Path:
+    """Return a folder with links to the files of a target and to the folder of its adapter."""
+    names = sorted(path.name for path in base.iterdir())
+    key = hashlib.sha256(json.dumps([str(base.resolve()), str(adapter.resolve()), names]).encode()).hexdigest()[:16]
+    # A container that serves cannot write the cache.
+    ready = next(place for place in (cache, Path(tempfile.gettempdir()) / "specdecode-models") if is_writable(place))
+    ready = ready / "adapted" / key
+    if not ready.is_dir():
+        ready.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=ready.parent))
+        partial.chmod(0o755)
+        for name in names:
+            (partial / name).symlink_to((base / name).resolve())
+        (partial / ADAPTER_FOLDER).symlink_to(adapter.resolve())
+        try:
+            partial.rename(ready)
+        except OSError:  # another process was faster
+            shutil.rmtree(partial)
+    return ready
+
+
+def is_writable(cache: Path) -> bool:
+    """Return whether models can be written to ``cache``, which is created if need be."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(cache, os.W_OK)
 
 
 def local_folder(uri: str) -> Path | None:
@@ -191,7 +261,7 @@ def _inside(uri: str, path: str) -> PurePosixPath:
 
 
 def _existing(uri: str, folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in CONFIGS):
         raise NotPresent(f"{uri}: {folder} holds no config.json; it must be a folder in Hugging Face's layout")
     return folder
 

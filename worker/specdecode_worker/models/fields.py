@@ -18,13 +18,13 @@ LARGEST = 2**24
 """Upper bound of sizes in config.json. Published networks stay below it; a larger value is an error or an attack."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Read config.json of a model folder. Raise ConfigMismatch if it is absent or not a JSON object."""
-    path = folder / "config.json"
+    path = folder / name
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ConfigMismatch(f"{path} does not exist; name a folder that holds config.json and *.safetensors") from None
+        raise ConfigMismatch(f"{path} does not exist; name a folder that holds {name} and *.safetensors") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigMismatch(f"{path} is no JSON: {error}") from None
     if not isinstance(config, dict):

@@ -39,6 +39,7 @@ from specdecode_worker.models.errors import (
     NotOnHub,
     PullFailed,
 )
+from specdecode_worker.models.fetch import CONFIGS, is_writable
 from specdecode_worker.models.fields import TEMPLATE_FOLDER
 from specdecode_worker.models.pickled_weights import convert, weights_of
 
@@ -121,7 +122,7 @@ def fetch(uri: str, cache: Path, progress: Progress = lambda name, received, siz
     for place in places:
         if (model.folder(place) / content / MANIFEST).is_file():
             return model.folder(place) / content
-    place = cache if _is_writable(cache) else places[1]
+    place = cache if is_writable(cache) else places[1]
     base = model.folder(place)
     with disk_full_errors(base):
         base.mkdir(parents=True, exist_ok=True)
@@ -169,7 +170,7 @@ def _list(model: StoredModel, store: S3Store) -> list[StoredFile]:
         for file in files
         if file.name.endswith(_FETCHED_SUFFIXES) or file.name == "tokenizer.model" or file.name in weights
     ]
-    if not weights or all(file.name != "config.json" for file in wanted):
+    if not weights or all(file.name not in CONFIGS for file in wanted):
         raise NotOnHub(f"{model.uri} holds no config.json with *.safetensors or pytorch_model*.bin; check its path")
     return sorted(wanted, key=lambda file: file.name)
 
@@ -220,14 +221,6 @@ def _last_fetched(model: StoredModel, places: Sequence[Path]) -> Path | None:
     manifests = [path for place in places for path in model.folder(place).glob(f"*/{MANIFEST}")]
     newest = max(manifests, key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else newest.parent
-
-
-def _is_writable(cache: Path) -> bool:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(cache, os.W_OK)
 
 
 def _make_room(place: Path, needed: int) -> None:

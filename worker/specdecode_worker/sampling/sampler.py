@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels import dispatch
-from specdecode_kernels.noise.op import gumbel
+from specdecode_kernels.noise.op import LARGE, gumbel
 from specdecode_kernels.noise.reference import PROPOSAL_STREAM
 from specdecode_kernels.sample import op
 from specdecode_kernels.top_k.op import top_k
@@ -169,6 +169,36 @@ def count_tokens(texts: BatchTokens, prompt_tokens_B: Tensor, history: int, voca
     return Counts(prompt_BV, nothing_BV.scatter_add_(1, tokens_BL, answer_BL.float()))
 
 
+@dataclass(frozen=True, slots=True)
+class StepNoise:
+    """Noise [S, D, V] of the S sampled sequences of a step behind nodes of every depth, drawn at once.
+
+    ``row_B`` is the row of each sequence in it. Greedy ones have the first, which is not used.
+    """
+
+    row_B: Tensor
+    roots_B: Tensor
+    noise_SDV: Tensor
+
+    @classmethod
+    def draw(cls, batch: Sequence[SamplingParams], roots_B: Tensor, depth: int, vocab_size: int) -> StepNoise:
+        """Draw the noise behind the nodes of depths up to ``depth``."""
+        sampled = [b for b, params in enumerate(batch) if not params.greedy]
+        row_of = {b: row for row, b in enumerate(sampled)}
+        rows = [row_of.get(b, 0) for b in range(len(roots_B))]
+        row_B, seed_B = to_device([rows, [*(params.seed for params in batch), 0]], roots_B.device)
+        at_S = to_device(sampled, roots_B.device)
+        next_SD = roots_B[at_S, None] + torch.arange(1, depth + 2, device=roots_B.device)
+        seed_SD = seed_B[at_S, None].expand_as(next_SD)
+        noise = gumbel(seed_SD.flatten(), next_SD.flatten(), vocab_size)
+        return cls(row_B, roots_B, noise.view(*next_SD.shape, vocab_size))
+
+    def of(self, rows: SampledRows) -> Tensor:
+        """Return the noise [R, V] of these rows."""
+        b = rows.sequence_R
+        return self.noise_SDV[self.row_B[b], rows.next_R - self.roots_B[b] - 1]
+
+
 class StepSampler:
     """Sampler of one step; a `Proposer`.
 
@@ -188,6 +218,7 @@ class StepSampler:
         blocked: Blocked | None = None,
         ancestors_BN: Tensor | None = None,
         adjusting: Sequence[bool] = (),
+        noise: StepNoise | None = None,
         verified_nodes: int = 1,
     ) -> None:
         """Create the sampler.
@@ -202,10 +233,12 @@ class StepSampler:
             blocked: Masks of grammars.
             ancestors_BN: Ancestors of every node, for `at`; None if nothing is counted for penalties.
             adjusting: Which sequences adjust logits, if the others may be left out; not for captured steps.
+            noise: Noise of the step, if it is drawn before its rows are known.
             verified_nodes: Most verified nodes of a tree, the root included, which ``mss`` stores distributions of.
         """
         self._features, self._tables, self._texts, self._size = features, tables, texts, vocab_size
         self._cuts, self._blocked, self._ancestors_BN, self._nodes = cuts, blocked, ancestors_BN, verified_nodes
+        self._noise = noise
         self._best_of_logits = greedy and not features.change_logits
         self._most_nodes = MAX_NODES + 1 if ancestors_BN is None else ancestors_BN.shape[1]
         mixed = any(adjusting) and not all(adjusting)
@@ -250,7 +283,8 @@ class StepSampler:
             return logits_RV.argmax(-1)
 
         def chosen(piece: SampledRows, moved_RV: Tensor) -> Tensor:
-            return choose(moved_RV, piece.temperature_R, piece.seed_R, piece.next_R, piece.truncation)
+            noise_RV = None if self._noise is None else self._noise.of(piece)
+            return choose(moved_RV, piece.temperature_R, piece.seed_R, piece.next_R, piece.truncation, noise_RV)
 
         return self._by_piece(rows, logits_RV, None, chosen)
 
@@ -324,6 +358,7 @@ class StepSampler:
                 ids_V=ids_V,
                 sharpness=sharpness,
                 truncation=piece.truncation,
+                noise_RV=None if self._noise is None else self._noise.of(piece),
             )
 
         return self._by_piece(rows, logits_RV, ids_V, best)
@@ -465,16 +500,20 @@ def sampler_of(
     device, siblings = texts.roots_B.device, 1 + max(max(tree.ranks) for tree in forest.trees)
     features = features_of(batch, longest, siblings, coupled=coupled)
     skips = not dispatch.on_gpu(texts.roots_B)  # kernels take all rows alike
+    greedy, noise = skips and all(params.greedy for params in batch), None
+    if skips and not greedy and coupled and vocab_size < LARGE:
+        noise = StepNoise.draw(batch, texts.roots_B, max(forest.depth, len(forest.levels) - 1), vocab_size)
     return StepSampler(
         features,
         tables_of(tuple(batch), features.adjusts, device),
         texts,
         vocab_size,
         cuts=truncates(batch),
-        greedy=skips and all(params.greedy for params in batch),
+        greedy=greedy,
         blocked=blocked,
         ancestors_BN=ancestors_of(forest.trees, device) if features.history and has_nodes else None,
         adjusting=[params.adjusts for params in batch] if skips else (),
+        noise=noise,
         verified_nodes=forest.parents_BN.shape[1],
     )
 

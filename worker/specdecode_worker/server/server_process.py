@@ -182,7 +182,7 @@ def _texts(config: WorkerConfig) -> tuple[Tokenizer, dict[str, Any]]:
     Raises:
         ModelError: A file of the model is missing or invalid.
     """
-    folder = model_store.resolve(config.model.uri, Path(config.cache_dir))
+    folder = model_store.resolve(config.model.target, Path(config.cache_dir))
     defaults = sampling_defaults(folder) if config.server.generation_config == "auto" else {}
     try:
         CompletionRequest.model_validate({"model": "", "prompt": "", **defaults})

@@ -67,6 +67,12 @@ def test_no_service_selects_the_pods_and_the_deployment_owns_the_job() -> None:
             assert not selected.items() <= labels.items()
 
 
+def test_drafts_are_trained_for_the_target_with_its_adapter() -> None:
+    model = {"uri": "hf://org/target", "adapter": {"uri": "hf://org/adapter"}}
+    (pull,) = pod(model=model)["initContainers"]
+    assert flags(model=model)["model"] == pull["command"][-2] == "hf://org/target+hf://org/adapter"
+
+
 def test_name_of_a_long_deployment_stays_a_label() -> None:
     long = job_name("a" * 60, "run-1")
     assert len(long) <= 63

@@ -67,6 +67,17 @@ def test_every_draft_is_pulled_and_configured_and_rolls_the_pods() -> None:
     assert manifests.rolling_hash(plain) != manifests.rolling_hash(more)
 
 
+def test_an_adapter_is_pulled_and_merged_and_rolls_the_pods() -> None:
+    adapted: dict[str, Any] = {"model": {"uri": "embedded://t", "adapter": {"uri": "pvc://adapters/support"}}}
+    rendered, spec = template(**adapted), deployment_with(**adapted).spec
+    config = WorkerConfig.model_validate_json(environment(rendered)[Env.config])
+    assert config.model.target == spec.model.target == "embedded://t+pvc://adapters/support"
+    assert config.model.served_name == "t"
+    assert container(rendered, "pull")["command"][-3:-1] == ["embedded://t", "pvc://adapters/support"]
+    assert any(volume["name"].endswith("adapters") for volume in rendered["spec"]["volumes"])
+    assert manifests.rolling_hash(spec) != manifests.rolling_hash(deployment_with(model={"uri": "embedded://t"}).spec)
+
+
 @pytest.mark.parametrize(("drafts", "known"), [((), "b8eb683992992326"), (("sql", "edits"), "469dd520d4f93826")])
 def test_fields_added_later_do_not_change_the_hash(drafts: tuple[str, ...], known: str) -> None:
     """Fields that came since leave the hash of a spec without them what it was."""
@@ -144,7 +155,7 @@ def test_termination_grace_covers_delay_and_grace_period_with_a_margin() -> None
 @pytest.mark.parametrize(
     ("cache", "volume"),
     [
-        (None, {"emptyDir": {}}),
+        (None, {"emptyDir": {"sizeLimit": "64Gi"}}),
         (CLAIM, CLAIM),
         ({"hostPath": {"path": "/models"}}, {"hostPath": {"path": "/models"}}),
     ],

@@ -202,7 +202,7 @@ def test_trees_are_grown_where_siblings_pay() -> None:
     shape = shapes(found)["other"]
     assert not shape.is_chain
     assert shape.nodes <= 10
-    chain = settled(spec(tree={"maxNodes": 10}), LearnedState(acceptance=ranked, costs=FULL, wander=0.0))
+    chain = settled(spec(tree={"topK": 1, "maxNodes": 10}), LearnedState(acceptance=ranked, costs=FULL, wander=0.0))
     assert shapes(chain)["other"].is_chain
 
 

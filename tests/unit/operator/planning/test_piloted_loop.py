@@ -15,6 +15,7 @@ from support.operators.piloted import piloted_loop
 GOOD, BAD = [0.5, 0.45, 0.45, 0.45], [0.01] * 4
 SPECULATION = {
     "depth": {"min": 0, "max": 4, "initial": 3},
+    "tree": {"topK": 1},  # the made-up worker accepts nothing beside the main path
     "limits": {"min_dwell_seconds": 5, "min_gain_percent": 3, "explore_percent": 20},
 }
 POLL_SECONDS = 5.0

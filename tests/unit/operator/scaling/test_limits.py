@@ -1,9 +1,9 @@
-"""Reasons why replicas do not follow demand, and the order in which pods are removed."""
+"""Reasons why replicas do not follow demand."""
 
 from __future__ import annotations
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.scaling import deletion_costs, placement_problem, scaling_limit
+from specdecode_operator.scaling import placement_problem, scaling_limit
 from specdecode_operator.types import Capacity, Worker
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=8)
@@ -20,9 +20,3 @@ def test_unschedulable_pods_are_reported_before_the_maximum() -> None:
     assert unplaced is not None
     assert (at_most.reason, unplaced.reason) == ("AtMaximum", "Unschedulable")
     assert "1 pods" in unplaced.message
-
-
-def test_the_least_loaded_pod_goes_first_and_an_unhealthy_one_before() -> None:
-    costs = deletion_costs({"a": 3.0, "b": 1.0, "c": 9.0}, unhealthy=["c"])
-    assert sorted(costs, key=lambda pod: costs[pod]) == ["c", "b", "a"]
-    assert costs["c"] < 0 <= costs["b"]

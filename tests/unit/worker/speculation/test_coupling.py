@@ -5,6 +5,8 @@ A choice depends on the request's own sampling parameters, position and logits, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,7 +41,7 @@ def coupling_of(batch_params: list[SamplingParams], roots: list[int], depth: int
     roots_B1 = torch.tensor([*roots, 0])
     tokens_SP = torch.zeros(len(roots_B1), max(roots) + depth + 2, dtype=torch.int64)
     texts = BatchTokens(tokens_SP, torch.arange(len(roots_B1)), roots_B1)
-    forest = forest_of((PLAIN,) * len(batch_params), torch.device("cpu"))
+    forest = replace(forest_of((PLAIN,) * len(batch_params), torch.device("cpu")), depth=depth)
     return sampler_of(batch_params, texts, forest, V, longest=max(roots) + 1)
 
 

@@ -157,6 +157,20 @@ def test_full_disk_is_reported_before_downloading(pull: Pull, tmp_path: Path, mo
     assert not any(method == "GET" and "/resolve/" in path for method, path, _ in repository.requests)
 
 
+def test_a_model_that_a_pods_cache_cannot_hold_is_refused_before_downloading(
+    pull: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of-another-model").write_bytes(bytes(1000))
+    used = 1000 + download_folder._SPARE_BYTES
+    repository = Repository(FILES)
+    monkeypatch.setenv(Env.cache_limit, f"{used + 10} {tmp_path}")
+    with pytest.raises(DiskFull, match=r"model cache holds .* set spec\.modelCache"):
+        pull(repository)
+    assert not any(method == "GET" and "/resolve/" in path for method, path, _ in repository.requests)
+    monkeypatch.setenv(Env.cache_limit, f"{used + 2_000_000} {tmp_path}")
+    assert (pull(repository) / "model.safetensors").is_file()
+
+
 def test_pull_resumes_after_the_disk_was_full(pull: Pull, tmp_path: Path) -> None:
     def full(name: str, there: int, size: int) -> None:
         if name == "model.safetensors":
