@@ -54,8 +54,11 @@ def test_our_resources_match_the_models(page: str) -> None:
 
 
 def test_values_of_the_pages_are_accepted_by_the_chart(chart: Any, root: Any) -> None:
-    (values,) = [one for one in documents((root / "docs/how-to/secure.md").read_text()) if "kind" not in one]
-    assert len(chart.template(values).of("NetworkPolicy")) == 3
+    (policies,) = [one for one in documents((root / "docs/how-to/secure.md").read_text()) if "kind" not in one]
+    (policy,) = chart.template(policies).of("NetworkPolicy")
+    assert policy["spec"]["ingress"][1]["from"] == policies["networkPolicy"]["metricsFrom"]
+    (fleet,) = [one for one in documents((root / "docs/how-to/install-upgrade.md").read_text()) if "worker" in one]
+    assert chart.template(fleet).of("Deployment")
 
 
 def test_flags_of_the_pages_are_accepted_by_the_chart(chart: Any, root: Any) -> None:
