@@ -35,7 +35,7 @@ from support.tiers import by_effort
 
 FEW = 150
 JUDGED_BY_THE_OPERATOR = ("workers.", "distillation.", "router.template.")
-"""Beginnings of fields that only the operator judges: those of templates of pods, and what depends on other resources."""
+"""Beginnings of fields that only the operator judges: templates of pods, and what depends on other resources."""
 CASES = by_effort(quick=FEW, full=FEW, nightly=10_000)
 
 
