@@ -15,7 +15,7 @@ prints these texts with examples; [examples/](../../examples) has whole resource
 every field. [api-versions.md](api-versions.md) says what a later version may change.
 
 A field with \\* is required. Objects have a section of their own, unless they are part of a pod: the API server
-validates those when the operator applies the workers.
+validates those when the operator applies the workers. Rules over several fields are messages of the API server.
 
 """
 _DEFAULT = re.compile(r"\s*Default: (.+?)\.(?=\s|$)")
@@ -35,9 +35,8 @@ def _sections(path: str, node: Mapping[str, Any]) -> Iterator[str]:
     """Yield the section of an object, then those of the objects in it."""
     is_status = path.startswith("status")
     rows = "\n".join(_row(name, field, node, is_status=is_status) for name, field in node["properties"].items())
-    rules = "\n".join(f"- {rule['message']}" for rule in node.get("x-kubernetes-validations", ()))
     head = "| field | type | description |\n|---|---|---|" if is_status else _SPEC_HEAD
-    yield f"## {path}\n\n{head}\n{rows}\n" + (f"\nRules:\n\n{rules}\n" if rules else "")
+    yield f"## {path}\n\n{head}\n{rows}\n"
     for name, field in node["properties"].items():
         inner = field.get("items", field)
         if "properties" in inner:
