@@ -4,13 +4,14 @@ Every packer is written after its source, element by element, and shares no code
 
 - GPTQ: AutoGPTQ ``nn_modules/qlinear/qlinear_cuda.py`` ``pack``; version 2 stores zero points as they are.
 - AWQ: AutoAWQ ``modules/linear/gemm.py`` ``from_linear``, with ``order_map = [0, 2, 4, 6, 1, 3, 5, 7]``.
+- FP8 and INT8 of compressed-tensors, ModelOpt, FBGEMM and transformers: number times scale; ``weight_scale_inv`` too.
 - compressed-tensors: ``compressors/pack_quantized/helpers.py`` ``pack_to_int32``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def int4_numbers(
     return Numbers(integers(0, rows, columns), scale.to(dtype), zero, groups_K)
 
 
-def words(integers: Tensor, places: tuple[int, ...] = tuple(range(8)), bits: int = 4) -> Tensor:
+def words(integers: Tensor, places: Sequence[int] = range(8), bits: int = 4) -> Tensor:
     """Pack unsigned integers along the last dimension; entry i of a word takes the bits at ``places[i]``."""
     count = 32 // bits
     parts = integers.long().reshape(*integers.shape[:-1], -1, count)
@@ -138,6 +139,27 @@ def int4(
     def draw(rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
         numbers = int4_numbers(rows, columns, seed, group=group, symmetric=symmetric, ordered=ordered, dtype=dtype)
         return packer(numbers), numbers.weight
+
+    return draw
+
+
+def scaled(
+    scales: str, *, dtype: torch.dtype = torch.float32, name: str = "weight_scale", integers: bool = False
+) -> Draw:
+    """Return the drawing of fp8, or int8, matrices with a scale of all, of each row, or of each block of 128 by 128."""
+
+    def draw(rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        shape = {"scalar": (), "tensor": (1,), "rows": (rows, 1), "blocks": (-(-rows // 128), -(-columns // 128))}[
+            scales
+        ]
+        scale = ((0.001 + 0.002 * torch.rand(shape, generator=generator)) * (1 + seed % 3)).to(dtype)
+        levels = 60 * torch.randn(rows, columns, generator=generator)
+        levels = levels.clamp(-127, 127).round().to(torch.int8) if integers else levels.to(torch.float8_e4m3fn)
+        wide = scale.float()
+        if scales == "blocks":
+            wide = wide[torch.arange(rows)[:, None] // 128, torch.arange(columns)[None, :] // 128]
+        return {"weight": levels, name: scale}, levels.float() * wide
 
     return draw
 
