@@ -23,6 +23,7 @@ from specdecode_worker.models.headers import TensorHeader, read_tensor_headers
 from specdecode_worker.models.layers import UnitNorm
 from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.rope import Rope
+from specdecode_worker.stages import stage, staged
 
 Network = TypeVar("Network", bound=nn.Module)
 Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
@@ -228,9 +229,11 @@ class UnloadedNetwork(Generic[Network]):
         """
         self.check()
         placed: dict[str, Tensor] = {}
-        for name, tensor in self.checkpoint.read_all(self.plain_names):
-            wanted = dtype if tensor.is_floating_point() else _integer(tensor)
-            placed[name] = tensor.to(device=device, dtype=wanted).contiguous()
+        for name, tensor in staged("read", self.checkpoint.read_all(self.plain_names)):
+            touch(tensor)
+            with stage("place"):
+                wanted = dtype if tensor.is_floating_point() else _integer(tensor)
+                placed[name] = tensor.to(device=device, dtype=wanted).contiguous()
         if finite:
             self._check_finite(placed)
         self.network.load_state_dict(placed, strict=False, assign=True)
@@ -257,6 +260,13 @@ def load_quantized(network: nn.Module, *, dtype: torch.dtype, device: torch.devi
     for module in network.modules():
         if isinstance(module, Linear):
             module.load(dtype, device, stored=device.type == "cuda" if stored is None else stored)
+
+
+def touch(tensor: Tensor) -> None:
+    """Read a tensor that is mapped to a file into memory, by one byte of each page."""
+    with stage("read"):
+        if tensor.dim() and tensor.is_contiguous():
+            tensor.view(torch.uint8).flatten()[::4096].any()
 
 
 def _integer(tensor: Tensor) -> torch.dtype:

@@ -70,6 +70,8 @@ class CausalLMConfig(BlockConfig):
     eos_token_ids: tuple[int, ...] = ()
     layer_kinds: tuple[LayerKind, ...] = ()
     """Kind of each layer; empty if all layers are of the default kind."""
+    position_limit: int = 0
+    """Positions that config.json names, of which ``max_position_embeddings`` are served; 0 if they are the same."""
     attention_chunk_size: int = 0
     """Positions of a chunk of the chunked layers; 0 if there are none."""
     temperature: Temperature | None = None
@@ -373,7 +375,7 @@ def head_blocks(fields: Fields, target: CausalLMConfig) -> dict[str, Any]:
     if other := set(fields.texts("layer_types")) - {"full_attention"}:
         raise ConfigMismatch(f"{fields.where}: layer_types {sorted(other)} are not supported")
     # Heads declare a short limit that only describes their training text. Positions follow the target's.
-    known = {**fields.raw, "max_position_embeddings": target.max_position_embeddings}
+    known = {**fields.raw, "max_position_embeddings": target.position_limit or target.max_position_embeddings}
     bias = fields.flag("attention_bias")
     return block_fields(Fields(known)) | {
         "max_position_embeddings": target.max_position_embeddings,

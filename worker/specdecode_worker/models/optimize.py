@@ -22,7 +22,7 @@ from specdecode_kernels.quantised_linear.reference import Kind, stored_bytes
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.compiled_cpu import run_blocks_natively, run_norms_natively
 from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.layers import MLP, Attention
+from specdecode_worker.models.layers import MLP, Attention, Experts
 from specdecode_worker.models.linear import Linear, Split
 
 _FP8 = (8, 9)
@@ -80,6 +80,9 @@ def fuse(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, (Attention, MLP)):
             module.join()
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.stack()
     matrices = [module for module in model.modules() if isinstance(module, Linear)]
     if matrices and all(one.stored is None and should_pack(one.weight.dtype, one.weight.device) for one in matrices):
         for one in matrices:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdecode_worker.models.arch import new_network, split_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.checkpoint import load_quantized, meta_init, place_tables
+from specdecode_worker.models.checkpoint import load_quantized, meta_init, place_tables, touch
 from specdecode_worker.models.linear import Linear, Shard, Split
 from specdecode_worker.models.weights import prepare_causal_lm
+from specdecode_worker.stages import stage, staged
 
 
 def split_network(whole: CausalLM, shard: Shard) -> CausalLM:
@@ -63,10 +64,11 @@ def load_shard(
             place = Shard(shard.rank * parts // shard.size, parts)
         return slices(split, shape, place)
 
-    placed = {
-        name: tensor.to(device=device, dtype=dtype).contiguous()
-        for name, tensor in whole.checkpoint.read_all(whole.plain_names, part)
-    }
+    placed: dict[str, Tensor] = {}
+    for name, tensor in staged("read", whole.checkpoint.read_all(whole.plain_names, part)):
+        touch(tensor)
+        with stage("place"):
+            placed[name] = tensor.to(device=device, dtype=dtype).contiguous()
     model.load_state_dict(placed, strict=False, assign=True)
     if config.tie_word_embeddings:
         rows = model.model.embed_tokens.weight[shard.part(config.vocab_size)]

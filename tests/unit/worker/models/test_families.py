@@ -173,7 +173,7 @@ def test_sliding_window_below_the_context_length_is_refused(shape: dict[str, Any
         causal_lm_config(config)
     with pytest.raises(ConfigMismatch, match="set max_model_len to 100 or less"):
         causal_lm_config(config, max_model_len=101)
-    assert causal_lm_config(config, max_model_len=100).max_position_embeddings == 256
+    assert causal_lm_config(config, max_model_len=100).position_limit == 256
 
 
 def test_disabled_sliding_windows_are_ignored(shape: dict[str, Any]) -> None:
