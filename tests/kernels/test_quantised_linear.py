@@ -12,6 +12,7 @@ from torch import Tensor
 from specdecode_kernels import dispatch
 from specdecode_kernels.quantised_linear import kernel, reference
 from specdecode_kernels.quantised_linear.reference import Kind, Quantised, dequantise, quantise, stored_bytes
+from support.kernels.grouped_weights import with_groups
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -62,7 +63,7 @@ def fp8_from_bits_is_exact(module: ModuleType, rows: int, dtype: torch.dtype) ->
     Each row of x picks one column, so each result is one level.
     """
     levels = ALL_LEVELS[(ALL_LEVELS & 0x7F) != 0x7F].view(torch.float8_e4m3fn).view(2, 127)
-    weight = Quantised("fp8", levels, torch.ones(2, 1), 127, 0)
+    weight = Quantised("fp8", levels, torch.ones(2, 1), 127, 127)
     picked = [torch.eye(127, dtype=dtype)[at : at + rows] for at in range(0, 127, rows)]
     actual = torch.cat([module.linear(x, weight) for x in picked])
     return torch.equal(actual.float(), levels.float().T)
@@ -83,9 +84,9 @@ BUGS = [
     ("int4", 1, "first + b < columns", "first + b < columns - 1"),
     ("int4", 1, "at_high = first + BLOCK_B + b", "at_high = first + b"),
     ("int4", 3, "low, high = first + b, first + BLOCK_B + b", "high, low = first + b, first + BLOCK_B + b"),
-    ("int4", 3, "n.to(tl.int64) * groups + group", "n.to(tl.int64) * groups"),
+    ("int4", 3, "at_N = n.to(tl.int64) * groups + group", "at_N = n.to(tl.int64) * groups"),
     ("int4", 3, "acc_NT += part_NT * scale_N[:, None]", "acc_NT = part_NT * scale_N[:, None]"),
-    ("int4", 1, "((bytes_NB >> 4).to(tl.int32) - 8)", "((bytes_NB >> 4).to(tl.int32) - 7)"),
+    ("int4", 1, "tl.full((real.shape[0], 1), 8, tl.int32)", "tl.full((real.shape[0], 1), 7, tl.int32)"),
     ("int8", 1, "inside = k < columns", "inside = k < columns + 1"),
     ("int8", 3, "out_TN + at_NT, acc_NT", "out_TN + at_NT + 1, acc_NT"),
     ("fp8", 3, "acc_NT *= tl.load(scale_NG + n", "acc_NT *= tl.load(scale_NG + 0 * n"),
@@ -97,6 +98,31 @@ BUGS = [
 @pytest.mark.parametrize(("kind", "rows", "old", "new"), BUGS)
 def test_planted_bugs_are_detected(kind: Kind, rows: int, old: str, new: str, plant: Plant) -> None:
     assert not agrees(plant(kernel, old, new), kind, rows, 33, 100 + 128, bias=True, dtype=torch.float32)
+
+
+def agrees_in_groups(module: ModuleType, kind: Kind, rows: int) -> bool:
+    """Return whether a kernel agrees with the reference on scales, and zero points, of groups of 32 inputs."""
+    weight, x = with_groups(kind, 33, 200, 32), random(rows, 200, seed=1)
+    return torch.allclose(module.linear(x, weight), reference.linear(x, weight), atol=1e-3, rtol=1e-5)
+
+
+@KINDS
+@pytest.mark.parametrize("rows", [1, 17])
+def test_kernel_with_groups_and_zero_points(kind: Kind, rows: int) -> None:
+    assert agrees_in_groups(kernel, kind, rows)
+
+
+BUGS_OF_GROUPS = [
+    ("int4", 1, "tl.load(zero_NG + at_N", "tl.load(zero_NG + at_N // 2 * 2"),
+    ("int4", 3, "zero_N1 = _zeros(zero_NG, at_N, real, ZERO)", "zero_N1 = _zeros(zero_NG, at_N, real, False)"),
+    ("int8", 1, "part_NB *= tl.load(scale_NG + at_N", "part_NB *= tl.load(scale_NG + n"),
+    ("fp8", 3, "acc_NT += part_NT * tl.load(scale_NG + at_N", "acc_NT += part_NT * tl.load(scale_NG + n"),
+]
+
+
+@pytest.mark.parametrize(("kind", "rows", "old", "new"), BUGS_OF_GROUPS)
+def test_bugs_planted_in_groups_are_detected(kind: Kind, rows: int, old: str, new: str, plant: Plant) -> None:
+    assert not agrees_in_groups(plant(kernel, old, new), kind, rows)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int4", 0.099), ("int8", 0.008), ("fp8", 0.03)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -15,6 +16,7 @@ from specdecode_kernels.quantised_linear import dequantise_kernel, kernel, op, r
 from specdecode_kernels.quantised_linear.choice import FEW_ROWS, MOST_TILE_ROWS, choose
 from specdecode_kernels.quantised_linear.reference import LOW_SCALE, Kind, dequantise, quantise
 from specdecode_kernels.timings import Case, Timings
+from support.kernels.grouped_weights import with_groups
 
 Plant = Callable[[ModuleType, str, str], ModuleType]
 KINDS = pytest.mark.parametrize("kind", reference.KINDS)
@@ -132,6 +134,34 @@ def test_dequantised_matrix_is_that_of_the_reference(kind: Kind, outputs: int, i
     assert torch.equal(dequantise_kernel.dequantise(weight, dtype), dequantise(weight, dtype))
 
 
+@pytest.mark.usefixtures("poisoned")
+@KINDS
+@pytest.mark.parametrize("group", [32, 128])
+def test_dequantised_groups_are_those_of_the_reference(kind: Kind, group: int) -> None:
+    weight = with_groups(kind, 33, 1320, group)
+    assert torch.equal(dequantise_kernel.dequantise(weight, torch.float32), dequantise(weight))
+
+
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("rows", [3, MOST_TILE_ROWS + 1])
+def test_columns_in_another_order_multiply_their_inputs(rows: int) -> None:
+    """Act-order: the inputs are put in the order of the stored columns; the matrix itself is in the usual order."""
+    x, weight = random(rows, 256, seed=1), with_groups("int4", 16, 256, 32)
+    ordered = replace(weight, order_K=torch.randperm(256, generator=torch.Generator().manual_seed(6)))
+    assert torch.equal(dequantise(ordered)[:, ordered.order_K], dequantise(weight))
+    torch.testing.assert_close(op.linear(x, ordered), F.linear(x, dequantise(ordered)), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_fp8_with_groups_is_not_multiplied_as_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes one scale a row; blocks have more."""
+    monkeypatch.setattr(dispatch, "has_fp8", lambda _: True)
+    monkeypatch.setattr(scaled_kernel, "linear", lambda *_: pytest.fail("it ignores the groups"))
+    monkeypatch.setattr(kernel, "linear", reference.linear)
+    x, weight = random(FEW_ROWS + 1, 256, dtype=torch.bfloat16), with_groups("fp8", 16, 256, 128)
+    assert torch.equal(op.linear(x, weight), reference.linear(x, weight))
+
+
 def test_fp8_is_dequantised_from_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "has_fp8", lambda _: False)
     weight = quantise(random(33, 100), "fp8")
@@ -142,9 +172,9 @@ def test_fp8_is_dequantised_from_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "old", "new"),
     [  # none writes outside of the matrix, which would end the process
-        ("int4", "row_N * groups + group", "row_N * groups"),
+        ("int4", "row_N * groups + group if", "row_N * groups if"),
         ("int4", "(low < columns)", "(low < columns - 1)"),
-        ("fp8", "tl.load(scale_NG + n", "tl.load(scale_NG + 0 * n"),
+        ("fp8", "tl.load(scale_NG + at_N", "tl.load(scale_NG + 0 * at_N"),
         ("int8", "group * BLOCK_B + b\n", "b\n"),
     ],
 )

@@ -30,6 +30,7 @@ from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
@@ -73,7 +74,7 @@ class Networks:
     """A target and its draft."""
 
     target: CausalLM
-    head: NoisedCopy
+    head: NoisedCopy | Eagle3Head
 
 
 def networks(dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Networks:
@@ -98,6 +99,7 @@ def engine_of(
     max_num_seqs: int = 4,
     blocks: int = 100,
     budget: int = 256,
+    chunked: bool = True,
     pipelined: bool = False,
     backend: CaptureBackend | None = None,
     rows: Sequence[int] = (1, 2, 4),
@@ -112,7 +114,8 @@ def engine_of(
     """
     config, weight = pair.target.config, pair.target.model.embed_tokens.weight
     state = DeviceState(max_num_seqs, 256, weight.dtype, weight.device)
-    cache, own = (paged_cache(config, config.num_hidden_layers, blocks, weight.dtype, weight.device) for _ in range(2))
+    shapes = config, getattr(pair.head, "config", config)
+    cache, own = (paged_cache(one, one.num_hidden_layers, blocks, weight.dtype, weight.device) for one in shapes)
     drafter = EagleDrafter(pair.head, None, own, state, config.max_position_embeddings)
     registry = DraftRegistry(
         {"": LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))}, state, config.hidden_size
@@ -131,7 +134,10 @@ def engine_of(
             coupled=coupled,
         )
     parts = EngineParts(
-        scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks, contiguous=not pipelined)),
+        scheduler=Scheduler(
+            Limits(max_num_seqs, budget, chunked, config.attention_chunk_size),
+            BlockPool(blocks, contiguous=not pipelined),
+        ),
         target=target,
         drafts=registry,
         state=state,

@@ -18,19 +18,28 @@ from specdecode_kernels.quantised_linear.reference import Quantised
 TILE_ROWS = 64
 """Rows of a tile at most."""
 BLOCK_K = 128
-"""Number of inputs that a program reads at a time for int8 and fp8; int4 reads one group."""
+"""Number of inputs that a program reads at a time if a row has one scale; else it reads one group."""
 
 
 @triton.jit
-def _low(bytes_NB, dtype: tl.constexpr):
+def _zeros(zero_NG, at_N, real, ZERO: tl.constexpr):
+    """Return the integers [N, 1] of a group of int4 that stand for 0."""
+    if ZERO:
+        return tl.load(zero_NG + at_N, mask=real, other=0).to(tl.int32)[:, None]
+    else:
+        return tl.full((real.shape[0], 1), 8, tl.int32)
+
+
+@triton.jit
+def _low(bytes_NB, zero_N1, dtype: tl.constexpr):
     """Return the levels in the low halves of int4 bytes."""
-    return ((bytes_NB & 15).to(tl.int32) - 8).to(dtype)
+    return ((bytes_NB & 15).to(tl.int32) - zero_N1).to(dtype)
 
 
 @triton.jit
-def _high(bytes_NB, dtype: tl.constexpr):
+def _high(bytes_NB, zero_N1, dtype: tl.constexpr):
     """Return the levels in the high halves of int4 bytes."""
-    return ((bytes_NB >> 4).to(tl.int32) - 8).to(dtype)
+    return ((bytes_NB >> 4).to(tl.int32) - zero_N1).to(dtype)
 
 
 @triton.jit
@@ -52,6 +61,7 @@ def _one_row_kernel(
     x_K,
     packed_NB,
     scale_NG,
+    zero_NG,
     bias_N,
     out_N,
     outputs,
@@ -59,6 +69,8 @@ def _one_row_kernel(
     packed_stride,
     groups,
     INT4: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ZERO: tl.constexpr,
     BITS: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -71,23 +83,29 @@ def _one_row_kernel(
     row_N = packed_NB + n.to(tl.int64) * packed_stride
     acc_NB = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
     for group in tl.range(0, groups, num_stages=4):
+        at_N = n.to(tl.int64) * groups + group
         if INT4:
             first = group * BLOCK_B * 2
             bytes_NB = tl.load(row_N[:, None] + group * BLOCK_B + b[None, :], mask=real[:, None], other=0)
-            scale_N = tl.load(scale_NG + n.to(tl.int64) * groups + group, mask=real, other=0.0).to(tl.float32)
+            scale_N = tl.load(scale_NG + at_N, mask=real, other=0.0).to(tl.float32)
+            zero_N1 = _zeros(zero_NG, at_N, real, ZERO)
             x_low_B = tl.load(x_K + first + b, mask=first + b < columns, other=0.0).to(tl.float32)
             at_high = first + BLOCK_B + b
             x_high_B = tl.load(x_K + at_high, mask=at_high < columns, other=0.0).to(tl.float32)
-            part_NB = _low(bytes_NB, tl.float32) * x_low_B[None, :] + _high(bytes_NB, tl.float32) * x_high_B[None, :]
+            part_NB = _low(bytes_NB, zero_N1, tl.float32) * x_low_B[None, :]
+            part_NB += _high(bytes_NB, zero_N1, tl.float32) * x_high_B[None, :]
             acc_NB += part_NB * scale_N[:, None]
         else:
             k = group * BLOCK_B + b
             inside = k < columns
             w_NB = tl.load(row_N[:, None] + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
             x_B = tl.load(x_K + k, mask=inside, other=0.0).to(tl.float32)
-            acc_NB += _levels(w_NB, tl.float32, BITS) * x_B[None, :]
+            part_NB = _levels(w_NB, tl.float32, BITS) * x_B[None, :]
+            if GROUPED:
+                part_NB *= tl.load(scale_NG + at_N, mask=real, other=0.0).to(tl.float32)[:, None]
+            acc_NB += part_NB
     out = tl.sum(acc_NB, 1)
-    if not INT4:
+    if not GROUPED:
         out *= tl.load(scale_NG + n, mask=real, other=0.0)
     if BIAS:
         out += tl.load(bias_N + n, mask=real, other=0.0).to(tl.float32)
@@ -99,6 +117,7 @@ def _rows_kernel(
     x_TK,
     packed_NB,
     scale_NG,
+    zero_NG,
     bias_N,
     out_TN,
     rows,
@@ -108,6 +127,8 @@ def _rows_kernel(
     packed_stride,
     groups,
     INT4: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ZERO: tl.constexpr,
     BITS: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -117,7 +138,7 @@ def _rows_kernel(
 ):
     """Compute a tile of BLOCK_T rows on the matrix units.
 
-    Levels are exact in every type of x, so only sums are rounded; int4 scales the sum of each group.
+    Levels are exact in every type of x, so only sums are rounded; with GROUPED, the sum of each group is scaled.
     """
     # Programs of the same outputs follow each other, so that they find the weights in the L2 cache.
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -129,10 +150,12 @@ def _rows_kernel(
     dtype: tl.constexpr = x_TK.dtype.element_ty
     acc_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for group in tl.range(0, groups, num_stages=STAGES):
+        at_N = n.to(tl.int64) * groups + group
         if INT4:
             first = group * BLOCK_B * 2
             bytes_NB = tl.load(row_N[:, None] + group * BLOCK_B + b[None, :], mask=real[:, None], other=0)
-            scale_N = tl.load(scale_NG + n.to(tl.int64) * groups + group, mask=real, other=0.0).to(tl.float32)
+            scale_N = tl.load(scale_NG + at_N, mask=real, other=0.0).to(tl.float32)
+            zero_N1 = _zeros(zero_NG, at_N, real, ZERO)
             low, high = first + b, first + BLOCK_B + b
             x_low_BT = tl.load(
                 row_T[None, :] + low[:, None], mask=inside_T[None, :] & (low < columns)[:, None], other=0.0
@@ -140,16 +163,20 @@ def _rows_kernel(
             x_high_BT = tl.load(
                 row_T[None, :] + high[:, None], mask=inside_T[None, :] & (high < columns)[:, None], other=0.0
             )
-            part_NT = tl.dot(_low(bytes_NB, dtype), x_low_BT, input_precision="ieee")
-            part_NT = tl.dot(_high(bytes_NB, dtype), x_high_BT, part_NT, input_precision="ieee")
+            part_NT = tl.dot(_low(bytes_NB, zero_N1, dtype), x_low_BT, input_precision="ieee")
+            part_NT = tl.dot(_high(bytes_NB, zero_N1, dtype), x_high_BT, part_NT, input_precision="ieee")
             acc_NT += part_NT * scale_N[:, None]
         else:
             k = group * BLOCK_B + b
             inside = k < columns
             w_NB = tl.load(row_N[:, None] + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
             x_BT = tl.load(row_T[None, :] + k[:, None], mask=inside_T[None, :] & inside[:, None], other=0.0)
-            acc_NT = tl.dot(_levels(w_NB, dtype, BITS), x_BT, acc_NT, input_precision="ieee")
-    if not INT4:
+            if GROUPED:
+                part_NT = tl.dot(_levels(w_NB, dtype, BITS), x_BT, input_precision="ieee")
+                acc_NT += part_NT * tl.load(scale_NG + at_N, mask=real, other=0.0).to(tl.float32)[:, None]
+            else:
+                acc_NT = tl.dot(_levels(w_NB, dtype, BITS), x_BT, acc_NT, input_precision="ieee")
+    if not GROUPED:
         acc_NT *= tl.load(scale_NG + n, mask=real, other=0.0)[:, None]
     if BIAS:
         acc_NT += tl.load(bias_N + n, mask=real, other=0.0).to(tl.float32)[:, None]
@@ -168,14 +195,22 @@ def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Ten
     out_TN = torch.empty(rows, weight.rows, dtype=x_TK.dtype, device=x_TK.device)
     if not rows:
         return out_TN
-    int4 = weight.kind == "int4"
-    block_b = weight.group // 2 if int4 else BLOCK_K
-    groups = triton.cdiv(columns, weight.group if int4 else BLOCK_K)
+    int4, grouped = weight.kind == "int4", is_grouped(weight)
+    block_k = weight.group if grouped else BLOCK_K
+    groups = triton.cdiv(columns, block_k)
     # GPUs that know no fp8 get the bits.
     bits = weight.kind == "fp8" and not dispatch.has_fp8(x_TK)
     packed_NB = weight.packed_NB.view(torch.uint8) if bits else weight.packed_NB
-    given = (x_TK, packed_NB, weight.scale_NG, x_TK if bias_N is None else bias_N, out_TN)
-    constants = {"INT4": int4, "BITS": bits, "BIAS": bias_N is not None, "BLOCK_B": block_b}
+    zero_NG = packed_NB if weight.zero_NG is None else weight.zero_NG
+    given = (x_TK, packed_NB, weight.scale_NG, zero_NG, x_TK if bias_N is None else bias_N, out_TN)
+    constants = {
+        "INT4": int4,
+        "GROUPED": grouped,
+        "ZERO": weight.zero_NG is not None,
+        "BITS": bits,
+        "BIAS": bias_N is not None,
+        "BLOCK_B": block_k // 2 if int4 else block_k,
+    }
     sizes = (weight.rows, columns)
     wide = x_TK.dtype == torch.float32
     block_n = _outputs(weight.rows, rows, wide=wide)
@@ -200,6 +235,11 @@ def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Ten
         **constants,
     )
     return out_TN
+
+
+def is_grouped(weight: Quantised) -> bool:
+    """Return whether a row has several scales, or is int4, whose bytes hold two inputs of a group."""
+    return weight.kind == "int4" or weight.group < weight.columns
 
 
 def _outputs(outputs: int, rows: int, *, wide: bool) -> int:

@@ -18,6 +18,8 @@ GROUPS = (128, 64, 32)
 """Group sizes of int4: the largest that divides the number of inputs, else the last, with padding zeros."""
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 """Largest absolute level of each per-row format."""
+ZERO = 8
+"""Integer of int4 that stands for 0 in a matrix without zero points."""
 LOW_SCALE = 32.0
 """Factor of the low part of `split`."""
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
@@ -30,9 +32,10 @@ class Quantised:
 
     ``packed_NB`` is int8 or float8_e4m3fn [N, K]. For int4 it holds bytes [N, K' / 2], where K' is the number of inputs
     padded to whole groups. Byte j of a group holds input j in its low half and input j + group / 2 in its high half,
-    each as value + 8.
+    each as an integer from 0 to 15.
 
-    ``scale_NG`` is fp32 [N, 1]; for int4 it is bf16 [N, K' / group].
+    ``scale_NG`` [N, G] is of any float type: one scale for each ``group`` inputs of a row. The last group may be
+    shorter for int8 and fp8; ``group`` is ``columns`` if a row has one scale.
     """
 
     kind: Kind
@@ -40,6 +43,10 @@ class Quantised:
     scale_NG: Tensor
     columns: int
     group: int
+    zero_NG: Tensor | None = None
+    """Integers of int4 that stand for 0, in uint8; None if all are ``ZERO``."""
+    order_K: Tensor | None = None
+    """Input that each stored column multiplies (GPTQ's act-order); None if columns are stored in order."""
 
     @property
     def rows(self) -> int:
@@ -48,8 +55,9 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        """Stored size of levels and scales in bytes."""
-        return self.packed_NB.nbytes + self.scale_NG.nbytes
+        """Stored size in bytes."""
+        tensors = (self.packed_NB, self.scale_NG, self.zero_NG, self.order_K)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def group_of(columns: int) -> int:
@@ -86,9 +94,14 @@ def _int4(wide_NK: Tensor) -> Quantised:
     group = group_of(columns)
     values_NGK = F.pad(wide_NK, (0, -columns % group)).reshape(rows, -1, group)
     scale_NG = _best_scale(values_NGK)
-    levels_NGK = _levels(values_NGK, scale_NG).add(8).to(torch.uint8)
+    levels_NGK = _levels(values_NGK, scale_NG).add(ZERO).to(torch.uint8)
+    return Quantised("int4", pack_int4(levels_NGK), scale_NG, columns, group)
+
+
+def pack_int4(levels_NGK: Tensor) -> Tensor:
+    """Return the bytes of integers from 0 to 15 in groups, as `Quantised` stores them."""
     low, high = levels_NGK.chunk(2, dim=-1)
-    return Quantised("int4", (low | high << 4).reshape(rows, -1), scale_NG, columns, group)
+    return (low | high << 4).flatten(1)
 
 
 def _best_scale(values_NGK: Tensor) -> Tensor:
@@ -115,13 +128,17 @@ def _levels(values_NGK: Tensor, scale_NG: Tensor) -> Tensor:
 
 
 def dequantise(weight: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the matrix [N, K] in ``dtype``, rounded once."""
-    if weight.kind != "int4":
-        return (weight.packed_NB.float() * weight.scale_NG).to(dtype)
-    bytes_NGB = weight.packed_NB.reshape(weight.rows, -1, weight.group // 2)
-    levels_NGK = torch.cat((bytes_NGB & 15, bytes_NGB >> 4), dim=-1).float() - 8
-    values_NK = (levels_NGK * weight.scale_NG.float()[..., None]).flatten(1)
-    return values_NK[:, : weight.columns].to(dtype).contiguous()
+    """Return the matrix [N, K] in ``dtype``: a product in fp32, rounded once more if ``dtype`` is narrower."""
+    levels_NK = weight.packed_NB.float()
+    if weight.kind == "int4":
+        bytes_NGB = weight.packed_NB.reshape(weight.rows, -1, weight.group // 2)
+        zero_NG1 = ZERO if weight.zero_NG is None else weight.zero_NG.float()[..., None]
+        levels_NK = (torch.cat((bytes_NGB & 15, bytes_NGB >> 4), dim=-1).float() - zero_NG1).flatten(1)
+    scale_NK = weight.scale_NG.float()
+    if weight.group < weight.columns:
+        scale_NK = scale_NK.repeat_interleave(weight.group, dim=1)[:, : levels_NK.shape[1]]
+    values_NK = (levels_NK * scale_NK)[:, : weight.columns].to(dtype).contiguous()
+    return values_NK if weight.order_K is None else values_NK[:, weight.order_K.argsort()]
 
 
 def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:

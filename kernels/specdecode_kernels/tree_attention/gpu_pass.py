@@ -25,7 +25,7 @@ def plan_pass(
     query_counts: Sequence[int],
     prefix_len_B: Tensor,
     ancestors_T: Tensor,
-    key_starts: Sequence[int],
+    key_starts: Sequence[int] | Tensor,
     chunk_keys: Sequence[int],
     heads: tuple[int, int, int],
     dtype: torch.dtype,
@@ -43,10 +43,13 @@ def plan_pass(
     if not batch:
         return None, tuple(chunks)
     starts = list(accumulate(query_counts[:batch], initial=0))
+    device = block_table_BM.device
+    if not isinstance(key_starts, Tensor):
+        key_starts = to_device(key_starts, device, dtype=torch.int64)
     made = plan(
-        query_start=to_device(starts, block_table_BM.device),
+        query_start=to_device(starts, device),
         prefix_len_B=prefix_len_B[:batch],
-        key_start_B=to_device(key_starts[:batch], block_table_BM.device, dtype=torch.int64),
+        key_start_B=key_starts[:batch],
         ancestors_T=ancestors_T[: starts[-1]],
         block_table_BM=block_table_BM[:batch],
         block_size=block_size,

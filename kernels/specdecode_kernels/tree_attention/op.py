@@ -88,7 +88,7 @@ def prepare(
     key_bounds: Sequence[int],
     prefix_len_B: Tensor,
     ancestors_T: Tensor,
-    key_starts: Sequence[int],
+    key_starts: Sequence[int] | Tensor,
     dense: bool,
     groups: int,
     dtype: torch.dtype,
@@ -110,7 +110,7 @@ def prepare(
         key_bounds: Upper bound of the number of keys of each sequence.
         prefix_len_B: Prefix lengths on the device.
         ancestors_T: Ancestor bit mask of each query (see README.md).
-        key_starts: Number of the oldest keys of each sequence that are hidden.
+        key_starts: Number of the oldest keys of each sequence that are hidden; a tensor stays on a GPU.
         dense: True if the bounds are exact and every query sees every key from the start of its sequence.
         groups: Query heads per key-value head, H / K.
         dtype: Type of the additive masks.
@@ -132,6 +132,8 @@ def prepare(
             dtype=dtype,
         )
         return Prepared(plan=plan, chunks=chunks)
+    if isinstance(key_starts, Tensor):
+        key_starts = key_starts.tolist()
     if one_by_one is None:
         one_by_one = block_table_BM.device.type == "cpu"
     visible_TL = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -99,7 +100,8 @@ def slots_of(block_table_BM: Tensor, sequence_T: Tensor, index_T: Tensor) -> Ten
 class PagedCache:
     """Paged keys and values of one network: ``[layer, 2, block, 16, kv_head, head_dim]``.
 
-    The cache starts with zeros because masked keys, too, must be finite.
+    The cache starts with zeros because masked keys, too, must be finite. The queries of a sequence in a pass must all
+    be in one chunk where layers are chunked.
     """
 
     def __init__(
@@ -112,18 +114,46 @@ class PagedCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        chunk: int = 0,
+        chunked: Collection[int] = (),
     ) -> None:
-        """Allocate the cache. ``blocks`` includes the padding block; ``heads`` is the number of query heads."""
+        """Allocate the cache.
+
+        Args:
+            layers: Number of layers.
+            blocks: Number of blocks, including the padding block.
+            heads: Number of query heads.
+            kv_heads: Number of key-value heads.
+            head_dim: Head dimension.
+            dtype: Type of keys and values.
+            device: Device of the cache.
+            chunk: Positions of a chunk of the chunked layers, if there are any.
+            chunked: The chunked layers.
+        """
         self.data = torch.zeros(layers, 2, blocks, BLOCK_SIZE, kv_heads, head_dim, dtype=dtype, device=device)
         self._groups = heads // kv_heads
         self._natively = attends(dtype, device, head_dim)
+        self._chunk, self._chunked = chunk, frozenset(chunked)
 
     def attend(self, packed: PackedBatch | PackedTensors) -> Attend:
         """Return the attention function for all layers of one pass."""
+        in_whole = self._attend_from(packed, packed.key_start_B if isinstance(packed, PackedTensors) else None)
+        if not self._chunked:
+            return in_whole
+        start_B = packed.prefix_len_B // self._chunk * self._chunk
         if isinstance(packed, PackedTensors):
-            return self._attending(packed.slots_T, self._prepared(packed))
+            start_B = torch.maximum(start_B, packed.key_start_B)
+        elif any(packed.key_starts):
+            start_B = torch.maximum(start_B, to_device(packed.key_starts, start_B.device, dtype=torch.int64))
+        return ChunkedAttend.of(in_whole, self._attend_from(packed, start_B), self._chunked)
+
+    def _attend_from(self, packed: PackedBatch | PackedTensors, start_B: Tensor | None) -> Attend:
+        """Return the attention to the keys from ``start_B`` on, None for those of the host's ``key_starts``."""
+        if isinstance(packed, PackedTensors):
+            assert start_B is not None, "no host knows the starts"
+            return self._attending(packed.slots_T, self._prepared(packed, start_B))
         if self._natively:
-            return NativeAttend(self.data, packed)
+            return NativeAttend(self.data, packed, torch.tensor(packed.key_starts) if start_B is None else start_B)
         prepared = prepare(
             blocks=packed.blocks,
             block_table_BM=packed.block_table_BM,
@@ -132,13 +162,13 @@ class PagedCache:
             key_bounds=packed.key_bounds,
             prefix_len_B=packed.prefix_len_B,
             ancestors_T=packed.ancestors_T,
-            key_starts=packed.key_starts,
+            key_starts=packed.key_starts if start_B is None else start_B,
             dense=packed.dense,
             groups=self._groups,
             dtype=self.data.dtype,
             kv_heads=self.data.shape[4],
             head_dim=self.data.shape[5],
-            chunk_keys=packed.chunk_keys,
+            chunk_keys=packed.chunk_keys if start_B is None else (),
         )
         return self._attending(packed.slots_T, prepared)
 
@@ -158,11 +188,11 @@ class PagedCache:
         """
         kv_keep(self.data, source_slots, target_slots, group=group)
 
-    def _prepared(self, tables: PackedTensors) -> Prepared:
+    def _prepared(self, tables: PackedTensors, start_B: Tensor) -> Prepared:
         return prepare_tables(
             query_start=tables.query_start,
             prefix_len_B=tables.prefix_len_B,
-            key_start_B=tables.key_start_B,
+            key_start_B=start_B,
             ancestors_T=tables.ancestors_T,
             block_table_BM=tables.block_table_BM,
             block_size=BLOCK_SIZE,
@@ -201,10 +231,42 @@ class RotatingPagedAttend(PagedAttend, RotatingAttend):
         return attend(turned_THD, cache, self._prepared)
 
 
-class NativeAttend:
-    """``Attend`` for CPUs that writes keys and values and attends in one compiled call per layer."""
+class ChunkedAttend:
+    """``Attend`` that has a start of the keys of its own in some layers, those ``chunked``."""
 
-    def __init__(self, data: Tensor, packed: PackedBatch) -> None:
+    def __init__(self, in_whole: Attend, in_chunk: Attend, chunked: Container[int]) -> None:
+        self._in_whole, self._in_chunk, self._chunked = in_whole, in_chunk, chunked
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return self._of(layer)(layer, q_THD, k_TKD, v_TKD)
+
+    def _of(self, layer: int) -> Attend:
+        return self._in_chunk if layer in self._chunked else self._in_whole
+
+    @classmethod
+    def of(cls, in_whole: Attend, in_chunk: Attend, chunked: Container[int]) -> ChunkedAttend:
+        """Return the attention of both, which rotates if both do."""
+        kind = RotatingChunkedAttend if isinstance(in_whole, RotatingAttend) else ChunkedAttend
+        return kind(in_whole, in_chunk, chunked)
+
+
+class RotatingChunkedAttend(ChunkedAttend, RotatingAttend):
+    """``ChunkedAttend`` for GPUs, see `RotatingPagedAttend`."""
+
+    def rotate_and_attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: PassRotations) -> Tensor:
+        """Rotate queries and keys, write keys and values, and attend; arguments are not rotated yet."""
+        attend = self._of(layer)
+        assert isinstance(attend, RotatingAttend), "both rotate"
+        return attend.rotate_and_attend(layer, q_THD, k_TKD, v_TKD, rope)
+
+
+class NativeAttend:
+    """``Attend`` for CPUs that writes keys and values and attends in one compiled call per layer.
+
+    ``first_B`` is the number of the oldest keys of each sequence that are hidden.
+    """
+
+    def __init__(self, data: Tensor, packed: PackedBatch, first_B: Tensor) -> None:
         self._layers = data.flatten(2, 3).unbind(0)
         self._slots_T = packed.slots_T
         self._scale = data.shape[-1] ** -0.5
@@ -212,7 +274,7 @@ class NativeAttend:
             block_table_BM=packed.block_table_BM.contiguous(),
             block_size=BLOCK_SIZE,
             prefix_len_B=packed.prefix_len_B.contiguous(),
-            first_B=torch.tensor(packed.key_starts),
+            first_B=first_B.contiguous(),
             query_start=torch.tensor(packed.query_start),
             ancestors_T=packed.ancestors_T.contiguous(),
         )

@@ -43,6 +43,7 @@ from specdecode_worker.engine.stats import (
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.stages import start_seconds
 
 GRAMMAR_WAIT_SECONDS = 0.002
 """Longest wait for a compilation while no request runs, so that the engine still reads its messages."""
@@ -344,6 +345,7 @@ class Engine:
         self._add_request_seconds(now)
         snapshot = WorkerSnapshot(
             clock_seconds=now,
+            start=start_seconds(),
             draft=self._drafts.reported(DEFAULT_DRAFT, swaps),
             named_drafts=self._drafts.named(swaps),
             trial=trial,
@@ -375,7 +377,7 @@ class Engine:
         self._scheduler.publish(request, min(request.cached, len(request.tokens)))
         self._recorder.record_row(row, read, taken, now)
         if read.credits:
-            self._drafts.record_credit(request, read.credits)
+            self._drafts.proposals.record_credit(request, read.credits)
         if request.finish is not None:
             self._end(request, now)
         prompt_logprobs: tuple[Logprobs, ...] = ()

@@ -30,7 +30,7 @@ from specdecode_worker.drafts.registry import CachedConfig, Resolve
 from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.engine.step_tables import MOST_GRAPHS, row_buckets
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import MedusaConfig
+from specdecode_worker.models.config import CausalLMConfig, MedusaConfig
 from specdecode_worker.models.drafts import HEADS, Draft, build_meta_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.errors import CannotServe, ModelError
@@ -454,7 +454,7 @@ def take_inventory(
     prepared = prepare_causal_lm(folder, max_model_len=config.model.max_model_len)
     prepared.check()
     target = prepared.network
-    part = target if ranks == 1 else split_network(target.config, Shard(0, ranks))
+    part = target if ranks == 1 else split_network(target, Shard(0, ranks))
     drafts = _drafts(config, resolve, target, folder)
     models = [(name, one, draft) for name, one, draft in drafts if not isinstance(one, DraftMismatch)]
     misfits = [one for _, one, _ in drafts if isinstance(one, DraftMismatch)]
@@ -589,7 +589,7 @@ def network_of(
 
 def _blocks(shape: CachedConfig) -> dict[str, int]:
     return {
-        "intermediate_size": shape.intermediate_size,
+        "intermediate_size": shape.widest_mlp if isinstance(shape, CausalLMConfig) else shape.intermediate_size,
         "heads": shape.num_attention_heads,
         "kv_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim,

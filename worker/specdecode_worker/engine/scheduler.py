@@ -541,12 +541,14 @@ class Limits:
     """Bounds of a batch, named as in vLLM.
 
     Without ``chunked_prefill`` a prompt runs in one step; a prompt longer than ``max_num_batched_tokens`` then runs in
-    a step of its own, the only case that may exceed this bound.
+    a step of its own, the only case that may exceed this bound. With either, no row of a prompt crosses a boundary of
+    the ``attention_chunk`` positions that the target's attention looks at, if it has such chunks (0: it has none).
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     chunked_prefill: bool = True
+    attention_chunk: int = 0
 
 
 @dataclass(slots=True)
@@ -842,6 +844,8 @@ class Scheduler:
         """Append the next chunk of a prompt to ``rows`` and return its number of tokens, 0 if it cannot run."""
         start = request.prefilled
         count = self._chunk_size(request.prefill_end - start, budget, rows)
+        if chunk := self._limits.attention_chunk:
+            count = min(count, chunk - start % chunk)
         if count <= 0 or not self._reserve(request, start + count, rows):
             return 0
         request.prefilled += count

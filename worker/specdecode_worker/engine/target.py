@@ -55,6 +55,15 @@ class Target:
         """Size of the target's vocabulary."""
         return self._model.config.vocab_size
 
+    def within_chunk(self, depth_limit_B: Tensor, roots_B: Tensor) -> Tensor:
+        """Return the accepted depths of trees [B], cut where a chunk of attention ends.
+
+        Nodes behind the end of the root's chunk saw keys that they must not see. A cut emits fewer tokens, never
+        others.
+        """
+        chunk = self._model.config.attention_chunk_size
+        return torch.minimum(depth_limit_B, chunk - 1 - roots_B % chunk) if chunk else depth_limit_B
+
     @property
     def layers(self) -> int:
         """Number of layers of the target."""

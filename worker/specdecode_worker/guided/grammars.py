@@ -272,7 +272,7 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 """Largest grammar. The largest schemas of public collections that compile at all have about 200 KB."""
 CACHED_GRAMMARS = 64
 """Number of compiled grammars that are cached."""
-TEXT_TAGS = ("<tool_call>", "</tool_call>")
+TEXT_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Added tokens that are text even where tokenizer.json marks them as special: clients and parsers need them."""
 
 

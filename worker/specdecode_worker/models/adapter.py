@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -110,7 +110,8 @@ def adapted(checkpoint: Checkpoint, rename: Callable[[str], str | None], *, tied
         updates[name] = LowRankUpdate(up_NR, down_RK, scale)
     if not updates:
         raise WeightMismatch(f"{folder / _WEIGHTS} holds no tensors; save the adapter again")
-    return AdaptedCheckpoint(checkpoint.folder, checkpoint.tensors, checkpoint.origins, updates)
+    source = {each.name: getattr(checkpoint, each.name) for each in fields(checkpoint)}
+    return AdaptedCheckpoint(**source, updates=updates)
 
 
 def _refuse_other_kinds(adapter: Fields) -> None:

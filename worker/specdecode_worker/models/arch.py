@@ -15,10 +15,11 @@ from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.fields import Fields
 from specdecode_worker.models.llama import LLAMA
+from specdecode_worker.models.llama4 import LLAMA4, LLAMA4_WITH_IMAGES
 from specdecode_worker.models.mistral import MISTRAL
 from specdecode_worker.models.qwen import QWEN2, QWEN3
 
-ARCHITECTURES = {known.name: known for known in (LLAMA, QWEN2, QWEN3, MISTRAL)}
+ARCHITECTURES = {known.name: known for known in (LLAMA, LLAMA4, LLAMA4_WITH_IMAGES, QWEN2, QWEN3, MISTRAL)}
 
 
 def causal_lm_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> CausalLMConfig:
@@ -31,7 +32,11 @@ def causal_lm_config(raw: Mapping[str, Any], max_model_len: int | None = None) -
     """
     fields = Fields(raw)
     name = _name(fields)
-    return replace(ARCHITECTURES[name].read(fields, max_model_len), architecture=name)
+    config = ARCHITECTURES[name].read(fields, max_model_len)
+    # Rotary tables have a row for each position that is served.
+    limit = config.max_position_embeddings
+    positions = min(limit, max_model_len or limit)
+    return replace(config, architecture=name, max_position_embeddings=positions, position_limit=limit)
 
 
 def architecture_of(config: CausalLMConfig) -> Architecture:

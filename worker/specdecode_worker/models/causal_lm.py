@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from specdecode_worker.models.checkpoint import Entry, whole
 from specdecode_worker.models.config import CausalLMConfig, split_blocks
 from specdecode_worker.models.fields import Fields
 from specdecode_worker.models.layers import Attend, Block, RMSNorm
@@ -97,13 +98,20 @@ class CausalLM(nn.Module):
         """Return the layer ``index`` of a new network."""
         return Block(config)
 
+    def arrange(self) -> None:
+        """Bring the weights from the layout of the files to that of the layers, in place, once they are loaded."""
+
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, reads: TargetStates = NO_STATES
     ) -> TargetOutput:
         """Return the hidden states of the packed tokens and the auxiliary states that ``reads`` requests."""
         x_TE = self.model.embed_tokens(tokens_T)
         rope = self.rope.at(positions_T, x_TE.dtype)
-        no_rope = rope if self.no_rope is None else self.no_rope.at(torch.zeros_like(positions_T), x_TE.dtype)
+        no_rope = rope
+        if self.no_rope is not None:
+            temperature = self.config.temperature
+            factor_T11 = None if temperature is None else temperature.of(positions_T)
+            no_rope = self.no_rope.at(torch.zeros_like(positions_T), x_TE.dtype, factor_T11)
         inputs: dict[int, Tensor] = {}
         for layer, block in enumerate(self.model.layers):
             if layer in reads.layers:
@@ -138,3 +146,5 @@ class Architecture:
     """Shape of one of so many devices' part. Which matrices are split, the layers say themselves."""
     tensor_name: Callable[[str], str | None] = str
     """Name in the network of a tensor of the files; None for a tensor that the text model has not."""
+    entries: Callable[[str, tuple[int, ...]], Mapping[str, Entry]] = whole
+    """Tensors of the network that one of the files holds, by that one's name and shape; empty if it is one itself."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specdecode_worker.models.errors import WeightMismatch
+from specdecode_worker.models.formats import StoredMatrix
 from specdecode_worker.models.headers import TensorHeader, read_tensor_headers
+from specdecode_worker.models.layers import UnitNorm
+from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.rope import Rope
+from specdecode_worker.stages import stage, staged
 
 Network = TypeVar("Network", bound=nn.Module)
 Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
@@ -47,15 +51,43 @@ def meta_init() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """Matrix of the network that is a part of a tensor [matrices, inputs, outputs] of the files."""
+
+    index: int
+    first: int
+    """First of its outputs."""
+    end: int
+    """End of its outputs, exclusive."""
+
+    def header(self, stacked: TensorHeader) -> TensorHeader:
+        """Return the header of this matrix, which has the rows and columns of a matrix of a network."""
+        matrices, inputs, outputs = stacked.shape
+        shape = self.end - self.first, inputs
+        return replace(stacked, shape=shape, bytes=stacked.bytes * shape[0] // (matrices * outputs))
+
+    def places(self, rows: slice, columns: slice) -> tuple[slice, slice, slice]:
+        """Return the slices of the stacked tensor that hold these rows and columns."""
+        outputs = slice(self.first + rows.start, self.first + rows.stop)
+        return slice(self.index, self.index + 1), columns, outputs
+
+
+def whole(name: str, shape: tuple[int, ...]) -> Mapping[str, Entry]:
+    """Return no entries: the tensor is itself one of the network."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Tensors of a folder, by their names in the network.
 
-    ``origins`` maps these names to the names in the files.
+    ``origins`` maps these names to the names in the files, and ``entries`` those that are parts to their places.
     """
 
     folder: Path
     tensors: Mapping[str, TensorHeader]
     origins: Mapping[str, str]
+    entries: Mapping[str, Entry] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -83,32 +115,57 @@ class Checkpoint:
             try:
                 with safe_open(self.folder / file_name, framework="pt") as file:
                     for name in inside:
-                        origin = self.origins[name]
-                        if part is None:
+                        origin, shape = self.origins[name], self.tensors[name].shape
+                        places = part(name, shape) if part is not None else tuple(slice(0, size) for size in shape)
+                        if entry := self.entries.get(name):
+                            yield name, file.get_slice(origin)[entry.places(*places)][0].t()
+                        elif part is None or not shape:
                             yield name, file.get_tensor(origin)
                         else:
-                            yield name, file.get_slice(origin)[part(name, self.tensors[name].shape)]
+                            yield name, file.get_slice(origin)[places]
             except (SafetensorError, OSError) as error:
                 raise WeightMismatch(
                     f"{self.folder / file_name} cannot be read as safetensors: {error}; copy it again"
                 ) from None
 
 
-def open_checkpoint(folder: Path, rename: Callable[[str], str | None] = str) -> Checkpoint:
-    """Read the headers of ``folder``; ``rename`` maps names in the files to names in the network, None leaves one out.
+def open_checkpoint(
+    folder: Path,
+    rename: Callable[[str], str | None] = str,
+    entries_of: Callable[[str, tuple[int, ...]], Mapping[str, Entry]] = whole,
+) -> Checkpoint:
+    """Read the headers of ``folder``.
+
+    Args:
+        folder: Folder of the model.
+        rename: Function from names in the files to names in the network; None leaves a tensor out.
+        entries_of: Function from a renamed tensor and its shape to the matrices that it holds, if it is none itself.
 
     Raises:
-        WeightMismatch: the headers are invalid, or ``rename`` maps two tensors to the same name.
+        WeightMismatch: the headers are invalid, or two tensors have the same name in the network.
     """
-    tensors = read_tensor_headers(folder).tensors
+    tensors: dict[str, TensorHeader] = {}
     origins: dict[str, str] = {}
-    for origin in tensors:
-        if (name := rename(origin)) is None:
+    entries: dict[str, Entry] = {}
+    for origin, header in read_tensor_headers(folder).tensors.items():
+        if (renamed := rename(origin)) is None:
             continue
-        if name in origins:
-            raise WeightMismatch(f"{folder}: {origins[name]} and {origin} are the same tensor; keep one")
-        origins[name] = origin
-    return Checkpoint(folder, {name: tensors[origin] for name, origin in origins.items()}, origins)
+        held = entries_of(renamed, header.shape)
+        for name in held or (renamed,):
+            if name in origins:
+                raise WeightMismatch(f"{folder}: {origins[name]} and {origin} are the same tensor; keep one")
+            origins[name], tensors[name] = origin, held[name].header(header) if held else header
+        entries |= held
+    return Checkpoint(folder, tensors, origins, entries)
+
+
+def place_tables(network: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move the tensors that no checkpoint has, computed on the CPU, to the device of the weights."""
+    for child in network.modules():
+        if isinstance(child, Rope):
+            child.to(device)
+        elif isinstance(child, UnitNorm):
+            child.to(device, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,31 +184,62 @@ class UnloadedNetwork(Generic[Network]):
     def check(self) -> None:
         """Raise WeightMismatch for the first tensor that is missing, extra, misshapen or of the wrong dtype."""
         folder, headers, origins = self.checkpoint.folder, self.checkpoint.tensors, self.checkpoint.origins
-        wanted = {name: tensor for name, tensor in self.network.state_dict().items() if name not in self.given}
+        quantized = self.quantized
+        named = {name: tensor for name, tensor in self.network.state_dict().items() if name not in self.given}
+        wanted = {name: tensor for name, tensor in named.items() if name.removesuffix(".weight") not in quantized}
+        claimed = frozenset[str]().union(*(matrix.claimed for matrix in quantized.values()))
         if missing := sorted(wanted.keys() - headers.keys()):
             raise WeightMismatch(f"{folder}: {missing[0]} is missing ({len(missing)} missing in all)")
-        if extra := sorted(origins[name] for name in headers.keys() - wanted.keys() - self.spare):
+        if extra := sorted(origins[name] for name in headers.keys() - wanted.keys() - self.spare - claimed):
             raise WeightMismatch(f"{folder}: {extra[0]} is not part of this model ({len(extra)} extra in all)")
         for name, tensor in wanted.items():
             _expect(folder, origins[name], headers[name], tensor)
 
-    def fill(self, *, dtype: torch.dtype, device: torch.device, finite: bool = False) -> Network:
+    @property
+    def quantized(self) -> dict[str, StoredMatrix]:
+        """Matrices that the checkpoint holds in a quantized format, by the names of their modules."""
+        modules = self.network.named_modules()
+        return {name: one.source for name, one in modules if isinstance(one, Linear) and one.source is not None}
+
+    @property
+    def plain_names(self) -> frozenset[str]:
+        """Names of the tensors that are parameters of the network as they are."""
+        claimed = frozenset[str]().union(*(matrix.claimed for matrix in self.quantized.values()))
+        return frozenset(self.checkpoint.tensors.keys() - self.spare - claimed)
+
+    def read_weight(self, name: str) -> Tensor:
+        """Return the weight of the matrix ``name``, dequantized in fp32 if it is quantized."""
+        matrix = self.quantized.get(name)
+        return self.checkpoint.read(f"{name}.weight") if matrix is None else matrix.dequantized()
+
+    def fill(
+        self, *, dtype: torch.dtype, device: torch.device, finite: bool = False, stored: bool | None = None
+    ) -> Network:
         """Load the weights and return the frozen network in ``dtype`` on ``device``.
+
+        Args:
+            dtype: Type of plain weights.
+            device: Device of the network.
+            finite: Whether plain weights with NaN or infinity are refused.
+            stored: Whether quantized matrices stay quantized; None lets them on a GPU only, because a CPU has layouts
+                of its own. Their values are the same.
 
         Raises:
             WeightMismatch: a tensor does not fit, or holds NaN or infinity and ``finite`` is set.
         """
         self.check()
         placed: dict[str, Tensor] = {}
-        for name, tensor in self.checkpoint.read_all(self.checkpoint.tensors.keys() - self.spare):
-            placed[name] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else _integer(tensor))
+        for name, tensor in staged("read", self.checkpoint.read_all(self.plain_names)):
+            touch(tensor)
+            with stage("place"):
+                wanted = dtype if tensor.is_floating_point() else _integer(tensor)
+                placed[name] = tensor.to(device=device, dtype=wanted).contiguous()
         if finite:
             self._check_finite(placed)
         self.network.load_state_dict(placed, strict=False, assign=True)
+        load_quantized(self.network, dtype=dtype, device=device, stored=stored)
         self.network.requires_grad_(False)
-        for child in self.network.modules():
-            if isinstance(child, Rope):
-                child.to(device)
+        place_tables(self.network, device, dtype)
         return self.network
 
     def _check_finite(self, placed: Mapping[str, Tensor]) -> None:
@@ -167,6 +255,20 @@ class UnloadedNetwork(Generic[Network]):
                 raise WeightMismatch(f"{folder}: {origin} holds NaN or infinity; export the weights again")
 
 
+def load_quantized(network: nn.Module, *, dtype: torch.dtype, device: torch.device, stored: bool | None = None) -> None:
+    """Load the matrices of ``network`` that are quantized in their checkpoint, as `UnloadedNetwork.fill` says."""
+    for module in network.modules():
+        if isinstance(module, Linear):
+            module.load(dtype, device, stored=device.type == "cuda" if stored is None else stored)
+
+
+def touch(tensor: Tensor) -> None:
+    """Read a tensor that is mapped to a file into memory, by one byte of each page."""
+    with stage("read"):
+        if tensor.dim() and tensor.is_contiguous():
+            tensor.view(torch.uint8).flatten()[::4096].any()
+
+
 def _integer(tensor: Tensor) -> torch.dtype:
     return torch.bool if tensor.dtype == torch.bool else torch.int64
 
@@ -179,4 +281,4 @@ def _expect(folder: Path, name: str, header: TensorHeader, wanted: Tensor) -> No
     if header.is_floating_point != wanted.is_floating_point():
         raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}, expected {wanted.dtype}")
     if header.is_floating_point and header.dtype not in FLOATS:
-        raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}; quantised weights are not supported")
+        raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}; only matrices of targets may be quantized")

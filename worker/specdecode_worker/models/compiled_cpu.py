@@ -43,10 +43,12 @@ class NativeBlock(nn.Module):
         super().__init__()
         norm = origin.input_layernorm
         self._entry = _entry(origin.self_attn, norm if isinstance(norm, RMSNorm) else None)
+        assert isinstance(origin.mlp, MLP), "it suits"
         self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
-        return self._tail(attend(layer, *self._entry(x_TE, rope.tables)), x_TE)
+        q_THD, k_TKD, v_TKD = self._entry(x_TE, rope.tables)
+        return self._tail(attend(layer, rope.scaled(q_THD), k_TKD, v_TKD), x_TE)
 
 
 class NativeMidlayer(nn.Module):
@@ -93,7 +95,9 @@ def run_blocks_natively(model: nn.Module) -> None:
             run_blocks_natively(child)
 
 
-def _suits(attention: Attention, mlp: MLP) -> bool:
+def _suits(attention: Attention, mlp: nn.Module) -> bool:
+    if not isinstance(mlp, MLP):
+        return False
     parts = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     parts += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     return attention.head_dim in HEAD_SIZES and all(part.is_plain and runs_compiled(part.weight) for part in parts)

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.fields import Fields, read_config
-from specdecode_worker.models.rope import LinearScaling, RopeScaling, Scaling, YarnScaling, read_rope
+from specdecode_worker.models.rope import LinearScaling, RopeScaling, Scaling, Temperature, YarnScaling, read_rope
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,10 @@ class LayerKind:
 
     rotates: bool = True
     """False for a layer whose attention knows no positions (NoPE, arXiv 2305.19466)."""
+    chunked: bool = False
+    """True for a layer whose queries see the keys of their own chunk of ``attention_chunk_size`` positions alone."""
+    experts: int = 0
+    """Number of experts beside the shared one; 0 for a layer with one MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +70,26 @@ class CausalLMConfig(BlockConfig):
     eos_token_ids: tuple[int, ...] = ()
     layer_kinds: tuple[LayerKind, ...] = ()
     """Kind of each layer; empty if all layers are of the default kind."""
+    position_limit: int = 0
+    """Positions that config.json names, of which ``max_position_embeddings`` are served; 0 if they are the same."""
+    attention_chunk_size: int = 0
+    """Positions of a chunk of the chunked layers; 0 if there are none."""
+    temperature: Temperature | None = None
+    """Factor of the queries of layers that do not rotate."""
+    dense_intermediate_size: int = 0
+    """Channels of the MLP of a layer without experts, beside layers with experts of ``intermediate_size``; else 0."""
 
     @property
     def aux_layers(self) -> tuple[int, int, int]:
         """Layer inputs that an EAGLE-3 head reads by default: those of layers 2, N//2 and N-3 of N."""
         n = self.num_hidden_layers
         return (min(2, n - 1), n // 2, max(n - 3, 0))
+
+    @property
+    def widest_mlp(self) -> int:
+        """Most channels of a token in one layer; a layer with experts has those of one, and of the shared one."""
+        experts = any(kind.experts for kind in self.layer_kinds)
+        return max(self.dense_intermediate_size, self.intermediate_size * (1 + experts))
 
     def kind(self, layer: int) -> LayerKind:
         """Return the kind of a layer."""
@@ -124,31 +142,28 @@ def refuse_window(fields: Fields, window: int | None, positions: int, max_model_
 
 
 def split_blocks(config: CausalLMConfig, size: int) -> CausalLMConfig:
-    """Return the shape of one of ``size`` devices' part: heads and channels of the MLP are split.
+    """Return the shape of one of ``size`` devices' part: heads and channels of the MLPs are split.
+
+    With fewer key-value heads than devices, each device has one, and neighbours have the same.
 
     Raises:
         ConfigMismatch: a dimension is not divisible by ``size``.
     """
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    names = ["num_attention_heads", "intermediate_size", "dense_intermediate_size"]
+    shared = config.num_key_value_heads < size and not size % config.num_key_value_heads
+    for name in names + ["num_key_value_heads"] * (not shared):
         if getattr(config, name) % size:
             raise ConfigMismatch(
                 f"{name} {getattr(config, name)} cannot be split over tensor_parallel_size {size}; take a divisor of it"
             )
-    return replace(
-        config,
-        num_attention_heads=config.num_attention_heads // size,
-        num_key_value_heads=config.num_key_value_heads // size,
-        intermediate_size=config.intermediate_size // size,
-    )
+    parts = {name: getattr(config, name) // size for name in names}
+    return replace(config, num_key_value_heads=max(config.num_key_value_heads // size, 1), **parts)
 
 
 def refuse_unknown(fields: Fields) -> None:
     """Raise ConfigMismatch for features that no network of this package supports."""
     if fields.text("hidden_act", "silu") != "silu":
         raise ConfigMismatch(f"hidden_act {fields.raw['hidden_act']!r} is not supported; only silu is")
-    for name in ("quantization_config", "compression_config"):
-        if fields.raw.get(name):
-            raise ConfigMismatch(f"{fields.where}: {name}: quantised weights are not supported; take the bf16 model")
     fields.refuse("logit_scale", 1)
 
 
@@ -353,11 +368,14 @@ def flattened_fields(raw: Mapping[str, Any], kind: str) -> Fields:
 def head_blocks(fields: Fields, target: CausalLMConfig) -> dict[str, Any]:
     """Return the fields of BlockConfig for a head. Positions follow the target's. Raise ConfigMismatch if invalid."""
     refuse_unknown(fields)
+    for name in ("quantization_config", "compression_config"):
+        if fields.raw.get(name):
+            raise ConfigMismatch(f"{fields.where}: {name}: heads are read unquantized; take the bf16 head")
     fields.refuse("use_sliding_window")
     if other := set(fields.texts("layer_types")) - {"full_attention"}:
         raise ConfigMismatch(f"{fields.where}: layer_types {sorted(other)} are not supported")
     # Heads declare a short limit that only describes their training text. Positions follow the target's.
-    known = {**fields.raw, "max_position_embeddings": target.max_position_embeddings}
+    known = {**fields.raw, "max_position_embeddings": target.position_limit or target.max_position_embeddings}
     bias = fields.flag("attention_bias")
     return block_fields(Fields(known)) | {
         "max_position_embeddings": target.max_position_embeddings,

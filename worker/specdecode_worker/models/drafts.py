@@ -65,8 +65,10 @@ def match_draft_model(
         ConfigMismatch: The draft's config.json is unsupported.
         VocabularyMismatch: The draft cannot draft for this target.
     """
-    draft_size = causal_lm_config(read_config(draft_folder), max_model_len).vocab_size
-    return match_vocabularies(target_folder, draft_folder, target_size, draft_size)
+    draft = causal_lm_config(read_config(draft_folder), max_model_len)
+    if draft.layer_kinds:
+        raise ConfigMismatch(f"{draft_folder}: {draft.architecture} is served as a target, not as a draft model")
+    return match_vocabularies(target_folder, draft_folder, target_size, draft.vocab_size)
 
 
 def set_vocabulary(draft: CausalLM, match: VocabularyMatch | None, target_size: int) -> None:

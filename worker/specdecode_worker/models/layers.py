@@ -6,12 +6,13 @@ Shape suffixes: T packed tokens, H query heads, K key-value heads, D head dimens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specdecode_kernels.grouped_linear.op import fits, group, grouped_linear
 from specdecode_kernels.rms_norm.op import rms_norm
 from specdecode_worker.models.config import BlockConfig
 from specdecode_worker.models.linear import Linear, Split
@@ -52,6 +53,16 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, residual)
 
 
+class UnitNorm(RMSNorm):
+    """RMSNorm without weights, which no checkpoint has. Kernels that expect weights read ones."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        del self.weight
+        # As with the tables of `Rope`: on the CPU even while a model is built on the meta device.
+        self.register_buffer("weight", torch.ones(size, device="cpu"), persistent=False)
+
+
 class Attention(nn.Module):
     """Query, key, value and output projections around an `Attend`.
 
@@ -90,18 +101,19 @@ class Attention(nn.Module):
         """Return the attended values [T, H * D], which the output projection reads."""
         if self.qkv_proj is None:
             q_THD, k_TKD, v_TKD = self._separately(x_TE)
-            return attend(layer, rope.rotate(q_THD), rope.rotate(k_TKD), v_TKD).flatten(-2)
+            return attend(layer, rope.scaled(rope.rotate(q_THD)), rope.rotate(k_TKD), v_TKD).flatten(-2)
         heads_THD = self._heads(self.qkv_proj(x_TE))
         v_TKD = heads_THD[:, self.queries + self.keys :]
         turning_THD = heads_THD[:, : self.queries + self.keys]
         if self.head_norm_HD is not None:
             turning_THD = F.rms_norm(turning_THD, (self.head_dim,), None, self.eps) * self.head_norm_HD
         if isinstance(attend, RotatingAttend):
-            q_THD, k_TKD = turning_THD[:, : self.queries], turning_THD[:, self.queries :]
+            q_THD, k_TKD = rope.scaled(turning_THD[:, : self.queries]), turning_THD[:, self.queries :]
             out_THD = attend.rotate_and_attend(layer, q_THD, k_TKD, v_TKD, rope)
         else:
             turned_THD = rope.rotate(turning_THD)
-            out_THD = attend(layer, turned_THD[:, : self.queries], turned_THD[:, self.queries :], v_TKD)
+            q_THD, k_TKD = rope.scaled(turned_THD[:, : self.queries]), turned_THD[:, self.queries :]
+            out_THD = attend(layer, q_THD, k_TKD, v_TKD)
         return out_THD.flatten(-2)
 
     def joined_norm(self) -> Tensor | None:
@@ -153,19 +165,79 @@ class MLP(nn.Module):
         return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
+class Experts(nn.Module):
+    """MLPs of which each token uses one, beside a shared one: ``shared(x) + expert(score * x)``.
+
+    The router chooses the expert by its largest logit, whose sigmoid is the score. Devices split every expert as they
+    split an MLP, and sum the shared and the chosen part together.
+    """
+
+    gate_up_XNE: Tensor | None
+    """Matrices of gate and up of all experts, once they are stacked for the kernels of GPUs."""
+    down_XEN: Tensor | None
+
+    def __init__(self, config: BlockConfig, count: int) -> None:
+        super().__init__()
+        self.register_buffer("gate_up_XNE", None)
+        self.register_buffer("down_XEN", None)
+        self.router = Linear(config.hidden_size, count)
+        self.shared_expert = MLP(config)
+        self.experts = nn.ModuleList(MLP(config) for _ in range(count))
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        logits_TX, down = self.router(x_TE), self.shared_expert.down_proj
+        own_TE = down.own(self.shared_expert.inner(x_TE))
+        if self.gate_up_XNE is None or self.down_XEN is None:
+            top_T, expert_T = logits_TX.max(-1)
+            score_T1 = top_T.float().sigmoid().to(x_TE.dtype).unsqueeze(-1)
+            own_TE = own_TE + self._chosen(x_TE * score_T1, expert_T)
+        else:
+            groups = group(logits_TX)
+            inner_TN = grouped_linear(x_TE, self.gate_up_XNE, groups, scored=True, gated=True)
+            own_TE = grouped_linear(inner_TN, self.down_XEN, groups, residual_TN=own_TE)
+        out_TE: Tensor = down.combined(own_TE)
+        return out_TE
+
+    def plus(self, residual_TE: Tensor, x_TE: Tensor) -> Tensor:
+        """Return ``residual + experts(x)``, as `MLP.plus` does."""
+        out_TE: Tensor = residual_TE + self(x_TE)
+        return out_TE
+
+    def stack(self) -> None:
+        """Stack the joined matrices of all experts where the kernels serve them; their names no longer apply."""
+        experts = [cast(MLP, one) for one in self.experts]
+        gates, downs = [cast(Linear, one.gate_up_proj) for one in experts], [one.down_proj for one in experts]
+        if all(
+            one.stored is None and getattr(one, "bias", None) is None and fits(one.weight) for one in (*gates, *downs)
+        ):
+            del self.experts
+            self.gate_up_XNE = torch.stack([one.weight.detach() for one in gates])
+            self.down_XEN = torch.stack([one.weight.detach() for one in downs])
+
+    def _chosen(self, x_TE: Tensor, expert_T: Tensor) -> Tensor:
+        """Return this device's part of each token's expert. Its numbers are read on the host."""
+        out_TE = torch.empty_like(x_TE)
+        for index in sorted(set(expert_T.tolist())):
+            chosen = self.experts[index]
+            rows = (expert_T == index).nonzero()[:, 0]
+            out_TE[rows] = chosen.down_proj.own(chosen.inner(x_TE[rows]))
+        return out_TE
+
+
 class Block(nn.Module):
     """One pre-norm decoder layer.
 
-    ``input_norm`` is false for the first layer of an EAGLE-1 head, which reads the fused pair without a norm.
+    ``input_norm`` is false for the first layer of an EAGLE-1 head, which reads the fused pair without a norm. ``mlp``
+    takes the place of the MLP of ``config``.
     """
 
-    def __init__(self, config: BlockConfig, *, input_norm: bool = True) -> None:
+    def __init__(self, config: BlockConfig, *, input_norm: bool = True, mlp: MLP | Experts | None = None) -> None:
         super().__init__()
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
         self.input_layernorm = norm
         self.self_attn = Attention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp or MLP(config)
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         """Return the layer's output [T, E]."""
@@ -178,7 +250,9 @@ class DecoderLayer(Protocol):
 
     self_attn: Attention
     post_attention_layernorm: RMSNorm
-    mlp: MLP
+
+    @property
+    def mlp(self) -> MLP | Experts: ...
 
 
 def after_attention(layer: DecoderLayer, attended: Tensor, residual_TE: Tensor) -> Tensor:

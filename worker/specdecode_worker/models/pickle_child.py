@@ -82,7 +82,12 @@ def limit(size: int) -> None:
 
 def read(path: str, size: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint. Raises ValueError for anything else."""
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    # torch maps the records of an archive as they are stored, and would take compressed bytes for numbers.
+    mapped = zipfile.is_zipfile(path)
+    if mapped:
+        with zipfile.ZipFile(path) as archive:
+            mapped = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     if not isinstance(state, dict) or not state:
         raise ValueError("it holds no state_dict")
     total = 0
@@ -120,7 +125,8 @@ def main() -> int:
         write(read("/proc/self/fd/0", size), 1)
     except pickle.UnpicklingError as error:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it wants {wanted[1]}" if wanted else str(error).strip().splitlines()[-1]
+        problem = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
+        reason = f"it wants {wanted[1]}" if wanted else problem[1] if problem else str(error).strip()
         reason += ", and only tensors are read"
     except (Exception, MemoryError) as error:  # whatever torch raises for a broken archive
         reason = str(error).strip().split("\n")[0] or type(error).__name__

@@ -55,6 +55,24 @@ class YarnScaling:
 
 
 Scaling = RopeScaling | LinearScaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """Factor by which queries grow with their position, ``1 + scale * log(1 + floor((p + 1) / floor))``.
+
+    It counters the flattening of softmax over long texts in layers without positions (arXiv 2501.19399).
+    """
+
+    floor: int
+    scale: float
+
+    def of(self, positions_T: Tensor) -> Tensor:
+        """Return the factors [T, 1, 1] in fp32."""
+        steps_T = torch.floor((positions_T.float() + 1) / self.floor)
+        return (torch.log1p(steps_T) * self.scale + 1)[:, None, None]
+
+
 _ROWS = 2**16
 """Rows of the tables computed at a time. This bounds the fp64 temporaries of long contexts."""
 _KINDS = "default, linear, llama3 and yarn are"
@@ -98,8 +116,8 @@ def _llama3(fields: Fields) -> RopeScaling:
         high_freq_factor=fields.number("high_freq_factor"),
         original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
     )
-    if scaling.low_freq_factor >= scaling.high_freq_factor:
-        raise ConfigMismatch(f"{fields.where}: low_freq_factor must be below high_freq_factor")
+    if scaling.low_freq_factor > scaling.high_freq_factor:
+        raise ConfigMismatch(f"{fields.where}: low_freq_factor must not be above high_freq_factor")
     return scaling
 
 
@@ -155,20 +173,28 @@ class Rope(nn.Module):
         self.register_buffer("cos_PD", table[0], persistent=False)
         self.register_buffer("sin_PD", table[1], persistent=False)
 
-    def at(self, positions_T: Tensor, dtype: torch.dtype) -> PassRotations:
-        """Return the rotations of the positions [T] for a pass in ``dtype``."""
-        return PassRotations(self.cos_PD, self.sin_PD, positions_T, dtype)
+    def at(self, positions_T: Tensor, dtype: torch.dtype, factor_T11: Tensor | None = None) -> PassRotations:
+        """Return the rotations of the positions [T] for a pass in ``dtype``, with factors of the queries."""
+        return PassRotations(self.cos_PD, self.sin_PD, positions_T, dtype, factor_T11)
 
 
 class PassRotations:
     """Rotations of one pass, shared by all of its layers.
 
-    They are the rows ``positions_T`` of the tables ``cos_PD`` and ``sin_PD``.
+    They are the rows ``positions_T`` of the tables ``cos_PD`` and ``sin_PD``. Queries are also multiplied by
+    ``factor_T11``, if there is one.
     """
 
-    def __init__(self, cos_PD: Tensor, sin_PD: Tensor, positions_T: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        cos_PD: Tensor,
+        sin_PD: Tensor,
+        positions_T: Tensor,
+        dtype: torch.dtype,
+        factor_T11: Tensor | None = None,
+    ) -> None:
         self.cos_PD, self.sin_PD, self.positions_T = cos_PD, sin_PD, positions_T
-        self._dtype = dtype
+        self._dtype, self._factor_T11 = dtype, factor_T11
 
     @cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -180,11 +206,16 @@ class PassRotations:
         """Return queries or keys [T, heads, D] rotated to their positions."""
         return rotate(x_THD, *self.tables)
 
+    def scaled(self, q_THD: Tensor) -> Tensor:
+        """Return queries, rotated or not, multiplied by their factors."""
+        return q_THD if self._factor_T11 is None else (q_THD * self._factor_T11).to(q_THD.dtype)
+
 
 def _llama3_scaled(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    # Equal factors are a step, as in transformers.
+    keep = ((turns - low) / (high - low)).clamp(0, 1) if high > low else (turns >= low).double()
     return keep * frequency + (1 - keep) * frequency / scaling.factor
 
 

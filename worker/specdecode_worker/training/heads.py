@@ -24,7 +24,7 @@ from specdecode_worker.models.dflash import DFlashHead, DFlashLayer
 from specdecode_worker.models.drafts import Draft, load_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
-from specdecode_worker.models.layers import Block
+from specdecode_worker.models.layers import MLP, Block
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.training.errors import DraftNotTrainable
 
@@ -113,10 +113,9 @@ def new_dflash(target: CausalLM, layers: int, depth: int) -> DFlashHead:
     with torch.no_grad():
         head.fc.weight.zero_()
         head.fc.weight[:, 2 * width :].copy_(torch.eye(width))
-        last = target.model.layers[-1].state_dict()
         for layer in head.layers:
             assert isinstance(layer, DFlashLayer)
-            layer.load_state_dict(last, strict=False)
+            layer.load_state_dict(_fitting(target, layer), strict=False)
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         head.norm.weight.copy_(target.model.norm.weight)
@@ -160,7 +159,13 @@ def new_medusa(target: CausalLM, vocabulary: Tensor, heads: int) -> MedusaHeads:
 
 
 def new_draft_model(target: CausalLM, layers: int) -> CausalLM:
-    """Return a trainable fp32 model of ``layers`` of the target's layers, evenly spaced from the first to the last."""
+    """Return a trainable fp32 model of ``layers`` of the target's layers, evenly spaced from the first to the last.
+
+    Raises:
+        DraftNotTrainable: The layers of the target are of several kinds.
+    """
+    if target.config.layer_kinds:
+        raise DraftNotTrainable("a draft model cannot be made of a target whose layers differ; take --method eagle3")
     layer_indices = torch.linspace(0, target.config.num_hidden_layers - 1, layers).round().int().tolist()
     model = new_network(replace(target.config, num_hidden_layers=layers)).float()
     with torch.no_grad():
@@ -193,11 +198,18 @@ def _blocks(target: CausalLMConfig) -> dict[str, Any]:
 
 def zero_block_output(block: Block, target: CausalLM) -> None:
     """Load the target's last layer into ``block``, with zero output matrices so that it adds nothing at first."""
-    last = target.model.layers[-1].state_dict()
-    known = {name: tensor for name, tensor in last.items() if name in block.state_dict()}
-    block.load_state_dict(known)
+    block.load_state_dict(_fitting(target, block), strict=False)
+    assert isinstance(block.mlp, MLP), "heads have no experts"
     block.self_attn.o_proj.weight.zero_()
     block.mlp.down_proj.weight.zero_()
+
+
+def _fitting(target: CausalLM, layer: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of the target's last layer that fit into ``layer``; of experts, those of the shared one."""
+    last = target.model.layers[-1].state_dict()
+    named = {name.replace(".shared_expert.", "."): tensor for name, tensor in last.items()}
+    wanted = {name: tensor.shape for name, tensor in layer.state_dict().items()}
+    return {name: tensor for name, tensor in named.items() if tensor.shape == wanted.get(name)}
 
 
 @torch.no_grad()
@@ -223,8 +235,10 @@ def _copy_weights(head: Eagle3Head, target: CausalLM, vocabulary: Tensor) -> Non
         mine.weight[:, :width].copy_(getattr(first.self_attn, name).weight)
         mine.weight[:, width:].copy_(getattr(last.self_attn, name).weight)
     layer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        getattr(layer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
+    layer.mlp.load_state_dict(
+        {name.removeprefix("mlp."): tensor for name, tensor in _fitting(target, layer).items() if name[:4] == "mlp."},
+        strict=False,
+    )
     layer.hidden_norm.weight.copy_(last.input_layernorm.weight)
     layer.input_layernorm.weight.copy_(first.input_layernorm.weight)
     layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)

@@ -1,4 +1,4 @@
-"""Workers on model folders as they are published, asked over HTTP, with and without speculation.
+"""Workers on model folders as they are published, asked over HTTP, with and without speculation, and through a router.
 
 The models are small and random. A grammar with one choice makes them write a given text, in the tokens in which their
 tokenizer writes it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from specdecode_worker.contract import Plan, Report, Route, TreeShape
 from support import small_model
 from support.published.tokens import SIZE, Kind, tokenizer_of
-from support.worker_process import WorkerProcess, real
+from support.worker_process import RouterProcess, WorkerProcess, real, running_router
 
 pytestmark = pytest.mark.slow
 
@@ -32,15 +33,23 @@ VERSIONS = itertools.count(1)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
+@dataclass
 class Asked:
     """Client of one worker with one plan."""
 
-    def __init__(self, worker: WorkerProcess, kind: Kind) -> None:
-        self.worker, self.kind = worker, kind
+    url: str
+    """Of the worker, or of the router before it."""
+    kind: Kind
 
     def chat(self, **fields: Any) -> httpx.Response:
         body = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 300, "seed": 3}
-        return httpx.post(f"{self.worker.public}/v1/chat/completions", json=body | fields, timeout=60)
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body | fields, timeout=60)
+
+    def complete(self, **fields: Any) -> Any:
+        body = {"model": "small", "prompt": "abcdef", "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body | fields, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     def choice(self, **fields: Any) -> Any:
         answer = self.chat(**fields)
@@ -55,9 +64,10 @@ class Asked:
         """Return the message of a model that writes this text, put together from the chunks of a stream."""
         answer = self.chat(**{"structured_outputs": {"choice": [text]}, **fields}, stream=True)
         lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-        message: Any = {"role": "assistant", "content": "", "tool_calls": []}
+        message: Any = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
         for delta in (json.loads(line)["choices"][0]["delta"] for line in lines):
-            message["content"] += delta.get("content") or ""
+            for name in ("content", "reasoning_content"):
+                message[name] += delta.get(name) or ""
             for part in delta.get("tool_calls", ()):
                 if part["index"] == len(message["tool_calls"]):
                     message["tool_calls"].append(part)
@@ -67,7 +77,9 @@ class Asked:
 
 
 @pytest.fixture(scope="module", params=["text", "special"])
-def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Kind]]:
+def servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[WorkerProcess, RouterProcess, Kind]]:
     target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     sizes = {"vocab_size": SIZE, "max_position_embeddings": 2048, "eos_token_id": None}
     given = ["--chat-template", str(tmp_path_factory.mktemp("template") / "chat.jinja")]
@@ -86,12 +98,17 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tokenizer_of(request.param).save(str(target / "tokenizer.json"))
     words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
     words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "2", *given]
-    words += ["--cache-dir", str(tmp_path_factory.mktemp("cache"))]
-    with real(words, tmp_path_factory.mktemp("log") / "log") as started:
+    words += ["--cache-dir", str(tmp_path_factory.mktemp("cache")), "--reasoning-parser", "qwen3"]
+    logs = tmp_path_factory.mktemp("log")
+    with real(words, logs / "log") as started:
         started.wait_ready()
-        yield started, request.param
+        with running_router([started.admin], logs / "log-router", started.admin_token) as router:
+            router.wait_ready()
+            yield started, router, request.param
         report = Report.model_validate(started.call_admin(Route.report).json())
         assert report.draft.problem is None
+        assert report.start is not None
+        assert min(report.start.read, report.start.fuse, report.start.compile, report.start.calibrate) > 0
         assert report.drafts > 0, "the answers with a tree must be speculative"
 
 
@@ -104,13 +121,15 @@ def publish_as_pickle(draft: Path) -> None:
     (draft / "model.safetensors").unlink()
 
 
-@pytest.fixture(params=["tree:4,2,1", "none"])
-def asked(worker: tuple[WorkerProcess, Kind], request: pytest.FixtureRequest) -> Asked:
+@pytest.fixture(params=[("tree:4,2,1", "worker"), ("none", "worker"), ("tree:4,2,1", "router")], ids="-".join)
+def asked(servers: tuple[WorkerProcess, RouterProcess, Kind], request: pytest.FixtureRequest) -> Asked:
     """Return a client of a worker that speculates, or does not. The guard is off: it would end speculation here."""
-    plan = Plan(version=next(VERSIONS), initial=TreeShape.parse(request.param), max_depth=6, top_k=4, guard=False)
-    answer = worker[0].call_admin(Route.plan, "PUT", content=plan.model_dump_json())
+    worker, router, kind = servers
+    shape, through = request.param
+    plan = Plan(version=next(VERSIONS), initial=TreeShape.parse(shape), max_depth=6, top_k=4, guard=False)
+    answer = worker.call_admin(Route.plan, "PUT", content=plan.model_dump_json())
     assert answer.status_code == 200, answer.text
-    return Asked(*worker)
+    return Asked(worker.public if through == "worker" else router.public, kind)
 
 
 def read_call(choice: Any) -> tuple[str, Any]:
@@ -188,14 +207,10 @@ def test_other_tokens_than_the_allowed_ones_are_not_sampled(asked: Asked) -> Non
 
 
 def test_the_end_of_a_prompt_is_kept(asked: Asked) -> None:
-    def complete(**fields: Any) -> Any:
-        body = {"model": "small", "prompt": "abcdef", "max_tokens": 8, "temperature": 0}
-        return httpx.post(f"{asked.worker.public}/v1/completions", json=body | fields, timeout=60).json()
-
-    cut, short = complete(truncate_prompt_tokens=3, echo=True), complete(prompt="def", echo=True)
+    cut, short = asked.complete(truncate_prompt_tokens=3, echo=True), asked.complete(prompt="def", echo=True)
     assert cut["choices"][0]["text"] == short["choices"][0]["text"]
     assert cut["usage"]["prompt_tokens"] == 3
-    long = complete(prompt="x" * 3000, truncate_prompt_tokens=-1)
+    long = asked.complete(prompt="x" * 3000, truncate_prompt_tokens=-1)
     assert long["usage"]["prompt_tokens"] == 2048 - 8
     chat = asked.chat(truncate_prompt_tokens=5, max_tokens=4).json()
     assert chat["usage"]["prompt_tokens"] == 5
@@ -205,20 +220,19 @@ def test_the_last_message_is_continued(asked: Asked) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The sky "}]
     fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     prompt = "<|start|>user\nhi<|end|>\n<|start|>assistant\nThe sky "
-    ids = httpx.post(f"{asked.worker.public}/tokenize", json=fields).json()["tokens"]
+    ids = httpx.post(f"{asked.url}/tokenize", json=fields).json()["tokens"]
     assert ids == tokenizer_of(asked.kind).encode(prompt).ids
-    body = {"model": "small", "prompt": prompt, "max_tokens": 20, "seed": 3, "temperature": 0}
-    completion = httpx.post(f"{asked.worker.public}/v1/completions", json=body, timeout=60).json()
+    completion = asked.complete(prompt=prompt, max_tokens=20)
     continued = asked.choice(**fields, max_tokens=20, temperature=0)["message"]["content"]
     assert continued == completion["choices"][0]["text"]
 
 
 def test_the_template_is_rendered(asked: Asked) -> None:
     """It has the tag ``generation``. One of the workers gets it by a flag, and its folder has a broken one."""
-    answer = httpx.post(f"{asked.worker.public}/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
+    answer = httpx.post(f"{asked.url}/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
     text = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
     parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    assert httpx.post(f"{asked.worker.public}/tokenize", json={"messages": parts}).json() == answer.json()
+    assert httpx.post(f"{asked.url}/tokenize", json={"messages": parts}).json() == answer.json()
     assert answer.json()["tokens"] == tokenizer_of(asked.kind).encode(text).ids
 
 
@@ -248,6 +262,54 @@ def test_a_written_call_is_valid_or_text_and_accepted_as_history(
     if read is not None:
         result["tool_call_id"] = message["tool_calls"][0]["id"]
     asked.choice(messages=[{"role": "user", "content": "hi"}, message, result], tools=TOOLS, max_tokens=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_behind_a_call_without_its_last_brace_is_kept(asked: Asked, stream: bool) -> None:
+    text = CALL.replace("}}", "}") + "It is late."
+    message = asked.streamed(text, tools=TOOLS) if stream else asked.says(text, tools=TOOLS)["message"]
+    assert message["content"] == "It is late."
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"city": "Oslo"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_is_apart_whatever_its_tags_are(asked: Asked, stream: bool) -> None:
+    """The model closes its thinking at once, and writes the tag again and again."""
+    prompt = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>"}]
+    fields: Any = {"messages": prompt, "continue_final_message": True, "add_generation_prompt": False, "max_tokens": 3}
+    close = tokenizer_of(asked.kind).token_to_id("</think>")
+    fields |= {"logit_bias": {str(close): 100}, "tools": TOOLS, "structured_outputs": None}
+    message = asked.streamed("", **fields) if stream else asked.choice(**fields)["message"]
+    assert not message["reasoning_content"]
+    assert message["content"] == "</think></think>"
+
+
+def test_the_output_completes_a_character_of_the_prompt(asked: Asked) -> None:
+    *first, last = small_model.byte_tokenizer().encode("\N{SLIGHTLY SMILING FACE}").ids
+    answer = asked.complete(prompt=first, logit_bias={str(last): 100}, max_tokens=1)
+    assert answer["choices"][0]["text"] == "\N{SLIGHTLY SMILING FACE}"
+
+
+def test_a_stop_string_may_begin_within_min_tokens(asked: Asked) -> None:
+    only_a = small_model.byte_tokenizer().encode("a").ids
+    answer = asked.complete(allowed_token_ids=only_a, stop="aaaa", min_tokens=3, max_tokens=20)
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("", "stop")
+
+
+def test_history_and_fields_of_other_clients_are_accepted(asked: Asked) -> None:
+    function = {"name": "weather", "arguments": None, "parsed_arguments": {}}
+    called = {"id": "c", "index": 0, "type": "function", "function": function}
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}], "id": "1"},
+        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "index": 0,
+         "reasoning_content": "so", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c", "name": "weather", "content": [{"type": "text", "text": "15"}]},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": None, "additionalProperties": False}}]
+    answer = asked.chat(messages=history, tools=tools, max_tokens=1, foo=1)
+    assert (answer.status_code, answer.headers["X-Specdecode-Ignored"]) == (200, "foo"), answer.text
+    refused = asked.chat(guided_json={})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_json")
 
 
 def test_a_forced_call_that_is_cut_is_accepted_as_history(asked: Asked) -> None:

@@ -1,0 +1,113 @@
+"""Speculative text of Llama 4 equals transformers' greedy text, over boundaries of attention chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.engine.cuda_graphs import EagerBackend
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.scheduler import Limits
+from specdecode_worker.engine.target import Target
+from specdecode_worker.models.config import eagle3_config
+from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.optimize import fuse
+from specdecode_worker.models.weights import load_causal_lm
+from support.small_llama import Networks, NoisedCopy, engine_of, plan_of, texts
+from support.small_llama4 import save_llama4
+
+TOKENS = 30
+SHAPES = ("none", "chain:5", "0,0,0,1,1,2,4,7")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Networks, dict[str, list[int]], list[Submit]]:
+    """Return a target with its draft, transformers' greedy texts, and the requests."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("llama4")
+    theirs = save_llama4(folder, torch.float64, num_hidden_layers=4, vocab_size=61)
+    target = load_causal_lm(folder, dtype=torch.float64, device=torch.device("cpu"))
+    head = NoisedCopy(target)
+    for network in (target, head):
+        fuse(network)
+    requests = [request(index, length) for index, length in enumerate((3, 14, 31, 50))]
+    return Networks(target, head), {one.request_id: greedy(theirs, one.prompt) for one in requests}, requests
+
+
+def request(index: int, length: int) -> Submit:
+    prompt = torch.randint(3, 61, (length,), generator=torch.Generator().manual_seed(index)).tolist()
+    sampling = Sampling(max_tokens=TOKENS, seed=index, temperature=0.0)
+    return Submit(request_id=str(index), prompt=tuple(prompt), sampling=sampling)
+
+
+@torch.inference_mode()
+def greedy(theirs: Any, prompt: Sequence[int]) -> list[int]:
+    """Return transformers' text, by one pass without a cache for each token: its cache drops keys of chunked layers."""
+    tokens = list(prompt)
+    for _ in range(TOKENS):
+        tokens.append(int(theirs(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def engine_with(pair: Networks, shape: str, **options: Any) -> Engine:
+    engine = engine_of(pair, **options)
+    engine.set_plan(plan_of(shape))
+    return engine
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"budget": 7}, {"budget": 23, "pipelined": True}, {"chunked": False}, {"blocks": 14}, {"max_num_seqs": 1}],
+    ids=str,
+)
+def test_text_is_that_of_transformers(made: Any, shape: str, options: dict[str, Any]) -> None:
+    pair, wanted, requests = made
+    engine = engine_with(pair, shape, **options)
+    assert texts(engine, requests) == wanted
+    if "blocks" in options and shape == "none":
+        assert engine.preemptions > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_captured_steps(made: Any, shape: str) -> None:
+    pair, wanted, requests = made
+    engine = engine_with(pair, shape, backend=EagerBackend())
+    assert texts(engine, requests) == wanted
+    assert engine._graphs is not None
+    assert engine._graphs.replayed > sum(engine._graphs.eager.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reused_prefixes(made: Any, shape: str) -> None:
+    """The second run finds the blocks of the first, and starts in the middle of a chunk's blocks."""
+    pair, wanted, requests = made
+    engine = engine_with(pair, shape)
+    for _ in range(2):
+        assert texts(engine, requests) == wanted
+    assert engine.report().prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_random_eagle3_head(made: Any, shape: str) -> None:
+    """A head of Llama 3's form attends to the whole text; its states are those of three layers of the target."""
+    pair, wanted, requests = made
+    fields = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = eagle3_config(fields | {"head_dim": 16, "draft_vocab_size": 61}, pair.target.config)
+    head = Eagle3Head(config, pair.target.model.embed_tokens).double().requires_grad_(False)
+    assert texts(engine_with(Networks(pair.target, head), shape), requests) == wanted
+
+
+@pytest.mark.parametrize("fault", ["no cut", "no end of chunks"])
+def test_planted_errors_are_caught(made: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, wanted, requests = made
+    if fault == "no cut":
+        monkeypatch.setattr(Target, "within_chunk", lambda self, depth_limit_B, roots_B: depth_limit_B)
+    engine: Any = engine_with(pair, SHAPES[1])
+    if fault == "no end of chunks":
+        engine._scheduler._limits = Limits(4, 256)
+    assert texts(engine, requests) != wanted

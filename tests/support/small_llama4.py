@@ -1,0 +1,93 @@
+"""A Llama 4 of kilobytes, made and saved by transformers: chunks of 16 positions, temperature from position 7 on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_worker.models.config import CausalLMConfig
+from specdecode_worker.models.layers import Attend
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 80,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 5],
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
+
+
+def save_llama4(
+    folder: Path, dtype: torch.dtype = torch.float32, *, images: bool = False, seed: int = 1, **changes: Any
+) -> Any:
+    """Save a random model to ``folder``, and return its text part; with ``images``, a model of text and images."""
+    from transformers import Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGeneration, Llama4TextConfig
+
+    fields = SHAPE | changes
+    if images:
+        model = Llama4ForConditionalGeneration(Llama4Config(text_config=fields, vision_config=VISION))
+    else:
+        model = Llama4ForCausalLM(Llama4TextConfig(**fields))
+    text = model.language_model if images else model
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+        elif parameter.dim() > 1:
+            std = 0.5 if "router" in name else 0.08 if "lm_head" in name else 0.16
+            parameter.data.normal_(std=std, generator=generator)
+        else:
+            parameter.data.normal_(std=0.5, generator=generator)
+    text.to(dtype)
+    model.eval().save_pretrained(folder)
+    return text
+
+
+class DenseChunks:
+    """Causal attention over one text, within chunks in the layers whose kind says so."""
+
+    def __init__(self, config: CausalLMConfig) -> None:
+        self._config = config
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        place_T = torch.arange(len(q_THD))
+        seen_TT = place_T <= place_T[:, None]
+        if self._config.kind(layer).chunked:
+            chunk_T = place_T // self._config.attention_chunk_size
+            seen_TT &= chunk_T == chunk_T[:, None]
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TT, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+def dense_chunks(config: CausalLMConfig) -> Attend:
+    """Return the attention of one pass without a cache."""
+    return DenseChunks(config)

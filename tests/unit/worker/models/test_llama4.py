@@ -1,0 +1,271 @@
+"""Llama 4 against transformers: same folder, same logits, before and after fusion; and its published configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode_worker.models import linear
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.drafts import match_draft_model
+from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.layers import Experts
+from specdecode_worker.models.linear import Linear, Shard, Split
+from specdecode_worker.models.optimize import fuse
+from specdecode_worker.models.rope import Temperature
+from specdecode_worker.models.tensor_parallel import load_shard
+from specdecode_worker.models.weights import load_causal_lm
+from specdecode_worker.training.errors import DraftNotTrainable
+from specdecode_worker.training.heads import new_draft_model
+from support.small_llama4 import SHAPE, dense_chunks, save_llama4
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(4))
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dense-and-expert-layers": {},
+    "text-part-of-a-model-with-images": {"images": True},
+    "all-expert": {"interleave_moe_layer_step": 1},
+    "without-qk-norm": {"use_qk_norm": False},
+    "biases": {"attention_bias": True},
+    "equal-llama3-factors": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "without-temperature": {"attn_temperature_tuning": False},
+    "whole-attention-that-rotates": {"layer_types": ["full_attention", "chunked_attention"] * 4},
+    "no-chunks": {"layer_types": ["full_attention"] * 8},
+}
+
+
+@torch.inference_mode()
+def logits(model: CausalLM) -> Tensor:
+    return model.logits(model(TOKENS, torch.arange(len(TOKENS)), dense_chunks(model.config)).hidden_TE)
+
+
+@torch.inference_mode()
+def saved(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Tensor:
+    """Save a model and return transformers' logits of one pass without a cache."""
+    torch.set_num_threads(1)
+    wanted: Tensor = save_llama4(folder, dtype, **changes)(TOKENS[None], use_cache=False).logits[0]
+    assert wanted.std() > 0.3, "logits must be large enough for 1e-5 to mean something"
+    return wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    wanted = saved(tmp_path, dtype, **VARIANTS[variant])
+    ours = load_causal_lm(tmp_path, dtype=dtype, device=CPU)
+    torch.testing.assert_close(logits(ours), wanted, atol=1e-5, rtol=1e-5)
+    fuse(ours)
+    torch.testing.assert_close(logits(ours), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_bf16_is_packed(tmp_path: Path) -> None:
+    """On a CPU with bf16 support, a packed network is as close to fp32 as the plain one."""
+    wanted = saved(tmp_path)
+    ours = load_causal_lm(tmp_path, dtype=torch.bfloat16, device=CPU)
+    plain_error = (logits(ours).float() - wanted).abs().mean()
+    fuse(ours)
+    assert (logits(ours).float() - wanted).abs().mean() < 1.5 * plain_error
+
+
+@pytest.mark.slow
+def test_planted_errors_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = saved(tmp_path)
+    of = Temperature.of
+
+    def fails() -> bool:
+        ours = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
+        return bool((logits(ours) - wanted).abs().max() > 1e-3)
+
+    assert not fails()
+    with monkeypatch.context() as patch:
+        patch.setattr(Temperature, "of", lambda self, positions_T: of(self, positions_T - 1))
+        assert fails(), "the position in place of the position plus one"
+    with monkeypatch.context() as patch:
+        patch.setattr(Experts, "forward", with_score_on_output)
+        assert fails(), "the score on the output of the expert"
+    with monkeypatch.context() as patch:
+        patch.setattr(Linear, "reorder", lambda self, order_N: None)
+        assert fails(), "rows in the order of the file"
+
+
+def with_score_on_output(self: Experts, x_TE: Tensor) -> Tensor:
+    top_T, expert_T = self.router(x_TE).max(-1)
+    chosen_TE = torch.stack([self.experts[int(index)](x_E[None])[0] for x_E, index in zip(x_TE, expert_T, strict=True)])
+    out: Tensor = self.shared_expert(x_TE) + chosen_TE * top_T.sigmoid()[:, None]
+    return out
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_scales_and_biases_move_with_their_rows(kind: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight_NK = torch.randn(16, 32, generator=generator) * torch.arange(1, 17)[:, None]
+    matrix = Linear.of(weight_NK, torch.arange(16.0), split=Split.OUTPUTS).quantize(kind, CPU, stored=True)
+    x_TK, order_N = torch.randn(3, 32, generator=generator), torch.randperm(16, generator=generator)
+    wanted = matrix(x_TK)[:, order_N]
+    matrix.reorder(order_N)
+    torch.testing.assert_close(matrix(x_TK), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_parts_of_the_ranks_sum_to_the_whole(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer, with one all-reduce for attention and one for the MLP or the experts. There are two KV heads."""
+    save_llama4(tmp_path, torch.float64, num_attention_heads=8, head_dim=8, num_hidden_layers=4)
+    whole = load_causal_lm(tmp_path, dtype=torch.float64, device=CPU)
+    parts = [load_shard(tmp_path, Shard(rank, size), dtype=torch.float64, device=CPU) for rank in range(size)]
+    reduces: list[int] = []
+    monkeypatch.setattr(linear.collectives, "all_reduce", lambda tensor: reduces.append(1))
+    positions_T, attend = torch.arange(len(TOKENS)), dense_chunks(whole.config)
+    x_TE = torch.randn(40, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rope = whole.rope.at(positions_T, x_TE.dtype)
+    for layer, block in enumerate(whole.model.layers):
+        attended = [part.model.layers[layer].self_attn(layer, x_TE, rope, attend) for part in parts]
+        torch.testing.assert_close(sum(attended), block.self_attn(layer, x_TE, rope, attend))
+        torch.testing.assert_close(sum(part.model.layers[layer].mlp(x_TE) for part in parts), block.mlp(x_TE))
+    assert len(reduces) == 2 * size * 4
+    assert parts[0].config.num_key_value_heads == max(2 // size, 1)
+
+
+def published(**changes: Any) -> dict[str, Any]:
+    """Return the text part of the published config of Scout, with ``changes`` for those of Maverick."""
+    text = {
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": 4,
+        "bos_token_id": 200000,
+        "eos_token_id": [200001, 200007, 200008],
+        "floor_scale": 8192,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "interleave_moe_layer_step": 1,
+        "max_position_embeddings": 10485760,
+        "model_type": "llama4_text",
+        "no_rope_layers": [],
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "router_aux_loss_coef": 0.001,
+        "use_qk_norm": True,
+        "vocab_size": 202048,
+        **changes,
+    }
+    return {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "image_token_index": 200092,
+        "model_type": "llama4",
+        "text_config": text,
+        "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408},
+    }
+
+
+MAVERICK = {
+    "interleave_moe_layer_step": 2,
+    "max_position_embeddings": 1048576,
+    "num_local_experts": 128,
+    "rope_scaling": None,
+    "use_qk_norm": False,
+}
+
+
+def test_published_configs_load_as_they_are() -> None:
+    scout = causal_lm_config(published(), 32768)
+    assert scout.max_position_embeddings == 32768, "tables of rotary positions are as long as texts may be"
+    assert scout.eos_token_ids == (200001, 200007, 200008)
+    assert {kind.experts for kind in scout.layer_kinds} == {16}
+    assert [i for i, kind in enumerate(scout.layer_kinds) if not kind.rotates] == list(range(3, 48, 4))
+    assert [kind.chunked for kind in scout.layer_kinds] == [kind.rotates for kind in scout.layer_kinds]
+    assert scout.temperature == Temperature(floor=8192, scale=0.1)
+    maverick = causal_lm_config(published(**MAVERICK), 32768)
+    assert [i for i, kind in enumerate(maverick.layer_kinds) if kind.experts] == list(range(1, 48, 2))
+    assert (maverick.widest_mlp, maverick.qk_norm, maverick.rope_scaling) == (16384, False, None)
+    assert causal_lm_config(published()).max_position_embeddings == 2**20
+
+
+def test_short_texts_need_neither_chunks_nor_temperature() -> None:
+    config = causal_lm_config(published(), 8192)
+    assert config.attention_chunk_size == 0
+    assert not any(kind.chunked for kind in config.layer_kinds)
+    assert config.temperature is not None, "position 8191 is the first with a factor"
+    assert causal_lm_config(published(), 8191).temperature is None
+    assert causal_lm_config(published(), 8193).attention_chunk_size == 8192
+
+
+@pytest.mark.parametrize(("value", "tunes"), [(4, True), (0, False), (True, True), (False, False)])
+def test_temperature_tuning_is_a_number_or_a_boolean(value: Any, tunes: bool) -> None:
+    assert (causal_lm_config(published(attn_temperature_tuning=value)).temperature is not None) == tunes
+
+
+def test_kinds_of_layers_are_read_from_lists() -> None:
+    config = causal_lm_config(published(no_rope_layers=[1, 1, 0, 0] * 12, moe_layers=[5], attention_chunk_size=None))
+    assert [kind.rotates for kind in config.layer_kinds] == [True, True, False, False] * 12
+    assert [i for i, kind in enumerate(config.layer_kinds) if kind.experts] == [5]
+    assert not any(kind.chunked for kind in config.layer_kinds)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported"),
+        ({"layer_types": ["sliding_attention"] * 48}, "layer_types"),
+        ({"no_rope_layers": [1, 0]}, "must have 48 entries"),
+        ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning"),
+        ({"intermediate_size_mlp": -1}, "intermediate_size_mlp"),
+    ],
+    ids=str,
+)
+def test_unsupported_fields_are_named(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigMismatch, match=problem):
+        causal_lm_config(published(**changes))
+
+
+@pytest.mark.slow
+def test_a_wrongly_read_field_is_detected(tmp_path: Path) -> None:
+    wanted = saved(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for changes in ({"floor_scale": 16}, {"attn_scale": 0.3}, {"use_qk_norm": False}, {"attention_chunk_size": 32}):
+        path.write_text(json.dumps(config | changes))
+        assert (logits(load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)) - wanted).abs().max() > 1e-3, changes
+    assert SHAPE["floor_scale"] == config["floor_scale"]
+
+
+@pytest.mark.slow
+def test_it_is_no_draft_model(tmp_path: Path) -> None:
+    save_llama4(tmp_path)
+    with pytest.raises(ConfigMismatch, match="served as a target, not as a draft model"):
+        match_draft_model(tmp_path, 97, tmp_path, None)
+    target = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
+    with pytest.raises(DraftNotTrainable, match="take --method eagle3"):
+        new_draft_model(target, 2)
