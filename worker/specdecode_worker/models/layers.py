@@ -6,7 +6,7 @@ Shape suffixes: T packed tokens, H query heads, K key-value heads, D head dimens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -205,8 +205,11 @@ class Experts(nn.Module):
 
     def stack(self) -> None:
         """Stack the joined matrices of all experts where the kernels serve them; their names no longer apply."""
-        gates, downs = [one.gate_up_proj for one in self.experts], [one.down_proj for one in self.experts]
-        if all(one.stored is None and one.bias is None and fits(one.weight) for one in (*gates, *downs)):
+        experts = cast("list[MLP]", list(self.experts))
+        gates, downs = [cast(Linear, one.gate_up_proj) for one in experts], [one.down_proj for one in experts]
+        if all(
+            one.stored is None and getattr(one, "bias", None) is None and fits(one.weight) for one in (*gates, *downs)
+        ):
             del self.experts
             self.gate_up_XNE = torch.stack([one.weight.detach() for one in gates])
             self.down_XEN = torch.stack([one.weight.detach() for one in downs])
