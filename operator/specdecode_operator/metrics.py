@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final, Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -142,9 +142,6 @@ _COUNTERS = (PLAN_CHANGES, DECISIONS)
 _tasks_by_key: dict[Key, frozenset[str]] = {}
 """Tasks that have series now."""
 
-_counted: dict[tuple[Counter, str], int] = {}
-"""Failed calls that were counted already, by counter and reason."""
-
 for _reason in get_args(CallFailure):
     REPORTS_FAILED.labels(_reason)
     PUSH_FAILED.labels(_reason)
@@ -179,22 +176,6 @@ def record_failure(key: Key, status: Status) -> None:
     """Set the series of a deployment whose spec was refused; its measurements stay as they are."""
     READY_REPLICAS.set(key, status.ready_replicas)
     _record_conditions(key, status)
-
-
-def record_round(seconds: float, reports_failed: Mapping[str, int], pushes_failed: Mapping[str, int]) -> None:
-    """Count one round of asking a deployment's workers for their reports.
-
-    Args:
-        seconds: Duration of the round.
-        reports_failed: Failed reports by reason, of all rounds since the start of the process.
-        pushes_failed: Failed pushes by reason, likewise.
-    """
-    SCRAPE_ROUNDS.inc()
-    SCRAPE_SECONDS.observe(seconds)
-    for counter, totals in ((REPORTS_FAILED, reports_failed), (PUSH_FAILED, pushes_failed)):
-        for reason, total in totals.items():
-            counter.labels(reason).inc(total - _counted.get((counter, reason), 0))
-            _counted[counter, reason] = total
 
 
 def forget(namespace: str, name: str) -> None:

@@ -44,7 +44,7 @@ class Settings(BaseModel):
     poll_seconds: float = Field(default=5, ge=0.5, le=60)
     """Time between two readings of a deployment's workers, in seconds."""
     concurrency: int = Field(default=4, ge=1, le=64)
-    """Number of deployments that are reconciled at the same time."""
+    """Number of deployments that talk to the API server at the same time."""
     worker_proxy: str = Field(default="", pattern="^(https?://.+)?$")
     """HTTP proxy to the workers' admin ports, where pods cannot be reached directly."""
     worker_ca: str = ""

@@ -144,13 +144,13 @@ class Worker:
     verdict: CheckVerdict | None = None
     """Result of the worker's check before loading, read from the termination message. None once the worker is ready."""
     report: Report | None = None
-    report_tag: str = ""
-    """ETag of the response with the report. The worker answers 304 without a body while the report is the same."""
-    packed_report: Baseline | None = None
-    """The report as it was read, to be stored without packing it again."""
+    baseline: Baseline | None = None
+    """The report as it is stored for the next comparison. None where the report was not polled."""
     report_problem: str | None = None
     startup_seconds: float | None = None
     """Seconds from the creation of the pod until it was ready. None while it is not ready."""
+    pull_seconds: float | None = None
+    """Seconds that the init container took to fetch the models. None while it runs."""
     revisions: Mapping[str, str] = field(default_factory=dict)
     """Commits of the pod's models whose URI names none, by URI."""
 
@@ -226,7 +226,7 @@ class Decision:
     children: tuple[Manifest, ...]
     """Manifests in the order in which they are applied: the plan comes before the pods that mount it."""
     pushes: tuple[str, ...] = ()
-    """Addresses of workers that run a lower plan version."""
+    """Addresses of workers that must be given ``plan``."""
     changes: tuple[DecisionRecord, ...] = ()
     """Decisions made just now, oldest first; each becomes an Event."""
     recommended: str | None = None

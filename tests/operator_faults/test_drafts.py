@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
 
+from specdecode_operator.state.learned import AcceptanceCell, parse_state
 from support.kube import wait_for
 from support.operator_faults.figures import Figures
 from support.operator_faults.tenant import ServedDeployment, Tenant
@@ -14,21 +14,14 @@ from support.operator_faults.tenant import ServedDeployment, Tenant
 FIRST, SECOND = "draft-a", "draft-b"
 
 
-def stored_drafts(served: ServedDeployment) -> dict[str, str]:
-    """Return the estimates in the state ConfigMap as text, by draft hash, for both formats of the ConfigMap.
-
-    The format before sections has the estimates of one draft in ``memory.json``; later ones have a key
-    ``estimates.<draft hash>`` per draft.
-    """
+def stored_drafts(served: ServedDeployment) -> dict[str, tuple[AcceptanceCell, ...]]:
+    """Return the acceptance in the state ConfigMap, by draft hash."""
     state = served.child("configmap", "-state")
     assert state, "no state was written"
-    data = state["data"]
-    prefix = "estimates."
-    drafts = {key.removeprefix(prefix): text for key, text in data.items() if key.startswith(prefix)}
-    if "memory.json" in data:
-        memory = json.loads(data["memory.json"])
-        drafts |= {memory["draft"]: json.dumps(memory["acceptance"])} if memory["acceptance"] else {}
-    return drafts
+    learned = parse_state(state["data"], state["metadata"]["ownerReferences"][0]["uid"])
+    assert learned is not None
+    by_draft = {learned.draft: learned.acceptance} | {parked.draft: parked.acceptance for parked in learned.parked}
+    return {draft: cells for draft, cells in by_draft.items() if cells}
 
 
 def switch(served: ServedDeployment, draft: str) -> None:

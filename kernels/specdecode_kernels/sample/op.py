@@ -63,10 +63,12 @@ def processed(
     min_p_R: Tensor | None = None,
     *,
     truncated: bool,
+    waits: bool = False,
 ) -> Tensor:
     """Compute log-probabilities as `reference.processed` does, for rows of temperature > 0.
 
-    ``truncated`` must be True if any row truncates; the host knows this without waiting for the device.
+    ``truncated`` must be True if any row truncates; the host knows this without waiting for the device. With ``waits``
+    the rows that do are read, and others are not sorted, on a CPU.
     """
     if dispatch.on_gpu(logits_RV) and logits_RV.dtype != torch.float64:
         from specdecode_kernels.sample import kernel
@@ -78,7 +80,7 @@ def processed(
     scaled = wide / temperature_R.to(wide.dtype)[:, None]
     if truncated:
         cuts = top_k_R, top_p_R, torch.zeros_like(top_p_R) if min_p_R is None else min_p_R
-        scaled = _cut_by_row(scaled, *cuts) if is_large(scaled) else _cut_some(scaled, *cuts)
+        scaled = (_cut_by_row if is_large(scaled) else _cut_some if waits else _cut)(scaled, *cuts)
     return torch.log_softmax(scaled, dim=-1)
 
 
@@ -101,15 +103,17 @@ def scores(
     """Return log p + noise [R, V] of rows of temperature > 0 and the logits of the others, without a kernel.
 
     ``ids_V`` and ``vocab_size`` are as for `sampled_scores`. ``noise_RV`` is the noise over the whole vocabulary if it
-    was drawn before. ``sharpness`` multiplies the logits of rows of temperature > 0.
+    was drawn before, on a CPU; then the parameters of rows may be read. ``sharpness`` multiplies the logits of rows of
+    temperature > 0.
     """
+    waits = noise_RV is not None
     if noise_RV is None:
         noise_RV = gumbel(seed_R, position_R, logits_RV.shape[1] if ids_V is None else vocab_size)
     greedy_R = temperature_R == 0
     cuts = truncation or (position_R, position_R)  # not read without truncation
     safe_R = temperature_R.masked_fill(greedy_R, 1.0)
     sharp_RV = logits_RV if sharpness == 1 else logits_RV * sharpness
-    logp_RV = processed(sharp_RV, safe_R, *cuts, truncated=truncation is not None)
+    logp_RV = processed(sharp_RV, safe_R, *cuts, truncated=truncation is not None, waits=waits)
     return torch.where(greedy_R[:, None], logits_RV, logp_RV + (noise_RV if ids_V is None else noise_RV[:, ids_V]))
 
 
@@ -169,9 +173,7 @@ def _beyond(logits_V: Tensor, top_p: float) -> Tensor:
 
 
 def _cut_some(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """Truncate the rows that have a parameter for it, on a CPU, and all rows on an accelerator."""
-    if logits_RV.device.type != "cpu":
-        return _cut(logits_RV, top_k_R, top_p_R, min_p_R)
+    """Truncate the rows that have a parameter for it."""
     here_T = torch.nonzero((top_k_R > 0) | (top_p_R < 1) | (min_p_R > 0))[:, 0]
     cut_TV = _cut(logits_RV[here_T], top_k_R[here_T], top_p_R[here_T], min_p_R[here_T])
     return logits_RV.index_copy_(0, here_T, cut_TV)

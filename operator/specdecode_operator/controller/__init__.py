@@ -1,1 +1,1 @@
-"""The operator process and its loops: reconciler, planner, informer caches, status and Events."""
+"""The operator process: the loop of a deployment, informer caches, status and Events."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdecode_operator import manifests
-from specdecode_operator.kube.termination_message import last_words, revisions_of, verdict_of
+from specdecode_operator.kube.termination_message import last_words, pull_of, revisions_of, verdict_of
 from specdecode_operator.times import seconds_of_timestamp
 from specdecode_operator.types import Worker, Workload
 
@@ -35,6 +35,7 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
         startup_seconds=_startup_seconds(pod),
         # The worker serves now, so an earlier verdict does not hold any more.
         verdict=None if ready else verdict_of(status),
+        pull_seconds=_pull_seconds(status),
         revisions=revisions_of(status) or _NO_REVISIONS,
     )
 
@@ -68,6 +69,12 @@ def _startup_seconds(pod: Mapping[str, Any]) -> float | None:
             ready = _seconds(condition.get("lastTransitionTime"))
             return None if created is None or ready is None else max(0.0, ready - created)
     return None
+
+
+def _pull_seconds(status: Mapping[str, Any]) -> float | None:
+    """Return the duration of the pod's `pull`, in whole seconds as the kubelet knows it."""
+    began, ended = (_seconds(pull_of(status).get(name)) for name in ("startedAt", "finishedAt"))
+    return None if began is None or ended is None else max(0.0, ended - began)
 
 
 def _seconds(timestamp: object) -> float | None:

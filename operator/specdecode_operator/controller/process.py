@@ -1,4 +1,4 @@
-"""The operator process: connections, informer caches, and the three loops, which run while this replica leads."""
+"""The operator process: connections, informer caches, and one loop a deployment while this replica leads."""
 
 from __future__ import annotations
 
@@ -8,61 +8,146 @@ import secrets
 import signal
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdecode_operator import metrics
-from specdecode_operator.controller.admin_tokens import TokenKeys, load_keys
+from specdecode_operator import manifests, metrics
+from specdecode_operator.controller.admin_tokens import AdminTokens, TokenKeys, load_keys
 from specdecode_operator.controller.caches import Caches
-from specdecode_operator.controller.loops import Loops
+from specdecode_operator.controller.deployment_loop import DeploymentLoop, Shared
 from specdecode_operator.controller.readiness import Readiness, serve_probes
-from specdecode_operator.controller.resource import identity_of
 from specdecode_operator.errors import ClusterError, NotLeader
+from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.leader_election import LeaderElector
 from specdecode_operator.settings import Settings
-from specdecode_operator.state.deployment_state import DeploymentState, Pending, StateTable
-from specdecode_operator.state.packed import Packed
+from specdecode_operator.state.store import StateStore
+from specdecode_operator.telemetry.polling import WorkerCalls
 from specdecode_operator.telemetry.worker_client import WorkerClient
-from specdecode_operator.types import Key
+from specdecode_operator.training_jobs.job_writer import JobWriter
+from specdecode_operator.types import Defaults, Key
 
 KEY_RETRY_SECONDS = 2.0
 """Time between two attempts to read the key of the admin tokens."""
+CHECK_SECONDS = 0.3
+"""Time from a watch event of a child to its check. A write is answered within some 10 ms; a repair waits for it."""
+
+Resource = Mapping[str, Any]
 
 log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """The loops of all deployments, while this replica leads."""
+
+    def __init__(self, settings: Settings, process: Process, keys: TokenKeys) -> None:
+        client, caches = process.client, process.caches
+        self._applier = ChildApplier(client, caches.record)
+        self._loops: dict[Key, tuple[DeploymentLoop, asyncio.Task[None]]] = {}
+        self._unchecked: set[Key] = set()
+        """Deployments of which a child changed less than CHECK_SECONDS ago."""
+        self._shared = Shared(
+            client=client,
+            calls=WorkerCalls(process.workers, period=settings.poll_seconds),
+            caches=caches,
+            resources=process.resources,
+            update=process.update,
+            gone=process.forget,
+            applier=self._applier,
+            store=StateStore(client, self._applier),
+            tokens=AdminTokens(client, keys),
+            jobs=JobWriter(client),
+            defaults=Defaults(**{one.name: getattr(settings, one.name) for one in fields(Defaults)}),
+            writers=asyncio.Semaphore(settings.concurrency),
+        )
+        for key in process.resources:
+            self.start(key)
+
+    def start(self, key: Key) -> None:
+        """Start the loop of a deployment."""
+        loop = DeploymentLoop(key, self._shared)
+        self._loops[key] = loop, asyncio.create_task(loop.run(), name="/".join(key))
+
+    def wake(self, key: Key, *, changed: bool = False) -> None:
+        """Have a step made: after a change by a user, or of pods or their workload."""
+        if key in self._loops:
+            self._loops[key][0].wake(changed=changed)
+
+    def child_changed(self, key: Key) -> None:
+        """Have a step made after a change of another child, unless the change is the operator's own.
+
+        The check waits for the answer to the operator's write, because the watch event may come before it.
+        """
+        if key in self._loops and key not in self._unchecked:
+            self._unchecked.add(key)
+            asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check_children, key)
+
+    def _check_children(self, key: Key) -> None:
+        self._unchecked.discard(key)
+        if not self._applier.is_settled(key, manifests.child_names(key[1])):
+            self.wake(key)
+
+    def forget(self, key: Key, uid: str) -> None:
+        """End the loop of a deployment that was deleted, and drop its records."""
+        if key in self._loops:
+            self._loops.pop(key)[1].cancel()
+        self._shared.store.forget(uid)
+        self._shared.tokens.forget(uid)
+        self._shared.jobs.forget(key)
+        metrics.forget(*key)
+        for child in manifests.child_names(key[1]):
+            self._applier.forget(key[0], child)
+
+    async def stop(self) -> None:
+        """End all loops."""
+        tasks = [task for _, task in self._loops.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Process:
     """All background work between kopf's startup and its cleanup."""
 
+    client: KubeClient
+    workers: WorkerClient
+    caches: Caches
+
     def __init__(self, settings: Settings) -> None:
+        """Prepare the process.
+
+        Args:
+            settings: Settings of the operator.
+        """
         self._settings = settings
         self._stack = AsyncExitStack()
-        self._table = StateTable()
-        self._loops: Loops | None = None
+        self._elector: LeaderElector | None = None
+        self.resources: dict[Key, Resource] = {}
+        """SpecDecodeDeployments as the API server has them."""
+        self.fleet: Fleet | None = None
         """The loops while this replica leads, or else None."""
 
     async def start(self) -> None:
         """Connect to the API server, start the caches, and join the leader election."""
         settings = self._settings
-        self._elector: LeaderElector | None = None
         client = await KubeClient.connect(guard=self._check_leadership)
         self._stack.push_async_callback(client.close)
         workers = WorkerClient(
             proxy=settings.worker_proxy or None, ca_file=Path(settings.worker_ca) if settings.worker_ca else None
         )
         self._stack.push_async_callback(workers.close)
-        self._client, self._workers = client, workers
-        self._caches = Caches(client, settings.watch_namespaces, self._workers_changed, self._child_changed)
-        self._spawn(self._caches.run())
+        self.client, self.workers = client, workers
+        self.caches = Caches(client, settings.watch_namespaces, self._workers_changed, self._child_changed)
+        self._spawn(self.caches.run())
         # An account of all namespaces has its rights in each of them, so that one is asked for.
-        readiness = Readiness(client, self._caches, settings.watch_namespaces or (settings.namespace,))
+        readiness = Readiness(client, self.caches, settings.watch_namespaces or (settings.namespace,))
         probes = await serve_probes(settings.listen_address, settings.port_health, readiness)
         self._stack.push_async_callback(probes.cleanup)
         self._spawn(readiness.run(), ends=True)
-        for kind in self._caches.informers:
-            metrics.WATCH_CONTACT_AGE.labels(kind).set_function(partial(self._caches.contact_age, kind))
+        for kind in self.caches.informers:
+            metrics.WATCH_CONTACT_AGE.labels(kind).set_function(partial(self.caches.contact_age, kind))
         if settings.leader_election:
             identity = f"{settings.identity}_{secrets.token_hex(4)}"
             self._elector = LeaderElector(
@@ -77,46 +162,55 @@ class Process:
         """Stop all tasks, the loops first. The lease is released, so that another replica can lead at once."""
         await self._stack.aclose()
 
-    def resource_event(self, event: str | None, resource: Mapping[str, Any]) -> None:
-        """Record a watch event of a SpecDecodeDeployment, and request a decision if a user made a change."""
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def resource_event(self, event: str | None, resource: Resource) -> None:
+        """Take a watch event of a SpecDecodeDeployment, and have a step made if a user made a change."""
         metadata = resource["metadata"]
-        key = (metadata["namespace"], metadata["name"])
         if event == "DELETED" or metadata.get("deletionTimestamp"):
-            self._forget(key)
-            return
-        known = self._table.get(key)
-        before = known.resource.value["metadata"] if known else None
-        if before is not None and _is_older(metadata, before):
-            return
-        if known is None or before is None or before["uid"] != metadata["uid"]:
-            self._forget(key)
-            state = DeploymentState(resource=Packed.of(dict(resource)), generation=metadata["generation"])
-            self._table.put(key, state)
+            self.forget((metadata["namespace"], metadata["name"]))
         else:
-            self._table.update(key, resource=Packed.of(dict(resource)), generation=metadata["generation"])
-            if identity_of(before) == identity_of(metadata):
-                return  # The operator itself wrote the status.
-        if self._loops is not None:
-            self._loops.resource_changed(key)
+            self.update(dict(resource))
+
+    def update(self, resource: Resource) -> None:
+        """Take a resource of the API server unless a newer one is known."""
+        metadata = resource["metadata"]
+        key = metadata["namespace"], metadata["name"]
+        known = self.resources.get(key, {}).get("metadata")
+        if known is not None and known["uid"] != metadata["uid"]:
+            self.forget(key)
+            known = None
+        if known is not None and _is_older(metadata, known):
+            return
+        # The record of field owners is most of the object.
+        slim = {name: value for name, value in metadata.items() if name != "managedFields"}
+        self.resources[key] = {**resource, "metadata": slim}
+        if self.fleet is None:
+            return
+        if known is None:
+            self.fleet.start(key)
+        elif known["generation"] != metadata["generation"]:
+            self.fleet.wake(key, changed=True)
+
+    def forget(self, key: Key) -> None:
+        """Drop a deployment that was deleted."""
+        resource = self.resources.pop(key, None)
+        if resource is not None and self.fleet is not None:
+            self.fleet.forget(key, resource["metadata"]["uid"])
 
     def _workers_changed(self, key: Key) -> None:
-        if self._loops is not None and self._table.get(key) is not None:
-            self._loops.workers_changed(key)
+        if self.fleet is not None:
+            self.fleet.wake(key)
 
     def _child_changed(self, key: Key) -> None:
-        if self._loops is not None and self._table.get(key) is not None:
-            self._loops.child_changed(key)
+        if self.fleet is not None:
+            self.fleet.child_changed(key)
 
-    def _forget(self, key: Key) -> None:
-        state = self._table.get(key)
-        self._table.remove(key)
-        if state is not None and self._loops is not None:
-            self._loops.forget(key, state.resource.value["metadata"]["uid"])
+    # --- leadership -------------------------------------------------------------------------------------------------
 
-    def _check_leadership(self) -> None:
-        """Raise NotLeader unless this replica may write."""
-        if self._elector is not None:
-            self._elector.check()
+    def _check_leadership(self) -> float | None:
+        """Return the seconds for which this replica may write, if it is known. Raise NotLeader if it may not."""
+        return self._elector.check() if self._elector is not None else None
 
     async def _lead(self) -> None:
         """Run the loops while this replica leads, and drop their results when it loses the lease."""
@@ -132,41 +226,22 @@ class Process:
             finally:
                 metrics.LEADER.set(0)
                 metrics.forget_all()
-                self._loops = None
-                for key in self._table:
-                    self._table.update(
-                        key,
-                        session=None,
-                        decision=None,
-                        decided=(),
-                        pending=Pending(),
-                        failure=None,
-                        published=None,
-                    )
             log.warning("not leading any more; waiting for the lease")
 
     async def _run_loops(self) -> None:
-        await self._caches.wait_synced()
-        keys = await self._token_keys()
-        loops = Loops(self._settings, self._client, self._workers, self._caches, self._table, keys)
-        self._loops = loops
-        for key in self._table:
-            loops.resource_changed(key)
-        running = asyncio.ensure_future(loops.run())
-        lost = asyncio.ensure_future(self._elector.lost.wait() if self._elector else asyncio.Event().wait())
+        """Run the loops until the lease is lost; without an election, for ever."""
+        await self.caches.wait_synced()
+        self.fleet = Fleet(self._settings, self, await self._token_keys())
         try:
-            await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
+            await (self._elector.lost.wait() if self._elector else asyncio.Event().wait())
         finally:
-            for task in (running, lost):
-                task.cancel()
-            await asyncio.gather(running, lost, return_exceptions=True)
+            fleet, self.fleet = self.fleet, None
+            await fleet.stop()
 
     async def _token_keys(self) -> TokenKeys:
         while True:
             try:
-                return await load_keys(self._client, self._settings.namespace)
+                return await load_keys(self.client, self._settings.namespace)
             except ClusterError as error:
                 log.warning("the key of the admin tokens: %s", error)
                 await asyncio.sleep(KEY_RETRY_SECONDS)
@@ -179,9 +254,7 @@ class Process:
 
 
 def _is_older(metadata: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
-    """Return whether the object of an event is older than the known one, by their resource versions."""
-    if metadata["uid"] != known["uid"]:
-        return False
+    """Return whether an object is older than the known one of the same uid, by their resource versions."""
     versions = metadata.get("resourceVersion", ""), known.get("resourceVersion", "")
     return all(version.isdecimal() for version in versions) and int(versions[0]) < int(versions[1])
 

@@ -40,8 +40,3 @@ def status_of_resource(resource: Mapping[str, Any]) -> Status:
         return Status.model_validate(resource.get("status") or {})
     except ValidationError:
         return Status()
-
-
-def identity_of(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what only actions of users change: uid, generation and deletion time."""
-    return metadata["uid"], metadata["generation"], metadata.get("deletionTimestamp")

@@ -183,7 +183,7 @@ def _decision(
         ),
         selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
         children=materialised.children,
-        pushes=in_use.workers_to_push(observed, current, deployment.uid, healed.own),
+        pushes=in_use.workers_to_push(observed, current, healed.own),
         suspects=healed.unhealthy,
         own_plans=healed.own_plans,
         excluded=healed.own,

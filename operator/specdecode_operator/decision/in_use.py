@@ -6,9 +6,8 @@ from collections.abc import Collection
 
 from specdecode_operator.planning import loads
 from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.telemetry.plan_push import RunningPlan, needs_plan
 from specdecode_operator.types import Deployment, Observation
-from specdecode_worker.contract import Buckets, Plan, TreeShape, suppressed_loads
+from specdecode_worker.contract import Buckets, Plan, PlanState, TreeShape, suppressed_loads
 
 
 def held_back_loads(observed: Observation, plan: Plan | None) -> set[tuple[int, int]]:
@@ -56,21 +55,21 @@ def task_depths(deployment: Deployment, plan: Plan, learned: LearnedState, bucke
     return {name: plan.shape(concurrency, context, name).depth for name in names}
 
 
-def workers_to_push(observed: Observation, plan: Plan, uid: str, excluded: Collection[str]) -> tuple[str, ...]:
+def workers_to_push(observed: Observation, plan: Plan, excluded: Collection[str]) -> tuple[str, ...]:
     """Return the addresses of workers that report a lower plan version, or the plan of another deployment.
 
     Args:
         observed: Workers with their reports.
         plan: The plan that all workers should run.
-        uid: uid of the deployment.
         excluded: Addresses of workers that run a plan of their own.
     """
     return tuple(
         worker.address
         for worker in observed.workers
-        if worker.address
-        and worker.report
-        and not worker.leaving
-        and worker.address not in excluded
-        and needs_plan(RunningPlan.of(worker.report), uid, plan.version, quiet=False)
+        if worker.address and worker.report and not worker.leaving and worker.address not in excluded
+        if _needs(worker.report.plan, plan)
     )
+
+
+def _needs(running: PlanState, plan: Plan) -> bool:
+    return running.uid != plan.uid or running.version < plan.version or running.quiet != plan.quiet

@@ -169,16 +169,11 @@ def _read(known: Baseline | None, worker: Worker, buckets: Buckets, now: float) 
     if after is None:
         return known, None
     if known is None:
-        return worker.packed_report or Baseline.of(after, worker.report_tag), None
+        return worker.baseline or Baseline.of(after), None
     before = known.report
     if before.boot_id == after.boot_id and 0 <= after.clock_seconds - before.clock_seconds < MIN_INTERVAL_SECONDS:
         return known, None
-    if worker.packed_report is not None:
-        baseline = worker.packed_report
-    elif worker.report_tag and worker.report_tag == known.tag:
-        baseline = known.at(after.clock_seconds)
-    else:
-        baseline = Baseline.of(after, worker.report_tag)
+    baseline = worker.baseline or Baseline.of(after)
     delta = difference(before, after, at=now, buckets=buckets)
     is_trial = before.trial is not None or after.trial is not None
     return baseline, delta.load_only() if delta is not None and is_trial else delta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,11 @@ class LastApply:
     """Digest of the manifest."""
     ours: str
     """Digest of the API server's record of the applied fields, after that apply."""
-    at: float = float("-inf")
-    """Time of that apply. Before all times if it was made before a restart."""
-    before: ChildRecord | None = None
+    at: float
+    """Time of that apply."""
+    before: ChildRecord | None
     """The informer's record when the manifest was sent."""
-    confirmed: bool = True
+    confirmed: bool = False
     """The informer has shown the result."""
     drifted: bool = False
     """The informer has shown something else since then."""
@@ -133,27 +133,6 @@ class ChildApplier:
         applied = [((kind, *place), last) for place in places for kind, last in self._applied.get(place, {}).items()]
         return all(self._shows(last, self._records(child)) for child, last in applied)
 
-    def digests(self, key: Key, names: Iterable[str]) -> dict[str, str]:
-        """Return what was applied last to the children of a deployment, for ``recall`` after a restart.
-
-        Args:
-            key: Key of the deployment.
-            names: Names of its children.
-        """
-        return {
-            f"{kind}/{name}": f"{applied.text} {applied.ours}"
-            for name in names
-            for kind, applied in sorted(self._applied.get((key[0], name), {}).items())
-        }
-
-    def recall(self, key: Key, digests: Mapping[str, str]) -> None:
-        """Take over what ``digests`` returned before a restart. Newer knowledge and unreadable entries are left."""
-        for child, value in digests.items():
-            kind, _, name = child.partition("/")
-            text, _, ours = value.partition(" ")
-            if name and ours:
-                self._applied.setdefault((key[0], name), {}).setdefault(kind, LastApply(text, ours))
-
     def forget(self, namespace: str, name: str) -> None:
         """Forget the children with this name, when their deployment is gone."""
         self._applied.pop((namespace, name), None)
@@ -234,7 +213,7 @@ class ChildApplier:
     def _note_apply(self, child: Child, text: str, ours: str, record: ChildRecord | None) -> None:
         last, now = self._last_apply(child), self._clock()
         repairs = last.repairs + 1 if last and last.text == text and now - last.at < SETTLED_SECONDS else 0
-        applied = LastApply(text, ours, now, record, confirmed=False, repairs=repairs)
+        applied = LastApply(text, ours, now, record, repairs=repairs)
         self._applied.setdefault(child[1:], {})[child[0]] = applied
 
     def _last_apply(self, child: Child) -> LastApply | None:

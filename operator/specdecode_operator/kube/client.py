@@ -191,17 +191,6 @@ class KubeClient:
                 if not self.status_fields.note_refusal(error.sentence):
                     raise
 
-    async def patch(self, kind: Kind, namespace: str, name: str, change: Mapping[str, Any]) -> None:
-        """Merge a change into an object. An object that is gone is no error."""
-        with contextlib.suppress(NotFound):
-            await self._request(
-                "patch",
-                kind.path(namespace, name),
-                body=dict(change),
-                content_type="application/merge-patch+json",
-                field_manager=FIELD_MANAGER,
-            )
-
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None) -> None:
         """Delete an object, and later what it owns. An object that is gone is no error.
 

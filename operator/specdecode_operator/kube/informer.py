@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from specdecode_operator.errors import ClusterError, Gone, Refused, Unavailable
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import Kind
-from specdecode_operator.kube.object_store import KeyFunction, ObjectStore, parent_key
+from specdecode_operator.kube.object_store import ObjectStore
 from specdecode_operator.types import Key
 
 MIN_WATCH_SECONDS, MAX_WATCH_SECONDS = 240, 300
@@ -47,7 +47,6 @@ class Informer(Generic[T]):
         project: Callable[[dict[str, Any]], T],
         metadata_only: bool,
         on_change: Callable[[Key], None],
-        key_of: KeyFunction = parent_key,
     ) -> None:
         """Prepare an informer; nothing is read before ``run``.
 
@@ -59,7 +58,6 @@ class Informer(Generic[T]):
             project: Function that takes an object as the API server sends it, and returns what is stored of it.
             metadata_only: Ask the API server for metadata instead of whole objects.
             on_change: Called with the key of an object that was added, changed or removed, after the store changed.
-            key_of: Function that returns the key of an object from its metadata, by default that of its parent.
         """
         self.synced = asyncio.Event()
         """Set when the first list is complete."""
@@ -76,7 +74,7 @@ class Informer(Generic[T]):
         self._project = project
         self._metadata_only = metadata_only
         self._on_change = on_change
-        self._store: ObjectStore[T] = ObjectStore(key_of)
+        self._store: ObjectStore[T] = ObjectStore()
         self._version = ""
         """Resource version from which the next watch goes on; empty if a list must come first."""
         self._short_watches = 0

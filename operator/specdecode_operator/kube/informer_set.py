@@ -1,18 +1,15 @@
-"""Informers of one kind in several namespaces with one reading interface, and the informer of our own kind."""
+"""Informers of one kind in several namespaces with one reading interface."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer import Informer
-from specdecode_operator.kube.kinds import DEPLOYMENTS, Kind
-from specdecode_operator.kube.object_store import KeyFunction, own_key, parent_key
+from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.types import Key
 
 T = TypeVar("T")
@@ -31,7 +28,6 @@ class InformerSet(Generic[T]):
         project: Callable[[dict[str, Any]], T],
         metadata_only: bool,
         on_change: Callable[[Key], None],
-        key_of: KeyFunction = parent_key,
     ) -> None:
         """Prepare the informers; without namespaces, a single one for all namespaces of the cluster.
 
@@ -48,7 +44,6 @@ class InformerSet(Generic[T]):
                 project=project,
                 metadata_only=metadata_only,
                 on_change=on_change,
-                key_of=key_of,
             )
             for namespace in (tuple(namespaces) or (None,))
         }
@@ -107,32 +102,3 @@ class InformerSet(Generic[T]):
 
     def _informer(self, namespace: str) -> Informer[T] | None:
         return self._informers.get(namespace, self._informers.get(None))
-
-
-def deployment_informers(
-    client: KubeClient, namespaces: Sequence[str], *, on_change: Callable[[Key], None]
-) -> InformerSet[bytes]:
-    """Return the informers of our own kind. They store packed objects, and the key is the object's own."""
-    return InformerSet(
-        client,
-        DEPLOYMENTS,
-        namespaces,
-        labels="",
-        project=pack_resource,
-        metadata_only=False,
-        on_change=on_change,
-        key_of=own_key,
-    )
-
-
-def pack_resource(resource: Mapping[str, Any]) -> bytes:
-    """Return an object as compressed JSON, without metadata.managedFields."""
-    metadata = {name: value for name, value in resource["metadata"].items() if name != "managedFields"}
-    document = {**resource, "metadata": metadata}
-    return zlib.compress(json.dumps(document, separators=(",", ":")).encode())
-
-
-def unpack_resource(packed: bytes) -> dict[str, Any]:
-    """Return the object that was packed."""
-    resource: dict[str, Any] = json.loads(zlib.decompress(packed))
-    return resource

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from specdecode_operator.api.v1alpha1 import GROUP
@@ -13,7 +13,6 @@ NAME_LABEL = f"{GROUP}/name"
 """Label with the name of the deployment that an object belongs to."""
 
 T = TypeVar("T")
-KeyFunction = Callable[[Mapping[str, Any]], Key | None]
 
 
 class StoredObject(NamedTuple, Generic[T]):
@@ -31,16 +30,10 @@ def parent_key(metadata: Mapping[str, Any]) -> Key | None:
     return (metadata["namespace"], name) if name else None
 
 
-def own_key(metadata: Mapping[str, Any]) -> Key | None:
-    """Return the object's own namespace and name."""
-    return metadata["namespace"], metadata["name"]
-
-
 class ObjectStore(Generic[T]):
     """Objects by namespace and name, and by key."""
 
-    def __init__(self, key_of: KeyFunction) -> None:
-        self._key_of = key_of
+    def __init__(self) -> None:
         self._objects: dict[tuple[str, str], StoredObject[T]] = {}
         self._by_key: dict[Key, dict[tuple[str, str], StoredObject[T]]] = {}
 
@@ -71,7 +64,7 @@ class ObjectStore(Generic[T]):
         """Store an object. Return the keys that are affected: two if the object moved to another deployment."""
         place = sys.intern(metadata["namespace"]), metadata["name"]
         before = self.remove(*place)
-        key = self._key_of(metadata)
+        key = parent_key(metadata)
         if key is not None:
             key = sys.intern(key[0]), sys.intern(key[1])
         stored = StoredObject(value, metadata["uid"], metadata["resourceVersion"], key)

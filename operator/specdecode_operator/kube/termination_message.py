@@ -29,10 +29,15 @@ def verdict_of(pod_status: Mapping[str, Any]) -> CheckVerdict | None:
 
 def revisions_of(pod_status: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the commits of the models that a pod's `pull` fetched, by URI. They are validated, as a verdict is."""
+    return _read_revisions(str(pull_of(pod_status).get("message") or ""))
+
+
+def pull_of(pod_status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the termination of a pod's `pull`; empty until it has ended well."""
     for container in pod_status.get("initContainerStatuses") or []:
-        ended = (container.get("state") or {}).get("terminated") or {}
+        ended: Mapping[str, Any] = (container.get("state") or {}).get("terminated") or {}
         if container.get("name") == PULL_CONTAINER and ended.get("exitCode") == 0:
-            return _read_revisions(str(ended.get("message") or ""))
+            return ended
     return {}
 
 

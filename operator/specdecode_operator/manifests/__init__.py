@@ -18,7 +18,6 @@ from specdecode_operator.manifests.identity import (
     TokenScope,
     child_names,
     demand_name,
-    drafts_name,
     headless_name,
     plan_name,
     policy_name,
@@ -32,7 +31,6 @@ from specdecode_operator.manifests.identity import (
 )
 from specdecode_operator.manifests.objects import (
     budget,
-    drafts_config_map,
     headless_service,
     network_policy,
     plan_config_map,
@@ -67,8 +65,6 @@ __all__ = [
     "demand_config_map",
     "demand_name",
     "distillation_job",
-    "drafts_config_map",
-    "drafts_name",
     "headless_name",
     "headless_service",
     "is_pinned",

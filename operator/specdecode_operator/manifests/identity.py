@@ -72,11 +72,6 @@ def state_name(name: str) -> str:
     return f"{name}-state"
 
 
-def drafts_name(name: str) -> str:
-    """Return the name of the ConfigMap with the rollout of drafts."""
-    return f"{name}-drafts"
-
-
 def tokens_name(name: str) -> str:
     """Return the name of the Secret with the admin tokens."""
     return f"{name}-tokens"
@@ -94,7 +89,7 @@ def demand_name(name: str) -> str:
 
 def child_names(name: str) -> tuple[str, ...]:
     """Return the names of all objects that the operator creates for a deployment."""
-    own = (worker_name, headless_name, plan_name, state_name, drafts_name, tokens_name)
+    own = (worker_name, headless_name, plan_name, state_name, tokens_name)
     return name, *(make(name) for make in (*own, router_name, demand_name))
 
 

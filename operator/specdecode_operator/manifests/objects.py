@@ -11,7 +11,6 @@ from specdecode_operator.manifests.identity import (
     REVISIONS_KEY,
     ROLE_LABEL,
     Role,
-    drafts_name,
     headless_name,
     metadata,
     plan_name,
@@ -73,11 +72,6 @@ def plan_config_map(deployment: Deployment, plan: Plan, revisions: Mapping[str, 
 def state_config_map(deployment: Deployment, data: Mapping[str, str]) -> Manifest:
     """Return the ConfigMap with the state that survives the operator."""
     return _config_map(deployment, state_name(deployment.name), data)
-
-
-def drafts_config_map(deployment: Deployment, data: Mapping[str, str]) -> Manifest:
-    """Return the ConfigMap with the rollout of drafts, which survives the operator."""
-    return _config_map(deployment, drafts_name(deployment.name), data)
 
 
 def tokens_secret(deployment: Deployment, tokens: Mapping[str, Sequence[str]]) -> Manifest:

@@ -12,7 +12,7 @@ from kubernetes.config.config_exception import ConfigException
 
 from specdecode_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from specdecode_operator.errors import PluginError
-from specdecode_operator.state.learned import LearnedState, read_state
+from specdecode_operator.state.learned import LearnedState, parse_state
 
 Resource = dict[str, Any]
 
@@ -62,7 +62,7 @@ class Api:
             )
         )
         try:
-            return read_state(json.loads(response.data).get("data") or {}, metadata["uid"]).learned
+            return parse_state(json.loads(response.data).get("data") or {}, metadata["uid"])
         except (AttributeError, ValueError):
             return None
 

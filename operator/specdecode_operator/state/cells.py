@@ -9,6 +9,14 @@ from pydantic import BaseModel, ConfigDict
 
 from specdecode_worker.contract import TreeShape
 
+DIGITS = 6
+"""Significant digits of estimates. Fewer would lose variances, which are small differences of large sums."""
+
+
+def rounded(value: float) -> float:
+    """Return ``value`` at DIGITS significant digits."""
+    return float(f"{value:.{DIGITS}g}")
+
 
 class Stored(BaseModel):
     """Base of all persisted records. Fields that a newer operator added are ignored on reading."""
@@ -140,10 +148,7 @@ def _shape(parents: tuple[int, ...], depth: int) -> TreeShape:
 
 
 class DraftEstimates(Stored):
-    """Everything measured with one draft, and its rows. Stored under ``estimates.<draft hash>``.
-
-    The section of the current draft has no rows: they are in the section ``plan``.
-    """
+    """Everything measured with one draft that is not in use, and its rows."""
 
     draft: str
     acceptance: tuple[AcceptanceCell, ...] = ()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from specdecode_operator.state import cells as stored
 from specdecode_operator.state.cells import StepTimeCell
-from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.state.sections import MAX_PARKED_DRAFTS
+from specdecode_operator.state.learned import MAX_PARKED_DRAFTS, LearnedState
 from specdecode_operator.telemetry.counters import CellKey
 
 

@@ -1,23 +1,12 @@
-"""Stored rollout of a deployment's drafts, in the sections of the ConfigMap ``<name>-drafts``. Pure.
+"""Stored rollout of a deployment's drafts: the entry ``drafts`` of the ConfigMap ``<name>-state``, as JSON. Pure.
 
-| section | version | content |
-|---|---|---|
-| `lifecycle` | 1 | phase, drafts by hash, what was observed of the spec, and the last verdict |
-| `trial` | 1 | the trial that runs: pod, settings, and the differences of its pairs |
-| `lineage` | 1 | candidates that were tried, the newest first |
-| `run` | 1 | the training run that is under way, the latest one that ended, and one whose folder is to be deleted |
-
-Sections are encoded as those of ``<name>-state`` (`state.compact`). A section that cannot be read is left out. Without
-`lifecycle` the draft of the spec serves, and ``problem`` says why. Other sections are of a newer operator; the store
-writes them back unchanged.
+If it cannot be read, the draft of the spec serves, and ``problem`` says why.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 from pydantic import Field
 
@@ -25,11 +14,11 @@ from specdecode_operator.api.v1alpha1 import DraftLineageStatus, DraftRunEndStat
 from specdecode_operator.drafts.lifecycle import Lifecycle
 from specdecode_operator.drafts.lifecycle_table import Mode, Phase
 from specdecode_operator.state.cells import Stored
-from specdecode_operator.state.compact import decode, encode
 
 LINEAGE = 10
 """Number of candidates in the lineage; status shows all of them."""
-VERSIONS: Mapping[str, int] = {"lifecycle": 1, "trial": 1, "lineage": 1, "run": 1}
+DRAFTS_KEY = "drafts"
+"""Entry of the ConfigMap."""
 _LIFECYCLE = tuple(field.name for field in fields(Lifecycle))
 
 
@@ -153,13 +142,13 @@ class DraftRecord(Stored):
     """Runs that ended, by outcome."""
     runs_not_better: int = 0
     """Verdicts in a row that were not better."""
-    trial: TrialRecord | None = Field(default=None, exclude=True)
-    run: RunRecord | None = Field(default=None, exclude=True)
-    undeleted_run: RunRecord | None = Field(default=None, exclude=True)
+    trial: TrialRecord | None = None
+    run: RunRecord | None = None
+    undeleted_run: RunRecord | None = None
     """Run that ended without a verdict, so that its folder may hold captured text. ``retry_at`` is the time before
     which no Job deletes it, ``losses`` the number of such Jobs that failed, and ``reason`` that of the latest one."""
-    last_run: DraftRunEndStatus | None = Field(default=None, exclude=True)
-    lineage: tuple[DraftLineageStatus, ...] = Field(default=(), exclude=True)
+    last_run: DraftRunEndStatus | None = None
+    lineage: tuple[DraftLineageStatus, ...] = ()
 
     def with_ended(self, entry: DraftLineageStatus) -> DraftRecord:
         """Return the record with the end of a candidate."""
@@ -183,8 +172,8 @@ class DraftRecord(Stored):
 
     @property
     def is_stored(self) -> bool:
-        """True if there is anything to store: a rollout, or a request that must not be carried out again."""
-        return self.is_used or bool(self.request)
+        """True if there is anything to store: a rollout, a problem, or a request that must not be carried out again."""
+        return self.is_used or bool(self.request or self.problem)
 
     @property
     def planned_draft(self) -> str:
@@ -197,66 +186,16 @@ UNUSED = DraftRecord()
 
 
 def render_drafts(record: DraftRecord) -> dict[str, str]:
-    """Return the sections as text, by key."""
-    data = {"lifecycle": encode(VERSIONS["lifecycle"], record.model_dump(mode="json"))}
-    if record.trial is not None:
-        data["trial"] = encode(VERSIONS["trial"], {"trial": record.trial.model_dump(mode="json")})
-    if record.lineage:
-        entries = [entry.model_dump(mode="json", by_alias=True) for entry in record.lineage]
-        data["lineage"] = encode(VERSIONS["lineage"], {"entries": entries})
-    if record.run is not None or record.last_run is not None:
-        run, undeleted = (
-            one.model_dump(mode="json") if one is not None else None for one in (record.run, record.undeleted_run)
-        )
-        last = record.last_run.model_dump(mode="json", by_alias=True) if record.last_run else None
-        data["run"] = encode(VERSIONS["run"], {"run": run, "last": last, "undeleted": undeleted})
-    return data
+    """Return the entry of the ConfigMap; none where no draft was ever offered or trained."""
+    text = record.model_dump_json(by_alias=True, exclude_defaults=True)
+    return {DRAFTS_KEY: text} if record.is_stored else {}
 
 
-def parse_drafts(data: Mapping[str, str]) -> tuple[DraftRecord, tuple[str, ...]]:
-    """Return the record, and the reasons why sections could not be read. Nothing is raised."""
-    problems: list[str] = []
-    lifecycle = _read(data, "lifecycle", problems, DraftRecord.model_validate_json)
-    lineage = _read(data, "lineage", problems, _lineage) or ()
-    if lifecycle is None:
-        problem = "; ".join(problems) if problems else "section lifecycle: it is missing"
-        return UNUSED.model_copy(update={"problem": problem[:1000], "lineage": lineage}), (problem,)
-    trial = _read(data, "trial", problems, _trial)
-    runs = _read(data, "run", problems, _runs) or {}
-    return lifecycle.model_copy(update={"trial": trial, "lineage": lineage, **runs}), tuple(problems)
-
-
-def unknown_drafts(data: Mapping[str, str]) -> dict[str, str]:
-    """Return the sections of a newer operator, which are written back unchanged."""
-    return {key: text for key, text in data.items() if key not in VERSIONS}
-
-
-def _read(data: Mapping[str, str], key: str, problems: list[str], parse: Any) -> Any:
-    if key not in data:
-        return None
+def parse_drafts(data: Mapping[str, str]) -> DraftRecord:
+    """Return the record that ``render_drafts`` wrote. One that cannot be read says so in ``problem``."""
+    if DRAFTS_KEY not in data:
+        return UNUSED
     try:
-        version, content = decode(data[key])
-        if version > VERSIONS[key]:
-            raise ValueError(f"version {version} is of a newer operator; this one reads {VERSIONS[key]}")
-        return parse(json.dumps(content))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        problems.append(f"section {key}: {' '.join(str(error).split())}")
-        return None
-
-
-def _trial(text: str) -> TrialRecord:
-    return TrialRecord.model_validate(json.loads(text)["trial"])
-
-
-def _runs(text: str) -> dict[str, RunRecord | DraftRunEndStatus | None]:
-    content = json.loads(text)
-    run, last, undeleted = content["run"], content["last"], content.get("undeleted")
-    return {
-        "run": None if run is None else RunRecord.model_validate(run),
-        "last_run": None if last is None else DraftRunEndStatus.model_validate(last),
-        "undeleted_run": None if undeleted is None else RunRecord.model_validate(undeleted),
-    }
-
-
-def _lineage(text: str) -> tuple[DraftLineageStatus, ...]:
-    return tuple(DraftLineageStatus.model_validate(entry) for entry in json.loads(text)["entries"][:LINEAGE])
+        return DraftRecord.model_validate_json(data[DRAFTS_KEY])
+    except ValueError as error:
+        return UNUSED.model_copy(update={"problem": " ".join(str(error).split())[:1000]})

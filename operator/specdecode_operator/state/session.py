@@ -6,17 +6,13 @@ measurements of the last minute) is lost with the process and collected again.
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-
-from pydantic import TypeAdapter
 
 from specdecode_operator.state.draft_record import UNUSED, DraftRecord
-from specdecode_operator.state.learned import DraftEstimates, LearnedState, TemplateState
+from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import Report
 
@@ -112,56 +108,3 @@ class Session:
     """Rollout of drafts, which survives a restart as ``learned`` does."""
     stored: bool = True
     """False if no state was stored: the deployment is new, or the ConfigMap of its state was deleted or unreadable."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSession:
-    """Compressed session, about a tenth of the size, for the time between two decisions. A process may hold 1000."""
-
-    learned: bytes
-    """Learned state without pod template and parked drafts."""
-    template: bytes
-    """Pod template; empty if there is none."""
-    parked: bytes
-    """Estimates of drafts that are not in use now. They are a part of their own, because they seldom change."""
-    window: bytes
-    rest: Session
-    """Session without the packed parts."""
-
-    @classmethod
-    def of(cls, session: Session, previous: PackedSession | None = None) -> PackedSession:
-        """Compress ``session``. Parked drafts that ``previous`` has too are taken from there, which is faster."""
-        template, parked = session.learned.template, session.learned.parked
-        return cls(
-            learned=zlib.compress(session.learned.model_dump_json(by_alias=True).encode(), 1),
-            template=zlib.compress(template.model_dump_json().encode(), 1) if template else b"",
-            parked=_pack_parked(parked, previous.parked if previous else b""),
-            window=zlib.compress(pickle.dumps(session.window), 1),
-            rest=replace(session, learned=_EMPTY, window=()),
-        )
-
-    @property
-    def session(self) -> Session:
-        """The decompressed session."""
-        learned = LearnedState.model_validate_json(zlib.decompress(self.learned))
-        template = TemplateState.model_validate_json(zlib.decompress(self.template)) if self.template else None
-        learned = learned.model_copy(update={"template": template, "parked": _unpack_parked(self.parked)})
-        return replace(self.rest, learned=learned, window=pickle.loads(zlib.decompress(self.window)))
-
-
-_EMPTY = LearnedState()
-_PARKED = TypeAdapter(tuple[DraftEstimates, ...])
-
-
-def _pack_parked(parked: tuple[DraftEstimates, ...], previous: bytes) -> bytes:
-    if not parked:
-        return b""
-    if previous and parked is _unpack_parked(previous):
-        return previous
-    return zlib.compress(_PARKED.dump_json(parked), 1)
-
-
-@lru_cache(maxsize=32)
-def _unpack_parked(packed: bytes) -> tuple[DraftEstimates, ...]:
-    """Decompress parked drafts. The result is cached, so that unchanged drafts are the same object."""
-    return _PARKED.validate_json(zlib.decompress(packed)) if packed else ()

@@ -91,7 +91,7 @@ class WorkerClient:
         self._accepted: dict[str, str] = {}
         """By address: the token that the worker accepted, where it was not the first one."""
         # A proxy of the environment is not used, because it cannot reach pod addresses. The connector has no limit
-        # of its own: calls that wait for a connection would miss their deadline. The scraper bounds open calls.
+        # of its own: calls that wait for a connection would miss their deadline. WorkerCalls bounds open calls.
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True, limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from specdecode_operator.state.cells import Stored
 from specdecode_operator.state.learned import (
+    MAX_PARKED_DRAFTS,
     AcceptanceCell,
     DraftEstimates,
     LearnedState,
@@ -19,7 +19,6 @@ from specdecode_operator.state.learned import (
     TemplateState,
     TrafficCell,
 )
-from specdecode_operator.state.sections import MAX_PARKED_DRAFTS
 from specdecode_operator.telemetry.counters import PAIRS
 from specdecode_worker.contract import MAX_RANKS
 
@@ -159,17 +158,3 @@ class Crowd:
             parked=tuple(self.parked(f"{index + 1}" * 16) for index in range(MAX_PARKED_DRAFTS)),
             template=TemplateState(spec_hash="h", template={"containers": [{"name": "worker"}]}, image="i"),
         )
-
-
-def same(left: Any, right: Any) -> bool:
-    """Compare states, numbers to within four digits."""
-    if isinstance(left, Stored):
-        return type(left) is type(right) and same(
-            [getattr(left, name) for name in type(left).model_fields],
-            [getattr(right, name) for name in type(left).model_fields],
-        )
-    if isinstance(left, tuple | list):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, float) and isinstance(right, float):
-        return abs(left - right) <= 5e-5 * max(abs(left), abs(right))
-    return bool(left == right)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdecode_simulator.command import main
-from specdecode_simulator.policies.registry import DEPTH_POLICIES, ORACLES, SCALERS
+from specdecode_simulator.policies.registry import DEPTH_POLICIES, ORACLES, OURS, SCALERS
 from specdecode_simulator.scoring import run
 from specdecode_simulator.scoring.run_store import read_runs
 from specdecode_simulator.scoring.score import Interval, by_policy, dominated, targets
@@ -51,7 +51,7 @@ def test_rules_of_scaling_are_judged_on_scaled_traces_and_rules_of_depth_on_the_
     assert main([*flags, "--recordings", str(recordings)]) == 0
     document = json.loads(capsys.readouterr().out)
     flat, scaled = (set(document["traces"][trace]["policies"]) for trace in ("steady-gpu", "ramp"))
-    assert flat == {"ours", *DEPTH_POLICIES, *ORACLES}
+    assert flat == {*OURS, *DEPTH_POLICIES, *ORACLES}
     assert scaled == {"ours", *SCALERS, *ORACLES}
     assert document["policies"]["traces"] == ["steady-gpu"]
     assert "decisions" not in document["traces"]["ramp"]

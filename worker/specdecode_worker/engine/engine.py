@@ -43,6 +43,7 @@ from specdecode_worker.engine.stats import (
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.stages import start_seconds
 
 GRAMMAR_WAIT_SECONDS = 0.002
 """Longest wait for a compilation while no request runs, so that the engine still reads its messages."""
@@ -232,14 +233,8 @@ class Engine:
         return tuple(sorted({most, *(min(edge, most) for edge in self._shape_selector.plan.buckets.concurrency)}))
 
     def calibration_shapes(self) -> tuple[TreeShape, ...]:
-        """Return the chains for which step times are calibrated, deepest first; empty if the plan allows no trials.
-
-        Only the deepest chain and the chain of depth 1 are timed; the step times of the depths between follow from
-        these two.
-        """
-        plan = self._shape_selector.plan
-        depths = {plan.max_depth, 1} if plan.max_depth and plan.explore else set()
-        return tuple(TreeShape.chain(depth) for depth in sorted(depths, reverse=True))
+        """Return the shapes for which step times are calibrated, deepest first; empty if the plan allows no trials."""
+        return self._shape_selector.plan.timed_shapes
 
     def force_shape(self, shape: TreeShape | None) -> None:
         """Force one shape in all steps, for calibration. None returns to the plan."""
@@ -350,6 +345,7 @@ class Engine:
         self._add_request_seconds(now)
         snapshot = WorkerSnapshot(
             clock_seconds=now,
+            start=start_seconds(),
             draft=self._drafts.reported(DEFAULT_DRAFT, swaps),
             named_drafts=self._drafts.named(swaps),
             trial=trial,
@@ -381,7 +377,7 @@ class Engine:
         self._scheduler.publish(request, min(request.cached, len(request.tokens)))
         self._recorder.record_row(row, read, taken, now)
         if read.credits:
-            self._drafts.record_credit(request, read.credits)
+            self._drafts.proposals.record_credit(request, read.credits)
         if request.finish is not None:
             self._end(request, now)
         prompt_logprobs: tuple[Logprobs, ...] = ()

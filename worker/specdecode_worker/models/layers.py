@@ -205,7 +205,7 @@ class Experts(nn.Module):
 
     def stack(self) -> None:
         """Stack the joined matrices of all experts where the kernels serve them; their names no longer apply."""
-        experts = cast("list[MLP]", list(self.experts))
+        experts = [cast(MLP, one) for one in self.experts]
         gates, downs = [cast(Linear, one.gate_up_proj) for one in experts], [one.down_proj for one in experts]
         if all(
             one.stored is None and getattr(one, "bias", None) is None and fits(one.weight) for one in (*gates, *downs)

@@ -135,9 +135,8 @@ def _whole_output(folder: Path, target: CausalLM, device: torch.device) -> Linea
     """Return the whole output matrix, in place of the part that a shard has."""
     weight = target.model.embed_tokens.weight
     if not target.config.tie_word_embeddings:
-        whole = prepare_causal_lm(folder)
-        (named,) = whole.checkpoint.read_all(["lm_head.weight"])
-        weight = named[1].to(device=device, dtype=weight.dtype)
+        whole = prepare_causal_lm(folder).read_weight("lm_head")
+        weight = whole.to(device=device, dtype=weight.dtype)
     return Linear.of(weight)
 
 

@@ -68,6 +68,7 @@ def status_of(
         capacity=sections.capacity_section(before.capacity, decision),
         router=sections.router_section(deployment, observed),
         memory=sections.memory_section(before.memory, observed),
+        start=sections.start_section(before.start, observed),
     )
 
 

@@ -52,7 +52,8 @@ def draft_rollout(deployment: Deployment, observed: Observation, job_problem: st
     """Return whether a draft is trained, tried, promoted or rolled back. None until one was offered or asked for."""
     kind, record = ConditionType.draft_rollout, observed.session.drafts
     if record.problem:
-        message = f"ConfigMap {deployment.name}-drafts was not read, so the draft of the spec serves: {record.problem}"
+        entry = f"the entry drafts of ConfigMap {deployment.name}-state"
+        message = f"{entry} was not read, so the draft of the spec serves: {record.problem}"
         return ConditionState(kind, "False", "StateUnreadable", message, True)
     waiting = _waiting(deployment, record)
     if waiting is not None:

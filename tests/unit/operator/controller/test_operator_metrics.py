@@ -11,7 +11,6 @@ from prometheus_client import REGISTRY
 
 from specdecode_operator import metrics
 from specdecode_operator.controller.status import failed_status, status_of
-from specdecode_operator.controller.workqueue import WorkQueue
 from specdecode_operator.decision import history
 from specdecode_operator.types import Figures, Observation, Outcome, TaskFigures
 from support.operators.fleet import Loop, Truth, loop_over, with_pin, workload_with
@@ -174,17 +173,6 @@ def test_reasons_of_failed_reports_exist_from_the_start() -> None:
         assert REGISTRY.get_sample_value("specdecode_operator_push_failed_total", {"reason": reason}) is not None
 
 
-def test_rounds_count_each_failure_once() -> None:
-    def failed(kind: str) -> float:
-        return REGISTRY.get_sample_value(f"specdecode_operator_{kind}_failed_total", {"reason": "refused"}) or 0
-
-    before = failed("reports"), failed("push"), REGISTRY.get_sample_value("specdecode_operator_scrape_rounds_total")
-    for total in (3, 3, 5):
-        metrics.record_round(0.1, {"refused": total}, {"refused": 1})
-    after = failed("reports"), failed("push"), REGISTRY.get_sample_value("specdecode_operator_scrape_rounds_total")
-    assert [end - (start or 0) for start, end in zip(before, after, strict=True) if end is not None] == [5, 1, 3]
-
-
 def test_a_replica_that_is_not_the_leader_has_no_series_of_deployments() -> None:
     recorded(loop_over(Truth(chances=[0.02] * 5)), 12)
     metrics.REPORTS_FAILED.labels("timeout").inc()
@@ -192,16 +180,6 @@ def test_a_replica_that_is_not_the_leader_has_no_series_of_deployments() -> None
     left = [s for family in REGISTRY.collect() for s in family.samples if s.labels.get("name") == "demo"]
     assert not left
     assert REGISTRY.get_sample_value("specdecode_operator_reports_failed_total", {"reason": "timeout"})
-
-
-async def test_queue_depth_counts_waiting_deployments() -> None:
-    async def handle(key: tuple[str, str]) -> None:
-        return None
-
-    queue = WorkQueue(handle)
-    queue.add(("ns", "a"))
-    queue.add(("ns", "b"))
-    assert queue.depth() == 2
 
 
 def test_a_scrape_of_one_name_returns_its_series_alone() -> None:

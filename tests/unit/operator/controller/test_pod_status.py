@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.controller.pod_status import worker_of, workload_of
-from specdecode_operator.controller.resource import deployment_of, identity_of, status_of_resource
+from specdecode_operator.controller.resource import deployment_of, status_of_resource
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests import rolling_hash
 from support.operators.fleet import SPEC
@@ -68,6 +68,13 @@ def test_a_failed_run_is_trouble_before_the_kubelet_waits(restarts: int, code: i
     ended = {"exitCode": code, "reason": "Error", "message": "no config.json in /drafts"}
     container = {"name": "pull", "restartCount": restarts, "state": {"terminated": ended}}
     assert worker_of(pod({"initContainerStatuses": [container]})).trouble == trouble
+
+
+def test_the_duration_of_a_pull_is_that_of_its_container() -> None:
+    ended = {"exitCode": 0, "startedAt": "2026-11-27T10:00:00Z", "finishedAt": "2026-11-27T10:01:30Z"}
+    container = {"name": "pull", "state": {"terminated": ended}}
+    assert worker_of(pod({"initContainerStatuses": [container]})).pull_seconds == 90
+    assert worker_of(pod({"initContainerStatuses": [{"name": "pull", "state": {"running": {}}}]})).pull_seconds is None
 
 
 def test_an_image_that_cannot_be_pulled_is_trouble() -> None:
@@ -137,15 +144,3 @@ def test_a_spec_with_a_value_of_another_version_is_refused_by_field() -> None:
 
 def test_a_status_of_another_version_counts_as_empty() -> None:
     assert status_of_resource(resource(status={"observedGeneration": 3, "ready": 1})).observed_generation is None
-
-
-def test_only_changes_by_users_change_the_identity_of_a_resource() -> None:
-    first = resource()["metadata"]
-    assert identity_of(first) == identity_of({**first, "resourceVersion": "9"})
-    assert identity_of(first) == identity_of({**first, "annotations": {"kubectl.kubernetes.io/restartedAt": "now"}})
-    for change in (
-        {"generation": 4},
-        {"uid": "other"},
-        {"deletionTimestamp": "now"},
-    ):
-        assert identity_of({**first, **change}) != identity_of(first), change

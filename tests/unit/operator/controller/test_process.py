@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from specdecode_operator.controller.loops import Loops
-from specdecode_operator.controller.process import Process
+from specdecode_operator.controller.process import Fleet, Process
 from specdecode_operator.settings import Settings
 
 KEY = ("ns", "a")
@@ -24,28 +23,30 @@ def resource(generation: int = 1, version: int = 1, uid: str = "u1", **annotatio
 
 
 class Recorded:
-    """Loops that record the calls they get."""
+    """A fleet that records the calls it gets."""
 
     def __init__(self) -> None:
-        self.changed = 0
-        self.forgotten: list[str] = []
+        self.calls: list[str] = []
 
-    def resource_changed(self, key: object) -> None:
-        self.changed += 1
+    def start(self, key: object) -> None:
+        self.calls.append("start")
+
+    def wake(self, key: object, *, changed: bool) -> None:
+        assert changed
+        self.calls.append("wake")
 
     def forget(self, key: object, uid: str) -> None:
-        self.forgotten.append(uid)
+        self.calls.append(f"forget {uid}")
 
 
 def started() -> tuple[Process, Recorded]:
-    process, loops = Process(Settings()), Recorded()
-    process._loops = cast("Loops", loops)
-    return process, loops
+    process, fleet = Process(Settings()), Recorded()
+    process.fleet = cast("Fleet", fleet)
+    return process, fleet
 
 
-def test_changes_by_users_start_a_decision_and_status_updates_do_not() -> None:
-    process, loops = started()
-    counts = []
+def test_changes_by_users_wake_the_loop_and_status_updates_do_not() -> None:
+    process, fleet = started()
     for event, body in (
         (None, resource()),
         ("MODIFIED", resource(version=2)),
@@ -54,32 +55,36 @@ def test_changes_by_users_start_a_decision_and_status_updates_do_not() -> None:
         ("ADDED", resource(version=7, uid="u2")),
     ):
         process.resource_event(event, body)
-        counts.append(loops.changed)
-    assert counts == [1, 1, 1, 2, 3]
-    assert loops.forgotten == ["u1"]
+    assert fleet.calls == ["start", "wake", "forget u1", "start"]
 
 
 def test_an_event_older_than_the_known_resource_is_ignored() -> None:
     process, _ = started()
     process.resource_event(None, resource(version=10))
     process.resource_event("MODIFIED", resource(version=9))
-    state = process._table.get(KEY)
-    assert state is not None
-    assert state.resource.value["status"]["version"] == 10
+    assert process.resources[KEY]["status"]["version"] == 10
 
 
 def test_a_deployment_is_forgotten_after_a_deleted_event_or_a_deletion_timestamp() -> None:
     for event, deletion in (("DELETED", None), ("MODIFIED", "now")):
-        process, loops = started()
+        process, fleet = started()
         process.resource_event(None, resource())
         body = resource(version=2)
         body["metadata"]["deletionTimestamp"] = deletion
         process.resource_event(event, body)
-        assert process._table.get(KEY) is None
-        assert loops.forgotten == ["u1"]
+        assert KEY not in process.resources
+        assert fleet.calls == ["start", "forget u1"]
 
 
 def test_a_standby_follows_resources_without_deciding() -> None:
     process = Process(Settings())
     process.resource_event(None, resource())
-    assert process._table.get(KEY) is not None
+    assert KEY in process.resources
+
+
+def test_the_record_of_field_owners_is_not_stored() -> None:
+    process, _ = started()
+    body = resource()
+    body["metadata"]["managedFields"] = [{"manager": "kubectl"}]
+    process.resource_event(None, body)
+    assert "managedFields" not in process.resources[KEY]["metadata"]

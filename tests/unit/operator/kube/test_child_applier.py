@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -267,36 +266,15 @@ async def test_a_process_that_is_not_the_leader_fails_loudly(world: World) -> No
         await world.send()
 
 
-async def test_a_restart_applies_only_what_differs(world: World) -> None:
+async def test_a_new_process_applies_each_child_once(world: World) -> None:
     await world.send(a="1")
     world.catch_up()
-    digests = world.applier.digests(KEY, ["x-plan", "absent"])
-    assert list(digests) == ["ConfigMap/x-plan"]
-    cases: list[tuple[Callable[[], None], list[str]]] = [
-        (lambda: None, []),
-        (lambda: drift(world), ["apply"]),
-        (world.objects.clear, ["get", "apply"]),
-    ]
-    for change, requests in cases:
-        world.requests.clear()
-        change()
-        world.catch_up()
-        world.applier = world.restarted()
-        world.applier.recall(KEY, {**digests, "nonsense": "", "ConfigMap/": "a b", "ConfigMap/y": "a"})
+    world.applier = world.restarted()
+    world.requests.clear()
+    for _ in range(3):
         await world.send(a="1")
-        assert world.requests == requests
-
-
-async def test_newer_knowledge_is_not_overwritten(world: World) -> None:
-    await world.send(a="1")
-    digests = world.applier.digests(KEY, ["x-plan"])
-    world.catch_up()
-    await world.send(a="2")
-    newer = world.applier.digests(KEY, ["x-plan"])
-    world.applier.recall(KEY, digests)
-    assert world.applier.digests(KEY, ["x-plan"]) == newer != digests
-    world.applier.forget("ns", "x-plan")
-    assert world.applier.digests(KEY, ["x-plan"]) == {}
+        world.catch_up()
+    assert world.requests == ["apply"]
 
 
 async def test_children_are_settled_while_the_informer_shows_what_was_applied(world: World) -> None:

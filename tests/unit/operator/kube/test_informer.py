@@ -13,9 +13,9 @@ from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.errors import Gone, Refused, Unavailable
 from specdecode_operator.kube import informer as informer_module
 from specdecode_operator.kube.informer import Informer
-from specdecode_operator.kube.informer_set import InformerSet, deployment_informers, pack_resource, unpack_resource
+from specdecode_operator.kube.informer_set import InformerSet
 from specdecode_operator.kube.kinds import PODS
-from specdecode_operator.kube.object_store import ObjectStore, parent_key
+from specdecode_operator.kube.object_store import ObjectStore
 from specdecode_operator.types import Key
 
 A, B = ("ns", "a"), ("ns", "b")
@@ -207,22 +207,9 @@ async def test_a_set_reads_like_one_informer() -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def test_deployments_are_packed_by_their_own_key() -> None:
-    resource = {**item("d", 7, ""), "spec": {"replicas": 2}, "status": {}}
-    resource["metadata"]["managedFields"] = [{"manager": "m"}]
-    unpacked = unpack_resource(pack_resource(resource))
-    assert "managedFields" not in unpacked["metadata"]
-    assert unpacked["spec"] == resource["spec"]
-    assert "managedFields" in resource["metadata"], "the argument is left as it was"
-    client: Any = None
-    informer = next(iter(deployment_informers(client, (), on_change=print)._informers.values()))
-    informer._put(resource)
-    assert informer.keys() == (("ns", "d"),)
-
-
 def test_ten_thousand_pods_fit_in_few_megabytes() -> None:
     tracemalloc.start()
-    store: ObjectStore[tuple[str, bool]] = ObjectStore(parent_key)
+    store: ObjectStore[tuple[str, bool]] = ObjectStore()
     before, _ = tracemalloc.get_traced_memory()
     for number in range(10_000):
         deployment, namespace = f"deployment-{number // 10}", f"team-{number // 1000}"

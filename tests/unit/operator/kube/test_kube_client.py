@@ -112,7 +112,6 @@ MANIFEST = config_map("ns", "a")
 WRITES: list[Callable[[KubeClient], Any]] = [
     lambda client: client.create(CONFIG_MAPS, MANIFEST),
     lambda client: client.update(CONFIG_MAPS, MANIFEST),
-    lambda client: client.patch(CONFIG_MAPS, "ns", "a", {}),
     lambda client: client.delete(CONFIG_MAPS, "ns", "a"),
     lambda client: client.apply(MANIFEST, force=True),
     lambda client: client.apply_status("ns", "a", {}),

@@ -336,7 +336,6 @@ def test_child_names_are_those_of_all_children() -> None:
         manifests.budget(deployment),
         manifests.workload(deployment, {}, "h", 1),
         manifests.state_config_map(deployment, {}),
-        manifests.drafts_config_map(deployment, {}),
         manifests.tokens_secret(deployment, {}),
         manifests.router_workload(deployment, DEFAULTS),
         manifests.demand_config_map(deployment),

@@ -14,7 +14,7 @@ from specdecode_operator.merging.subsets import Credit, TaskDrafts, subsets_of
 from specdecode_operator.merging.tuning import TUNING
 from specdecode_operator.planning.loads import buckets
 from specdecode_operator.state.cells import CreditCell, MergeChoice
-from specdecode_operator.state.learned import AcceptanceCell, LearnedState, parse_state, render_state
+from specdecode_operator.state.learned import STATE_KEY, AcceptanceCell, LearnedState, parse_state, render_state
 from specdecode_operator.telemetry.counters import Hits
 from specdecode_operator.telemetry.deltas import Delta, difference, fleet
 from specdecode_operator.types import Observation
@@ -84,8 +84,7 @@ def test_the_stored_cells_are_bounded_and_the_latest_stay() -> None:
         learned = learn_credit(learned, Delta(seconds=5, credit=credit), [TASK], 1000.0 + index)
     assert len(learned.credit) == TUNING.max_cells
     assert {cell.draft for cell in learned.credit} >= {"draft-39", "draft-20"}
-    text = render_state(learned.model_copy(update={"uid": "u"}))["merging"]
-    assert len(text) < 24 * 1024
+    assert len(render_state(learned)[STATE_KEY]) < 24 * 1024
 
 
 def test_credit_and_choices_survive_a_restart_of_the_operator() -> None:
@@ -213,7 +212,7 @@ def test_nothing_changes_without_merged_drafts(tasks: list[dict[str, Any]]) -> N
     assert merged.learned is learned
     assert merged.deployment is deployment
     assert (merged.changes, merged.texts, decision.merges) == ((), {}, {})
-    assert "merging" not in render_state(learned)
+    assert (learned.merges, learned.credit) == ((), ())
 
 
 def test_a_spec_that_stops_to_merge_leaves_nothing_behind() -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from specdecode_operator.plugin import simulation
 from specdecode_operator.plugin.cli import main
-from specdecode_operator.state.learned import parse_state, render_state
+from specdecode_operator.state.learned import render_state
 from support.operators.fleet import loop_over
 from support.operators.resources import polled, resource_of
 
@@ -146,18 +146,7 @@ def test_every_option_has_a_help_text(command: tuple[str, ...], capsys: pytest.C
     assert "--namespace" in capsys.readouterr().out
 
 
-def test_explain_reads_the_state_of_an_older_operator(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sections = server.answers[STATE][1]["data"]
-    learned = parse_state(sections, "u1")
-    assert learned is not None
-    server.answers[STATE] = 200, {"data": {"memory.json": learned.model_dump_json(by_alias=True)}}
-    assert server.run("explain", "demo") == 0
-    assert "MEASUREMENTS" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("answer", [{}, {"data": None}, {"data": {"meta": "{"}}, {"data": {"memory.json": "7"}}, []])
+@pytest.mark.parametrize("answer", [{}, {"data": None}, {"data": {"state": "{"}}, []])
 def test_explain_without_readable_state_says_so(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str], answer: object
 ) -> None:

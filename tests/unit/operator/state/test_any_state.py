@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -21,10 +22,9 @@ from specdecode_operator.state.learned import (
     StepTimeCell,
     TrafficCell,
     parse_state,
-    read_state,
     render_state,
 )
-from support.operators.crowd import Crowd, same
+from support.operators.crowd import Crowd
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32) | st.floats(0, 2e9) | st.just(0.0)
 names = st.text(max_size=12)
@@ -81,16 +81,12 @@ def many(records: Any) -> Any:
     return st.lists(records, max_size=12).map(tuple)
 
 
-def drafted(cells: tuple[StepTimeCell, ...]) -> tuple[StepTimeCell, ...]:
-    return tuple(cell for cell in cells if cell.draft_passes)
-
-
 estimates = st.builds(
     DraftEstimates,
     draft=drafts,
     acceptance=many(acceptance_records),
     requests=many(request_records),
-    costs=many(cell_records).map(drafted),
+    costs=many(cell_records),
     rows=many(row_records),
 )
 states = st.builds(
@@ -115,32 +111,11 @@ states = st.builds(
 )
 
 
-def by_kind(cells: tuple[StepTimeCell, ...]) -> list[StepTimeCell]:
-    return sorted(
-        cells,
-        key=lambda cell: (
-            cell.tokens_bucket,
-            cell.draft_passes,
-            cell.prefill,
-            cell.context_bucket,
-            cell.at,
-            cell.values,
-        ),
-    )
-
-
 @pytest.mark.slow
 @settings(max_examples=30, phases=[Phase.explicit, Phase.generate])
 @given(states)
 def test_any_state_survives_the_round_trip(learned: LearnedState) -> None:
-    parked = tuple(one for one in learned.parked if one.draft != learned.draft)
-    learned = learned.model_copy(update={"parked": parked})
-    data = render_state(learned)
-    stored = parse_state(data, "u")
-    assert stored is not None
-    assert same(by_kind(stored.costs), by_kind(learned.costs))
-    assert same(stored, learned.model_copy(update={"costs": stored.costs}))
-    assert all(len(key) <= 253 and key.replace(".", "").replace("-", "").replace("_", "").isalnum() for key in data)
+    assert parse_state(render_state(learned), "u") == learned
 
 
 WRITTEN = render_state(Crowd().learned(pods=1))
@@ -148,11 +123,11 @@ WRITTEN = render_state(Crowd().learned(pods=1))
 
 @pytest.mark.slow
 @settings(max_examples=50, phases=[Phase.explicit, Phase.generate])
-@given(st.sampled_from(sorted(WRITTEN)), st.randoms(use_true_random=False))
-def test_no_damage_raises(key: str, chance: random.Random) -> None:
-    data = dict(WRITTEN)
-    text = list(data[key])
+@given(st.randoms(use_true_random=False))
+def test_no_damage_raises_but_a_value_error(chance: random.Random) -> None:
+    ((key, written),) = WRITTEN.items()
+    text = list(written)
     for _ in range(3):
         text[chance.randrange(len(text))] = chance.choice('{}[]",:0aZ=')
-    data[key] = "".join(text)
-    read_state(data, "u", is_owned=True)
+    with contextlib.suppress(ValueError):
+        parse_state({key: "".join(text)}, "u")

@@ -6,6 +6,7 @@ import pytest
 
 from specdecode_operator.planning.learning import learn, learn_parked
 from specdecode_operator.state.learned import (
+    MAX_PARKED_DRAFTS,
     AcceptanceCell,
     LearnedState,
     RowState,
@@ -13,7 +14,6 @@ from specdecode_operator.state.learned import (
     parse_state,
     render_state,
 )
-from specdecode_operator.state.sections import MAX_PARKED_DRAFTS
 from specdecode_operator.telemetry.counters import CellKey, Hits, Moments, RequestSums
 from specdecode_operator.telemetry.deltas import Delta
 from support.operators.fleet import Loop, Truth, loop_over

@@ -1,28 +1,34 @@
-"""Store of sessions: when the ConfigMap is written, and what a new process reads from it."""
+"""Store of sessions: when the ConfigMap is written, what a new process reads from it, and what damage costs."""
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.state import learned as learned_module
-from specdecode_operator.state.learned import LearnedState, LoadState, StepTimeCell
-from specdecode_operator.state.session import Session
+from specdecode_operator.state import session as session_module
+from specdecode_operator.state.draft_record import DRAFTS_KEY, UNUSED
+from specdecode_operator.state.learned import STATE_KEY, LearnedState, LoadState, parse_state, render_state
+from specdecode_operator.state.session import Baseline, Session
 from specdecode_operator.state.store import StateStore
-from specdecode_operator.types import ChildProblem, Deployment, Key
-from support.operators.fleet import deployment_with, loop_over
+from specdecode_operator.types import ChildProblem, Deployment
+from support.operators.canary import trying
+from support.operators.crowd import Crowd
+from support.operators.fleet import SimulatedWorker, Truth, deployment_with, loop_over
 
 
 class Cluster:
     """A cluster with one ConfigMap, which counts what is applied."""
 
     def __init__(self) -> None:
-        self.recalled: dict[str, str] = {}
         self.writes: list[Mapping[str, Any]] = []
         self.is_down = False
 
@@ -37,12 +43,6 @@ class Cluster:
         self.writes.append(manifest)
         return None
 
-    def digests(self, key: Key, names: Iterable[str]) -> dict[str, str]:
-        return self.recalled
-
-    def recall(self, key: Key, digests: Mapping[str, str]) -> None:
-        self.recalled = {child: text for child, text in digests.items() if "/" in child}
-
     async def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
         return self.writes[-1] if self.writes else None
 
@@ -54,8 +54,11 @@ def session_with(load: float = 1, uid: str = "u1", **fields: Any) -> Session:
 async def written(cluster: Cluster, deployment: Deployment, session: Session | None = None) -> StateStore:
     """Write a state and return the store of a new process."""
     session = session or session_with(uid=deployment.uid)
-    await StateStore(cluster, cluster).save(deployment, session.learned, urgent=True, now=0)
+    await StateStore(cluster, cluster).save(deployment, session, urgent=True, now=0)
     return StateStore(cluster, cluster)
+
+
+# --- writes -----------------------------------------------------------------------------------------------------------
 
 
 async def test_state_is_written_for_decisions_and_once_a_minute_for_measurements() -> None:
@@ -63,7 +66,7 @@ async def test_state_is_written_for_decisions_and_once_a_minute_for_measurements
     store = StateStore(cluster, cluster)
 
     async def save(load: float, *, now: float, urgent: bool = False, learnt: bool = False) -> int:
-        await store.save(deployment, session_with(load).learned, urgent=urgent, learnt=learnt, now=now)
+        await store.save(deployment, session_with(load), urgent=urgent, learnt=learnt, now=now)
         return len(cluster.writes)
 
     assert await save(1, now=0, urgent=True) == 1
@@ -75,15 +78,40 @@ async def test_state_is_written_for_decisions_and_once_a_minute_for_measurements
     assert await save(4, now=202, urgent=True) == 3, "equal text is not written"
 
 
+async def test_the_rollout_of_drafts_is_written_with_each_change() -> None:
+    cluster, canary = Cluster(), trying()
+    store = StateStore(cluster, cluster)
+    for _ in range(3):
+        await store.save(canary.deployment, canary.session, urgent=False, learnt=False, now=1)
+    assert len(cluster.writes) == 1
+    again = StateStore(cluster, cluster)
+    assert (await again.load(canary.deployment.key, canary.deployment.uid)).drafts == canary.record
+    await again.save(canary.deployment, canary.session, urgent=False, learnt=False, now=2)
+    assert len(cluster.writes) == 1, "a new process writes nothing that is stored"
+    paused = replace(canary.session, drafts=canary.record.model_copy(update={"paused": True}))
+    await again.save(canary.deployment, paused, urgent=False, learnt=False, now=3)
+    assert '"paused":true' in cluster.data[DRAFTS_KEY]
+
+
+async def test_nothing_is_written_of_drafts_without_a_candidate() -> None:
+    cluster, deployment = Cluster(), deployment_with()
+    store = StateStore(cluster, cluster)
+    await store.save(deployment, session_with(), urgent=False, learnt=False, now=0)
+    assert cluster.writes == []
+    await store.save(deployment, session_with(), urgent=True, now=0)
+    assert cluster.data.keys() == {STATE_KEY}
+    assert (await store.load(deployment.key, deployment.uid)).drafts == UNUSED
+
+
 async def test_a_failed_write_is_due_again() -> None:
     cluster, deployment = Cluster(), deployment_with()
     store = StateStore(cluster, cluster)
     cluster.is_down = True
-    problem = await store.save(deployment, session_with(2).learned, urgent=False, now=100)
+    problem = await store.save(deployment, session_with(2), urgent=False, now=100)
     assert problem is not None
     assert problem.reason == "Unavailable"
     cluster.is_down = False
-    await store.save(deployment, session_with(2).learned, urgent=False, learnt=False, now=101)
+    await store.save(deployment, session_with(2), urgent=False, learnt=False, now=101)
     assert len(cluster.writes) == 1
     assert (await store.load(deployment.key, deployment.uid)).learned.load.sequences == 2
 
@@ -91,8 +119,11 @@ async def test_a_failed_write_is_due_again() -> None:
 async def test_the_config_map_is_written_through_the_applier() -> None:
     cluster, guard, deployment = Cluster(), Cluster(), deployment_with()
     store = StateStore(cluster, guard)
-    await store.save(deployment, session_with().learned, urgent=True, now=0)
+    await store.save(deployment, session_with(), urgent=True, now=0)
     assert (len(cluster.writes), len(guard.writes)) == (0, 1)
+
+
+# --- reads ------------------------------------------------------------------------------------------------------------
 
 
 async def test_a_new_process_reads_the_state_and_writes_nothing() -> None:
@@ -102,84 +133,9 @@ async def test_a_new_process_reads_the_state_and_writes_nothing() -> None:
     restarted = await written(cluster, deployment, loop.memory)
     session = await restarted.load(deployment.key, deployment.uid)
     assert session.stored
-    assert session.learned.rows == loop.memory.learned.rows
-    await restarted.save(deployment, session.learned, urgent=True, now=1)
+    assert session.learned == loop.memory.learned
+    await restarted.save(deployment, session, urgent=True, now=1)
     assert len(cluster.writes) == 1, "the ConfigMap has this text"
-
-
-async def test_a_new_process_recalls_what_was_applied() -> None:
-    cluster, deployment = Cluster(), deployment_with()
-    cluster.recalled = {f"Service/{deployment.name}": "text ours"}
-    restarted = await written(cluster, deployment)
-    cluster.recalled = {}
-    await restarted.load(deployment.key, deployment.uid)
-    assert cluster.recalled == {f"Service/{deployment.name}": "text ours"}
-
-
-@pytest.mark.parametrize(
-    "text", ["", "7", "[]", '{"version":1,"children":[]}', '{"version":1,"children":{"Service/x":3,"x":"a b"}}']
-)
-async def test_garbage_of_what_was_applied_is_nothing_applied(text: str) -> None:
-    cluster, deployment = Cluster(), deployment_with()
-    restarted = await written(cluster, deployment)
-    cluster.data["applied"] = text
-    assert (await restarted.load(deployment.key, deployment.uid)).stored
-    assert cluster.recalled == {}
-
-
-async def test_the_format_before_sections_is_read_once_and_replaced() -> None:
-    cluster, deployment = Cluster(), deployment_with()
-    store = await written(cluster, deployment)
-    data = cluster.data
-    learned = LearnedState(uid=deployment.uid, draft="d1", load=LoadState(sequences=7), format=1)
-    data.clear()
-    data["memory.json"], data["template.json"] = learned.model_dump_json(by_alias=True), ""
-    data["applied.json"] = json.dumps({f"Service/{deployment.name}": "text ours"})
-    session = await store.load(deployment.key, deployment.uid)
-    assert (session.stored, session.learned.load.sequences) == (True, 7)
-    assert cluster.recalled == {f"Service/{deployment.name}": "text ours"}
-    await store.save(deployment, session.learned, urgent=False, learnt=False, now=100)
-    assert len(cluster.writes) == 1, "an upgrade alone writes nothing"
-    await store.save(deployment, session.learned, urgent=False, now=100)
-    assert not {"memory.json", "template.json", "applied.json"} & cluster.data.keys()
-    assert (await StateStore(cluster, cluster).load(deployment.key, deployment.uid)).learned == session.learned
-
-
-async def test_sections_of_a_newer_operator_survive_a_downgrade() -> None:
-    cluster, deployment = Cluster(), deployment_with()
-    store = await written(cluster, deployment)
-    cluster.data["cache"] = newer = '{"version":3,"prefixes":["a"]}'
-    session = await store.load(deployment.key, deployment.uid)
-    await store.save(deployment, session.learned, urgent=True, now=1)
-    assert len(cluster.writes) == 1, "they are no reason to write"
-    await store.save(deployment, session_with(9).learned, urgent=True, now=2)
-    await store.save(deployment, session_with(10).learned, urgent=True, now=3)
-    assert cluster.data["cache"] == newer
-    assert "10" in cluster.data["estimates"]
-
-
-async def test_a_damaged_section_is_named_in_the_log_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
-    cluster, deployment = Cluster(), deployment_with()
-    store = await written(cluster, deployment, session_with(5, pin="none"))
-    cluster.data["plan"] = "{"
-    with caplog.at_level(logging.WARNING):
-        session = await store.load(deployment.key, deployment.uid)
-    assert (session.learned.load.sequences, session.learned.pin, session.stored) == (5, "", True)
-    assert "section plan" in caplog.text
-    assert f"{deployment.namespace}/{deployment.name}" in caplog.text
-
-
-async def test_what_does_not_fit_is_named_in_the_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster, deployment = Cluster(), deployment_with()
-    monkeypatch.setattr(learned_module, "MAX_STATE_BYTES", 700)
-    cell = StepTimeCell(tokens_bucket=1, draft_passes=0, prefill=False, context_bucket=0, values=(1.5,) * 37, at=1)
-    costs = tuple(cell.model_copy(update={"context_bucket": index}) for index in range(8))
-    with caplog.at_level(logging.WARNING):
-        await StateStore(cluster, cluster).save(deployment, session_with(costs=costs).learned, urgent=True, now=0)
-    assert "left out" in caplog.text
-    assert "step times of the current draft" in json.loads(cluster.data["meta"])["dropped"]
 
 
 async def test_a_state_of_another_deployment_is_not_taken() -> None:
@@ -187,8 +143,67 @@ async def test_a_state_of_another_deployment_is_not_taken() -> None:
     store = await written(cluster, deployment, session_with(5, uid="another"))
     session = await store.load(deployment.key, deployment.uid)
     assert (session.stored, session.learned) == (False, LearnedState(uid=deployment.uid))
+    foreign = trying()
+    store = await written(cluster, foreign.deployment, foreign.session)
+    session = await store.load(foreign.deployment.key, "another uid")
+    assert (session.stored, session.drafts) == (False, UNUSED)
 
 
 async def test_a_deployment_without_state_is_new() -> None:
     session = await StateStore(Cluster(), Cluster()).load(("ns", "n"), "u1")
     assert not session.stored
+
+
+def packed(document: Any) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(document).encode())).decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "AAAA", packed([]), packed({"rows": 7}), packed({"uid": "u1", "format": 9}), packed({})[:-8], "é"],
+)
+async def test_a_damaged_state_is_named_in_the_log_and_drafts_stay(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    cluster, canary = Cluster(), trying()
+    store = await written(cluster, canary.deployment, canary.session)
+    cluster.data[STATE_KEY] = text
+    with caplog.at_level(logging.WARNING):
+        session = await store.load(canary.deployment.key, canary.deployment.uid)
+    assert (session.stored, session.drafts) == (False, canary.record)
+    assert "the state was not read" in caplog.text
+    assert f"{canary.deployment.namespace}/{canary.deployment.name}" in caplog.text
+
+
+async def test_data_that_expands_without_end_is_not_read() -> None:
+    text = base64.b64encode(zlib.compress(b" " * (learned_module.MAX_CONTENT_BYTES + 1))).decode()
+    with pytest.raises(ValueError, match="too long"):
+        parse_state({STATE_KEY: text}, "u1")
+
+
+# --- size -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_worst_case_fits_and_is_read_back_as_it_was() -> None:
+    learned = Crowd().learned()
+    data = render_state(learned)
+    assert len(data[STATE_KEY]) < learned_module.MAX_STATE_BYTES / 2
+    assert parse_state(data, "u") == learned
+    assert render_state(learned) == data
+
+
+def test_parked_drafts_that_do_not_fit_are_left_out_the_least_recently_used_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learned = Crowd().learned()
+    monkeypatch.setattr(learned_module, "MAX_STATE_BYTES", len(render_state(learned)[STATE_KEY]) - 1)
+    stored = parse_state(render_state(learned), "u")
+    assert stored == learned.model_copy(update={"parked": learned.parked[:-1]})
+
+
+def test_reports_are_equal_after_they_left_the_cache() -> None:
+    report = SimulatedWorker(Truth()).report()
+    reports = [report.model_copy(update={"clock_seconds": float(number)}) for number in range(100)]
+    baselines = [Baseline.of(report, "tag") for report in reports]
+    assert [baseline.report for baseline in baselines] == reports
+    assert baselines[-1].report is baselines[-1].report, "a decision reads it several times"
+    assert baselines[0].at(7.0).report.clock_seconds == 7.0
+    assert len(session_module._reports._reports) <= 24

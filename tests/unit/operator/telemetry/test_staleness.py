@@ -1,14 +1,13 @@
-"""Stale reports are counted by rounds of the scraper, not by planner ticks."""
+"""Stale reports are counted by rounds of reports, not by steps of the loop."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
-from specdecode_operator.controller.observation import with_reading
 from specdecode_operator.decision.learn_stage import count_silent
-from specdecode_operator.state.deployment_state import Readings, WorkerReading
 from specdecode_operator.state.session import Session
 from specdecode_operator.telemetry.staleness import STALE_LOOKS, stale
 from specdecode_operator.types import Observation, Worker
@@ -18,22 +17,27 @@ POD = Worker(name="pod-1", uid="u1", address="10.0.0.1", ready=True)
 REPORT = Report(boot_id="b", worker="w", clock_seconds=1, draft=DraftState(method="eagle3"))
 
 
-def failed(number: int, at: float, problem: str = "no answer") -> Readings:
-    return Readings(at=at, round=number, by_uid={"u1": WorkerReading(at=at, problem=problem)})
+class Round(NamedTuple):
+    """A round of reports of one worker."""
+
+    number: int
+    at: float
+    problem: str | None = None
+    report: Report | None = None
 
 
-def answered(number: int, at: float) -> Readings:
-    return Readings(at=at, round=number, by_uid={"u1": WorkerReading.of(REPORT, "", at)})
+def failed(number: int, at: float, problem: str = "no answer") -> Round:
+    return Round(number, at, problem)
 
 
-def after(*rounds: Readings, ticks: int = 1, workers: tuple[Worker, ...] = (POD,)) -> dict[str, str]:
-    """Return the stale workers after these rounds, with so many planner ticks after each."""
+def after(*rounds: Round, ticks: int = 1, worker: Worker = POD) -> dict[str, str]:
+    """Return the stale workers after these rounds, with so many steps of the loop after each."""
     session = Session()
-    for readings in rounds:
+    for read in rounds:
         for _ in range(ticks):
-            read = tuple(with_reading(worker, readings.by_uid.get(worker.uid)) for worker in workers)
-            observed = Observation(workload=None, workers=read, session=session, round=readings.round)
-            session = replace(session, silent=count_silent(observed, readings.at), round=readings.round)
+            read_worker = replace(worker, report=read.report, report_problem=read.problem)
+            observed = Observation(workload=None, workers=(read_worker,), session=session, round=read.number)
+            session = replace(session, silent=count_silent(observed, read.at), round=read.number)
     return stale(observed, session, rounds[-1].at)
 
 
@@ -58,7 +62,7 @@ def test_the_first_reason_is_shown() -> None:
 
 def test_a_report_ends_the_silence() -> None:
     rounds = [failed(number, 100 + 30 * number) for number in range(1, 5)]
-    fresh = answered(5, 250)
+    fresh = Round(5, 250, report=REPORT)
     assert after(*rounds, fresh) == {}
     assert after(*rounds, fresh, failed(6, 280)) == {}
 
@@ -66,9 +70,9 @@ def test_a_report_ends_the_silence() -> None:
 @pytest.mark.parametrize("change", [{"ready": False}, {"leaving": True}])
 def test_only_ready_workers_that_stay_are_stale(change: dict[str, bool]) -> None:
     worker = Worker(**{"name": "pod-1", "uid": "u1", "address": "10.0.0.1", "ready": True, **change})
-    assert after(*(failed(number, 100 + 30 * number) for number in range(1, 5)), workers=(worker,)) == {}
+    assert after(*(failed(number, 100 + 30 * number) for number in range(1, 5)), worker=worker) == {}
 
 
 def test_a_ready_worker_without_any_reading_is_silent() -> None:
-    rounds = [Readings(at=100 + 30 * number, round=number) for number in range(1, 5)]
+    rounds = [Round(number, 100 + 30 * number) for number in range(1, 5)]
     assert after(*rounds) == {"pod-1": "no report"}

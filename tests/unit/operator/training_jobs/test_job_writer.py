@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any, cast
 
-from specdecode_operator.controller.admin_tokens import TokenKeys
-from specdecode_operator.controller.loops import Loops
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.errors import ClusterError, Conflict, Refused
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import Kind
-from specdecode_operator.settings import Settings
-from specdecode_operator.state.deployment_state import StateTable
 from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import TrainingJob
 
@@ -102,17 +97,6 @@ async def test_a_refusal_is_forgotten_with_its_job_and_with_its_deployment() -> 
         assert await jobs.carry_out(KEY, wanted, ()) == "exceeded quota"
     assert api.creations == 4, "another Job has no pause"
     assert len(jobs._refused) == 1
-
-
-async def test_the_loops_forget_the_refusals_of_a_deleted_deployment() -> None:
-    api = Api()
-    api.error = Refused("post: exceeded quota", "exceeded quota")
-    unused: Any = SimpleNamespace(create=api.create, guard=None, timeout_seconds=1.0, record=lambda child: None)
-    loops = Loops(Settings(), unused, unused, unused, StateTable(), TokenKeys(b"k"))
-    await loops._jobs.carry_out(KEY, manifest(), ())
-    assert KEY in loops._jobs._refused
-    loops.forget(KEY, "u1")
-    assert loops._jobs._refused == {}
 
 
 async def test_ended_jobs_are_deleted_by_uid_and_an_error_stops_nothing() -> None:

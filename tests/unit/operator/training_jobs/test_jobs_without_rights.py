@@ -10,15 +10,12 @@ from typing import Any, cast
 import pytest
 
 from specdecode_operator.controller.caches import Caches
-from specdecode_operator.controller.observation import observe
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import Refused, Unavailable
 from specdecode_operator.kube import informer
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import JOBS, PODS, Kind
-from specdecode_operator.state.deployment_state import Readings
-from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Observation, Outcome
 from support.operators.canary import DISTILLATION, Canary, capturing, distilling
 from support.operators.fleet import DEFAULTS, workload_with
@@ -62,11 +59,11 @@ async def test_without_the_right_the_operator_starts_and_knows_why_there_are_no_
     api.errors[JOBS] = Refused(f"GET jobs: {FORBIDDEN}", FORBIDDEN)
     caches, task = await started(api)
     try:
-        assert observe(KEY, caches, Readings(), Session()).jobs_problem == FORBIDDEN
+        assert caches.jobs_problem(KEY) == FORBIDDEN
         del api.errors[JOBS]
         async with asyncio.timeout(10):
             await caches.informers[JOBS.kind].synced.wait()
-        assert observe(KEY, caches, Readings(), Session()).jobs_problem == ""
+        assert caches.jobs_problem(KEY) == ""
     finally:
         task.cancel()
 

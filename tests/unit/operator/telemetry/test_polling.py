@@ -1,0 +1,295 @@
+"""Rounds of reports over real sockets, pushes of plans, and the state of polling one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from specdecode_operator.errors import Unauthorized, WorkerTimeout, WorkerUnreachable
+from specdecode_operator.telemetry.polling import (
+    MAX_BACKOFF_SECONDS,
+    NOT_ASKED,
+    CallLimits,
+    Poller,
+    WorkerAccess,
+    WorkerCalls,
+    WorkerPoll,
+)
+from specdecode_operator.telemetry.worker_client import Reading, Unchanged, WorkerClient
+from specdecode_operator.types import Key, Worker
+from specdecode_worker.contract import Plan, Report
+from support.operators.socket_workers import (
+    Behaviour,
+    GoodWorker,
+    Request,
+    SocketWorkers,
+    dripping,
+    garbage,
+    good_report,
+    hanging,
+    socket_workers,
+)
+
+KEY, OTHER = ("ns", "demo"), ("ns", "other")
+ACCESS = WorkerAccess(tokens=("secret",))
+PERIOD = 5.0
+POD = Worker(name="pod-1", uid="u1", address="10.0.0.1", ready=True)
+
+# --- one worker -------------------------------------------------------------------------------------------------------
+
+
+def report(**fields: Any) -> Report:
+    return Report.model_validate(good_report(**fields))
+
+
+def timed_out(poll: WorkerPoll, started: float) -> WorkerPoll:
+    return poll.failed(WorkerTimeout("late"), started=started, period=PERIOD)
+
+
+def test_calls_that_hang_are_made_less_often() -> None:
+    poll, now, waits = WorkerPoll(worker=POD), 1000.0, []
+    for _ in range(7):
+        poll = timed_out(poll, now)
+        waits.append(max(0.0, poll.not_before - now))
+    assert waits == [0, 7.5, 17.5, MAX_BACKOFF_SECONDS - 2.5, 27.5, 27.5, 27.5]
+
+
+@pytest.mark.parametrize("error", [WorkerUnreachable("refused"), Unauthorized("401")])
+def test_calls_that_fail_at_once_are_repeated_each_round(error: Exception) -> None:
+    poll = WorkerPoll(worker=POD)
+    for _ in range(5):
+        poll = poll.failed(error, started=1000, period=PERIOD)
+    assert poll.not_before == 0
+    assert poll.is_unauthorized is isinstance(error, Unauthorized)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "at_once"),
+    [
+        ({"ready": False}, {"ready": True}, True),
+        ({}, {"address": "10.0.0.2"}, True),
+        ({}, {}, False),
+        ({}, {"ready": False}, False),
+    ],
+)
+def test_a_pod_that_became_ready_is_asked_at_once(before: dict[str, Any], now: dict[str, Any], at_once: bool) -> None:
+    poll = WorkerPoll(worker=replace(POD, **before))
+    for _ in range(4):
+        poll = timed_out(poll, 1000)
+    assert (poll.follow(replace(POD, **now)).not_before == 0) is at_once
+
+
+def test_an_answer_ends_the_back_off() -> None:
+    poll = WorkerPoll(worker=POD)
+    for _ in range(4):
+        poll = timed_out(poll, 1000)
+    poll = poll.answered(Reading(report()), started=1030)
+    assert (poll.timeouts, poll.not_before, poll.has_report) == (0, 0, True)
+
+
+def test_a_counter_that_fell_is_not_believed_until_it_has_risen_again() -> None:
+    first = report()
+    poll = WorkerPoll(worker=POD).answered(Reading(first, '"a"'), started=1)
+    fallen = first.model_copy(update={"drafts": first.drafts - 1, "clock_seconds": first.clock_seconds + 5})
+    poll = poll.answered(Reading(fallen, '"b"'), started=6)
+    assert not poll.has_report
+    assert poll.problem == f"drafts: fell from {first.drafts} to {first.drafts - 1} within one boot"
+    assert poll.baseline is not None
+    assert poll.baseline.tag == '"a"'
+    restarted = fallen.model_copy(update={"boot_id": "boot-2"})
+    assert poll.answered(Reading(restarted), started=11).has_report
+    risen = first.model_copy(update={"drafts": first.drafts + 1, "clock_seconds": first.clock_seconds + 10})
+    assert poll.answered(Reading(risen), started=11).has_report
+
+
+def test_an_unchanged_report_has_the_new_clock() -> None:
+    first = report()
+    poll = WorkerPoll(worker=POD).answered(Reading(first, '"a"'), started=1)
+    poll = poll.answered(Unchanged(first.clock_seconds + 5), started=6)
+    assert poll.baseline is not None
+    assert poll.baseline.report == first.model_copy(update={"clock_seconds": first.clock_seconds + 5})
+    assert poll.baseline.tag == '"a"'
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """Pollers of deployments over workers on sockets."""
+
+    sockets: SocketWorkers
+    calls: WorkerCalls
+    pods: dict[Key, list[Worker]] = field(default_factory=dict)
+    pollers: dict[Key, Poller] = field(default_factory=dict)
+
+    async def add(self, *behaviours: Behaviour, key: Key = KEY) -> list[Worker]:
+        pods = self.pods.setdefault(key, [])
+        self.pollers.setdefault(key, Poller(key, self.calls))
+        for behaviour in behaviours:
+            name = f"{key[1]}-{len(pods)}"
+            pods.append(Worker(name=name, uid=name, address=await self.sockets.add(behaviour), ready=True))
+        return pods
+
+    async def read(self, count: int = 1, key: Key = KEY) -> float:
+        """Make so many rounds. Return the seconds of the last one."""
+        for _ in range(count):
+            began = time.monotonic()
+            await self.pollers[key].read(self.pods[key], ACCESS)
+        return time.monotonic() - began
+
+    def reported(self, key: Key = KEY) -> list[Worker]:
+        return [self.pollers[key].reported(pod) for pod in self.pods[key]]
+
+    def problems(self) -> list[str | None]:
+        return [pod.report_problem for pod in self.reported()]
+
+
+@contextlib.asynccontextmanager
+async def bench_of(
+    *, deadline: float = 10, period: float = 0.4, limits: CallLimits | None = None
+) -> AsyncIterator[Bench]:
+    async with socket_workers() as sockets:
+        client = WorkerClient(timeout_seconds=deadline)
+        yield Bench(sockets, WorkerCalls(client, period=period, limits=limits))
+        await client.close()
+
+
+def counted(name: str, reason: str) -> float:
+    return REGISTRY.get_sample_value(f"specdecode_operator_{name}_total", {"reason": reason}) or 0.0
+
+
+async def test_an_unchanged_report_is_not_fetched_again() -> None:
+    async with bench_of() as bench:
+        await bench.add(GoodWorker(tag='"t"'))
+        await bench.read(2)
+        (worker,) = bench.reported()
+        assert worker.report is not None
+        assert worker.baseline is not None
+        assert (worker.report.clock_seconds, worker.baseline.tag) == (77.5, '"t"')
+        assert bench.pollers[KEY].round == 2
+
+
+async def test_every_kind_of_failure_is_named_and_counted() -> None:
+    before = {reason: counted("reports_failed", reason) for reason in ("timeout", "unauthorized", "bad_report")}
+    async with bench_of(deadline=0.3) as bench:
+        stranger = GoodWorker(tokens={"another"})
+        await bench.add(GoodWorker(), hanging, dripping, garbage, stranger, GoodWorker(fields={"drafts": 1}))
+        assert bench.problems() == [None] * 6, "before the first round"
+        await bench.read()
+        good, silent, drip, noise, refused, invalid = bench.problems()
+        assert good is None
+        assert str(silent).endswith("no complete answer within 0.3 s")
+        assert str(drip).endswith("no complete answer within 0.3 s")
+        assert "Bad status line" in str(noise) or "Expected HTTP" in str(noise)
+        assert "answered 401 to each of 1 admin tokens" in str(refused)
+        assert "delete it" in str(refused), "the condition says what to do"
+        assert str(invalid).startswith("boot_id")
+        assert all(counted("reports_failed", reason) > count for reason, count in before.items())
+        assert bench.pollers[KEY].is_unauthorized
+
+
+async def test_pods_that_leave_or_have_no_address_are_not_asked() -> None:
+    async with bench_of() as bench:
+        leaving, starting, gone = GoodWorker(), GoodWorker(), GoodWorker()
+        pods = await bench.add(leaving, starting, gone)
+        bench.pods[KEY] = [replace(pods[0], leaving=True), replace(pods[1], address=None), pods[2]]
+        await bench.read()
+        assert [worker.report is not None for worker in bench.reported()] == [False, False, True]
+        assert bench.problems() == [None] * 3
+        bench.pods[KEY] = bench.pods[KEY][:2]
+        await bench.read()
+        assert leaving.asked + starting.asked == []
+        assert bench.pollers[KEY].reported(pods[2]).report is None
+
+
+async def test_workers_that_hang_are_asked_less_often_until_they_are_ready_again() -> None:
+    async with bench_of(deadline=0.05, period=0.1) as bench:
+        asked = 0
+
+        async def counting(*args: Any) -> None:
+            nonlocal asked
+            asked += 1
+            await hanging(*args)
+
+        (pod,) = await bench.add(counting)
+        ends = time.monotonic() + 1.3
+        while time.monotonic() < ends:
+            await bench.read()
+            await asyncio.sleep(0.05)
+        assert 3 <= asked <= 6, "1, 2, 4 and 8 periods apart"
+        bench.pods[KEY] = [replace(pod, ready=False)]
+        await bench.read()
+        before = asked
+        bench.pods[KEY] = [pod]
+        await bench.read()
+        assert asked > before
+
+
+async def test_workers_that_were_not_asked_in_time_go_first_in_the_next_round() -> None:
+    """Twelve workers that need 0.3 s each, two calls at a time and 0.5 s per round: all of them get their turn."""
+    async with bench_of(deadline=0.4, limits=CallLimits(total=2, per_deployment=2)) as bench:
+        believed: set[str] = set()
+
+        async def slow(*args: Any) -> None:
+            await asyncio.sleep(0.3)
+            await GoodWorker()(*args)
+
+        await bench.add(*[slow] * 12)
+        await bench.read()
+        assert bench.problems().count(NOT_ASKED) >= 8
+        for _ in range(12):
+            believed |= {worker.uid for worker in bench.reported() if worker.report is not None}
+            await bench.read()
+        assert len(believed) == 12
+
+
+async def test_workers_that_hang_take_no_places_from_others() -> None:
+    """The hanging workers of one deployment want more places than there are."""
+    async with bench_of(deadline=1.0, limits=CallLimits(total=4, per_deployment=4)) as bench:
+        await bench.add(*[hanging] * 4)
+        await bench.add(GoodWorker(), GoodWorker(), key=OTHER)
+        await bench.read()
+        hang = asyncio.create_task(bench.read())
+        await asyncio.sleep(0.05)
+        assert await bench.read(key=OTHER) < 0.5
+        await hang
+
+
+async def test_a_round_ends_with_its_budget() -> None:
+    async with bench_of(deadline=0.4, limits=CallLimits(total=2, per_deployment=2)) as bench:
+        await bench.add(*[hanging] * 12)
+        assert await bench.read() < 1, "six deadlines, one after the other, are 2.4 s"
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+async def test_plans_are_pushed_by_address_and_a_failure_is_counted() -> None:
+    async with bench_of() as bench:
+        refusing, taking = GoodWorker(push_status=409), GoodWorker()
+        pods = await bench.add(refusing, taking)
+        before = counted("push_failed", "refused")
+        await bench.calls.push(KEY, {str(pod.address): Plan(uid="u", version=3) for pod in pods}, ACCESS)
+        assert [plan.version for plan in taking.plans] == [3]
+        assert counted("push_failed", "refused") == before + 1
+
+
+async def test_a_push_ends_when_another_process_may_lead() -> None:
+    class Stuck(GoodWorker):
+        async def __call__(self, request: Request, writer: asyncio.StreamWriter) -> None:
+            await hanging(request, writer)
+
+    async with bench_of(deadline=20) as bench:
+        (pod,) = await bench.add(Stuck())
+        before = counted("push_failed", "not_asked")
+        async with asyncio.timeout(5):
+            await bench.calls.push(KEY, {str(pod.address): Plan(uid="u", version=3)}, ACCESS, limit=0.2)
+        assert counted("push_failed", "not_asked") == before + 1
