@@ -4,13 +4,15 @@ Every packer is written after its source, element by element, and shares no code
 
 - GPTQ: AutoGPTQ ``nn_modules/qlinear/qlinear_cuda.py`` ``pack``; version 2 stores zero points as they are.
 - AWQ: AutoAWQ ``modules/linear/gemm.py`` ``from_linear``, with ``order_map = [0, 2, 4, 6, 1, 3, 5, 7]``.
+- FP8 and INT8 of compressed-tensors, ModelOpt, FBGEMM and transformers: number times scale; ``weight_scale_inv`` too.
 - compressed-tensors: ``compressors/pack_quantized/helpers.py`` ``pack_to_int32``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +82,7 @@ def int4_numbers(
     return Numbers(integers(0, rows, columns), scale.to(dtype), zero, groups_K)
 
 
-def words(integers: Tensor, places: tuple[int, ...] = tuple(range(8)), bits: int = 4) -> Tensor:
+def words(integers: Tensor, places: Sequence[int] = range(8), bits: int = 4) -> Tensor:
     """Pack unsigned integers along the last dimension; entry i of a word takes the bits at ``places[i]``."""
     count = 32 // bits
     parts = integers.long().reshape(*integers.shape[:-1], -1, count)
@@ -142,6 +144,27 @@ def int4(
     return draw
 
 
+def scaled(
+    scales: str, *, dtype: torch.dtype = torch.float32, name: str = "weight_scale", integers: bool = False
+) -> Draw:
+    """Return the drawing of fp8, or int8, matrices with a scale of all, of each row, or of each block of 128 by 128."""
+
+    def draw(rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        shape = {"scalar": (), "tensor": (1,), "rows": (rows, 1), "blocks": (-(-rows // 128), -(-columns // 128))}[
+            scales
+        ]
+        scale = ((0.001 + 0.002 * torch.rand(shape, generator=generator)) * (1 + seed % 3)).to(dtype)
+        levels = 60 * torch.randn(rows, columns, generator=generator)
+        levels = levels.clamp(-127, 127).round().to(torch.int8) if integers else levels.to(torch.float8_e4m3fn)
+        wide = scale.float()
+        if scales == "blocks":
+            wide = wide[torch.arange(rows)[:, None] // 128, torch.arange(columns)[None, :] // 128]
+        return {"weight": levels, name: scale}, levels.float() * wide
+
+    return draw
+
+
 def write_quantized(
     folder: Path, draw: Draw, quantization: dict[str, Any], *, plain: tuple[str, ...] = (), **changed: Any
 ) -> dict[str, Tensor]:
@@ -170,3 +193,44 @@ def write_quantized(
     save_file(stored, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     return weights
+
+
+def write_sparse(folder: Path, form: str, **shape: Any) -> None:
+    """Write a target of real size without its numbers: a header, and a file without blocks on the disk.
+
+    ``form`` is fp8 (scales of rows) or awq (groups of 128), for the matrices of all blocks.
+    """
+    folder.mkdir(parents=True)
+    config = SHAPE | {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128} | shape
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    queries, keys = config["num_attention_heads"] * 128, config["num_key_value_heads"] * 128
+    matrices = {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+    }
+    matrices |= {"self_attn.o_proj": (width, queries), "mlp.down_proj": (width, inner)}
+    matrices |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
+    tensors: dict[str, tuple[str, list[int]]] = {"model.norm.weight": ("BF16", [width])}
+    tensors |= {f"{name}.weight": ("BF16", [config["vocab_size"], width]) for name in ("model.embed_tokens", "lm_head")}
+    for layer in range(config["num_hidden_layers"]):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = ("BF16", [width])
+        for name, (rows, columns) in matrices.items():
+            held: dict[str, tuple[str, list[int]]] = {"weight": ("F8_E4M3", [rows, columns])}
+            held["weight_scale"] = ("BF16", [rows, 1])
+            if form == "awq":
+                groups = columns // 128
+                held = {"qweight": ("I32", [columns, rows // 8]), "qzeros": ("I32", [groups, rows // 8])}
+                held["scales"] = ("F16", [groups, rows])
+            tensors |= {f"model.layers.{layer}.{name}.{suffix}": header for suffix, header in held.items()}
+    at, header = 0, {}
+    for name, (dtype, sizes) in tensors.items():
+        end = at + math.prod(sizes) * {"F8_E4M3": 1, "BF16": 2, "F16": 2, "I32": 4}[dtype]
+        header[name] = {"dtype": dtype, "shape": sizes, "data_offsets": [at, end]}
+        at = end
+    written = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(written).to_bytes(8, "little") + written)
+        file.truncate(8 + len(written) + at)
+    (folder / "config.json").write_text(json.dumps(config))

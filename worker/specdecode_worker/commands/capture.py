@@ -22,27 +22,6 @@ from specdecode_worker.capture.segments import (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands ``sweep``, ``delete`` and ``prune`` to ``parser``."""
-    commands = parser.add_subparsers(dest="action", required=True, metavar="sweep|delete|prune")
-    sweep = commands.add_parser("sweep", help="delete the segments whose records exceed their maximum age")
-    sweep.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of `serve --capture`, or `distill --out`")
-    sweep.add_argument("--max-age", type=float, metavar="S", help="seconds (default: that of the last worker)")
-    delete = commands.add_parser(
-        "delete",
-        help="delete the records of one user; workers may run",
-        epilog="Requests that are still running are recorded afterwards: run it when the user's requests have ended. "
-        "Name the --out of the runs of `distill` as well: they hold copies of records. Backups are not changed.",
-    )
-    delete.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of `serve --capture`, or `distill --out`")
-    delete.add_argument("--user", required=True, metavar="ID", help="value of the field `user` of the requests")
-    delete.add_argument("--token-file", type=Path, metavar="FILE",
-                        help="admin tokens with the scope operator, one a line, for folders without keys")  # fmt: skip
-    prune = commands.add_parser("prune", help="delete a run of `distill` that goes on no more, and the runs before it")
-    prune.add_argument("folders", nargs="+", type=Path, metavar="DIR",
-                       help="of `distill --out`, named by the time of the run in hexadecimal digits")  # fmt: skip
-
-
 def run(args: argparse.Namespace) -> int:
     """Return the exit code: 0 on success, 1 if a folder cannot be used or may still hold records of the user."""
     codes = []

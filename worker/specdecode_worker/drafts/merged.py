@@ -215,7 +215,7 @@ def _rank(ranked: Sequence[int], token: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DraftedPart:
     """Draft of a step, and the trees that it proposes for: PLAIN for rows that it does not draft."""
 
     name: str
@@ -226,7 +226,7 @@ class Part:
 def propose_together(
     rows: Sequence[Row],
     forest: Forest,
-    parts: Sequence[Part],
+    parts: Sequence[DraftedPart],
     orders: Sequence[Sequence[Candidate]],
     state: DeviceState,
     sampler: Proposer,
@@ -364,7 +364,7 @@ class StepProposals:
         if len(used) == 1 and len(set(names)) == 1:
             expand = self._drafts[used[0]].drafter.begin(rows, forest, sampler)
             return Proposed(draft_trees(rows, forest, self._state, expand), self._own_ranks(rows, names, used))
-        parts = [Part(name, self._drafts[name].drafter, self._own_forest(name, names, forest)) for name in used]
+        parts = [DraftedPart(name, self._drafts[name].drafter, self._own_forest(name, names, forest)) for name in used]
         orders = self._orders(rows, names, used)
         ranked_BNK, own_FBNK = propose_together(rows, forest, parts, orders, self._state, sampler)
         return Proposed(ranked_BNK, self._own_ranks(rows, names, used, own_FBNK))

@@ -68,6 +68,8 @@ _FOREIGN = {
     "SCB": "bitsandbytes",
     "weight.absmax": "bitsandbytes",
     "weight.quant_map": "bitsandbytes",
+    "weight_global_scale": "NVFP4",
+    "weight_scale_2": "NVFP4",
     "bitmask": "2:4 sparse",
     "meta": "2:4 sparse",
     "codebooks": "AQLM",
@@ -79,8 +81,6 @@ _SUFFIXES = (
     "weight_packed",
     "weight_scale",
     "weight_scale_inv",
-    "weight_scale_2",
-    "weight_global_scale",
     "weight_zero_point",
     "weight_g_idx",
     "qweight",
@@ -147,7 +147,9 @@ def find_matrix(
         for suffix in _SUFFIXES
         if (tensor := f"{name}.{suffix}") in checkpoint and not (bias and suffix == "bias")
     }
-    for suffix, family in _FOREIGN.items():
+    microscaled = {suffix: "MXFP4 or MXFP8" for suffix, header in headers.items() if header.dtype == "U8"}
+    foreign = _FOREIGN | (microscaled if "weight_scale" in microscaled else {})
+    for suffix, family in foreign.items():
         if suffix in headers:
             raise WeightMismatch(f"{checkpoint.folder}: {name}.{suffix} is of {family}, which is not read; {_READ_AS}")
     for kind in FORMATS:
@@ -516,7 +518,43 @@ class PackedIntegers(_Integers):
         return levels_NK, scale_NG, zero_NG
 
 
-FORMATS: tuple[type[StoredMatrix], ...] = (PackedIntegers, Gptq, Awq)
+class ScaledNumbers(StoredMatrix):
+    """Numbers of 8 bits with scales of the matrix, of rows, or of blocks, whichever their shape fits.
+
+    compressed-tensors, ModelOpt and FBGEMM name them ``weight_scale``, and DeepSeek's exporter ``weight_scale_inv``,
+    which is multiplied all the same.
+    """
+
+    format, levels, zero = "FP8 or INT8", "weight", None
+    zeroed = ("bias", "weight_zero_point")
+
+    @classmethod
+    def claims(cls, headers: Mapping[str, TensorHeader], shape: tuple[int, int]) -> bool:
+        return "weight" in headers and headers["weight"].dtype in ("F8_E4M3", "I8")
+
+    @property
+    def kind(self) -> Kind:
+        return "int8" if self.headers["weight"].dtype == "I8" else "fp8"
+
+    @property
+    def scale(self) -> str:
+        return "weight_scale_inv" if "weight_scale_inv" in self.headers else "weight_scale"
+
+    def _axes(self) -> dict[str, Axes]:
+        shape, scale = self._header(self.scale, "F16", "BF16", "F32").shape, list[Axis]()
+        if math.prod(shape) > 1:
+            scale.append(("rows", self._step_of(self.rows, shape[0], "rows")))
+        if scale and len(shape) > 1:
+            scale.append(("columns", self._step_of(self.columns, shape[1], "columns")))
+        return {"weight": (("rows", 1), ("columns", 1)), self.scale: tuple(scale)}
+
+    def _unpacked(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        scale_NG = tensors[self.scale].float()
+        scale_NG = scale_NG.reshape(len(scale_NG), -1) if self.axes[self.scale] else scale_NG.reshape(1, 1)
+        return tensors["weight"], scale_NG.repeat_interleave(self._step(self.scale, "rows"), dim=0), None
+
+
+FORMATS: tuple[type[StoredMatrix], ...] = (PackedIntegers, Gptq, Awq, ScaledNumbers)
 """Formats by precedence. A new one is a class here."""
 
 

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
+from specdecode_worker.engine.memory import Device, take_inventory
 from specdecode_worker.models import collectives, formats
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
@@ -24,7 +26,17 @@ from specdecode_worker.models.linear import QuantizedWeight, SeparateWeights, Sh
 from specdecode_worker.models.optimize import added_bytes, fuse
 from specdecode_worker.models.tensor_parallel import load_shard, split_network
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
-from support.worker.quantized_folders import Draw, awq, gptq, int4, pack_quantized, write_quantized
+from support.worker.quantized_folders import (
+    Draw,
+    awq,
+    gptq,
+    int4,
+    pack_quantized,
+    scaled,
+    words,
+    write_quantized,
+    write_sparse,
+)
 from support.worker.thread_ranks import ThreadRanks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -73,7 +85,17 @@ INT4 = {
     "packed asymmetric": packed_case(symmetric=False),
     "packed act-order": packed_case(group=64, ordered=True),
 }
-CASES = {**INT4}
+PACKED_FLOATS = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+EIGHT_BITS = {
+    "fp8 rows": Case(scaled("rows", dtype=torch.bfloat16), PACKED_FLOATS),
+    "fp8 tensor": Case(scaled("tensor", dtype=torch.bfloat16), PACKED_FLOATS),
+    "modelopt fp8": Case(scaled("scalar"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "fbgemm": Case(scaled("rows"), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+    "fp8 blocks": Case(scaled("blocks", dtype=torch.bfloat16), PACKED_FLOATS),
+    "fp8 inverse": Case(scaled("blocks", name="weight_scale_inv"), {"quant_method": "fp8"}),
+    "int8": Case(scaled("rows", dtype=torch.bfloat16, integers=True), {"quant_method": "compressed-tensors"}),
+}
+CASES = {**INT4, **EIGHT_BITS}
 FORMATS = pytest.mark.parametrize("name", CASES)
 
 
@@ -129,7 +151,7 @@ def test_stored_matrices_compute_what_their_weights_do(
     assert agrees(tmp_path, written(tmp_path, name), dense, size=size, monkeypatch=monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["gptq 32", "awq", "packed asymmetric"])
+@pytest.mark.parametrize("name", ["gptq 32", "awq", "packed asymmetric", "fp8 blocks"])
 def test_ranks_may_begin_within_a_group(name: str, tmp_path: Path, dense: Any, monkeypatch: Any) -> None:
     """Part of a group keeps its scale: 384 channels on two ranks are one group of 128 and half of another."""
     weights = written(tmp_path, name, intermediate_size=384)
@@ -195,6 +217,23 @@ def q_k_and_v_have_the_scales_of_q(monkeypatch: Any) -> None:
         return made
 
     monkeypatch.setattr(QuantizedWeight, "joined", classmethod(joined))
+
+
+@planted("modelopt fp8")
+def q_k_and_v_have_the_scale_of_q(monkeypatch: Any) -> None:
+    q_k_and_v_have_the_scales_of_q(monkeypatch)
+
+
+@planted("fp8 blocks", 2)
+def scales_of_blocks_are_those_of_the_first_rows(monkeypatch: Any) -> None:
+    right = formats.StoredMatrix._slices
+
+    def slices(self: Any, suffix: str, shape: tuple[int, ...], part: Any) -> tuple[slice, ...]:
+        if suffix != self.levels:
+            part = formats.Part(slice(0, part.rows.stop - part.rows.start), part.columns)
+        return right(self, suffix, shape, part)
+
+    monkeypatch.setattr(formats.StoredMatrix, "_slices", slices)
 
 
 @planted("gptq act-order")
@@ -263,6 +302,26 @@ def test_symmetric_zero_points_are_decided_by_their_words(tmp_path: Path) -> Non
         load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
 
 
+def test_symmetric_integers_of_8_bits_are_read(tmp_path: Path) -> None:
+    """GPTQ and pack-quantized of 8 bits store integers plus 128."""
+
+    def draw(rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        levels = torch.randint(0, 256, (rows, columns), generator=generator)
+        scale = torch.rand(rows, columns // 32, generator=generator).half()
+        weight = (levels - 128).float() * scale.float().repeat_interleave(32, dim=1)
+        if seed % 2:
+            return {"weight_packed": words(levels, bits=8), "weight_scale": scale}, weight
+        zeros = torch.full((columns // 32, rows), 127)
+        return {
+            "qweight": words(levels, bits=8).T.contiguous(),
+            "qzeros": words(zeros, bits=8),
+            "scales": scale.T.contiguous(),
+        }, weight
+
+    assert has_equal_weights(tmp_path, write_quantized(tmp_path, draw, {"quant_method": "gptq", "bits": 8}))
+
+
 def test_zero_points_of_minus_one_are_refused(tmp_path: Path) -> None:
     """Writers of version 1 packed a zero point of 0 as -1, which sets the bits of its neighbors."""
     written(tmp_path, "gptq asymmetric")
@@ -290,8 +349,14 @@ REFUSED: list[tuple[str, dict[str, Tensor | None], str]] = [
     ("gptq", {"surplus": torch.zeros(1)}, r"o_proj\.surplus is not part of this model"),
     ("gptq act-order", {"g_idx": torch.zeros(256, dtype=torch.int32)}, "does not name 128 columns for each of 2"),
     ("awq", {"scales": torch.ones(16, 256), "qzeros": torch.zeros(16, 32, dtype=torch.int32)}, "groups of 16 inputs"),
+    ("fp8 rows", {"weight_scale": None}, r"o_proj\.weight_scale is missing"),
+    ("fp8 rows", {"weight_scale": torch.ones(256, 8, dtype=torch.uint8)}, r"weight_scale is of MXFP4 or MXFP8"),
+    ("fp8 blocks", {"weight_scale": torch.ones(2, 7)}, r"has 7 entries for 256 columns"),
+    ("int8", {"weight_zero_point": torch.ones(256, 1, dtype=torch.int8)}, r"o_proj\.weight_zero_point is not 0"),
     ("packed", {"SCB": torch.ones(256)}, "is of bitsandbytes, which is not read; take it in bf16, in FP8, or in int4"),
     ("packed", {"weight.absmax": torch.ones(256)}, "is of bitsandbytes"),
+    ("packed", {"weight_global_scale": torch.ones(1)}, "is of NVFP4"),
+    ("fp8 rows", {"weight_scale_2": torch.ones(())}, "is of NVFP4"),
     ("packed", {"meta": torch.zeros(1)}, "is of 2:4 sparse"),
 ]
 
@@ -339,3 +404,34 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
     written(tmp_path, "awq")
     with pytest.raises(ConfigMismatch, match="is quantized already; leave `quantization` out"):
         added_bytes(prepare_causal_lm(tmp_path).network, "int8", torch.bfloat16, CPU, draft=False)
+
+
+SIZES = {
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "405b": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "form", "gpus", "weights", "fits"),
+    [
+        ("70b", "fp8", 1, 67.69, False),
+        ("70b", "fp8", 2, 34.83, True),
+        ("70b", "awq", 1, 37.29, True),
+        ("405b", "fp8", 4, 98.45, False),
+        ("405b", "fp8", 8, 51.19, True),
+    ],
+)
+def test_targets_of_real_size_are_budgeted_from_their_headers(
+    size: str, form: str, gpus: int, weights: float, fits: bool, tmp_path: Path
+) -> None:
+    """GPUs of 80 GB, texts of 8,192 tokens; embeddings are in bf16 on each, the output matrix is split."""
+    write_sparse(tmp_path / "target", form, **SIZES[size])
+    model = ModelConfig(uri=str(tmp_path / "target"), served_name="m", max_model_len=8192)
+    engine = EngineConfig(device="cuda", tensor_parallel_size=gpus)
+    config = WorkerConfig(model=model, draft=DraftConfig(method="none"), engine=engine)
+    memory = Device(kind="cuda", limit=79 * 2**30, free=79 * 2**30, source="GPU memory", count=gpus)
+    budget = take_inventory(config, Path, CUDA, memory).budget
+    assert budget.target.weights / 2**30 == pytest.approx(weights, abs=0.01)
+    assert budget.fits == fits

@@ -22,7 +22,8 @@ from specdecode_worker.models.rope import Temperature
 from specdecode_worker.models.tensor_parallel import load_shard
 from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.errors import DraftNotTrainable
-from specdecode_worker.training.heads import new_draft_model
+from specdecode_worker.training.heads import new_draft_model, new_eagle, new_head
+from specdecode_worker.training.rollout import read_states
 from support.small_llama4 import SHAPE, dense_chunks, save_llama4
 
 CPU = torch.device("cpu")
@@ -259,6 +260,21 @@ def test_a_wrongly_read_field_is_detected(tmp_path: Path) -> None:
         path.write_text(json.dumps(config | changes))
         assert (logits(load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)) - wanted).abs().max() > 1e-3, changes
     assert SHAPE["floor_scale"] == config["floor_scale"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 3}], ids=str)
+def test_heads_train_on_its_states(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Recorded states are those of chunks, and a new head starts from the shared expert, or from a dense layer."""
+    wanted = saved(tmp_path, **changes)
+    target = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
+    torch.testing.assert_close(target.logits(read_states(target, TOKENS)[1]), wanted, atol=1e-5, rtol=1e-5)
+    last: Any = target.model.layers[-1]
+    head, eagle = new_head(target, torch.arange(97)), new_eagle(target)
+    first: Any = eagle.layers[0]
+    source = last.mlp if changes else last.mlp.shared_expert
+    for mlp in (head.midlayer.mlp, first.mlp):
+        assert torch.equal(mlp.gate_proj.weight, source.gate_proj.weight)
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
-"""Check docs/how-to/install-upgrade.md: its YAML, Lua and table of options agree with chart and models."""
+"""Check docs/how-to/integrate.md: YAML and Lua agree with chart and models, and flags of all pages with the chart."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,6 @@ HEALTH_KEY = f"resource.customizations.health.{GROUP}_{KIND}"
 FOREIGN = {
     ("v1", "ConfigMap"),
     ("argoproj.io/v1alpha1", "Application"),
-    ("kustomize.toolkit.fluxcd.io/v1", "Kustomization"),
     ("keda.sh/v1alpha1", "ScaledObject"),
     ("cert-manager.io/v1", "ClusterIssuer"),
     ("cert-manager.io/v1", "Certificate"),
@@ -27,12 +25,12 @@ FOREIGN = {
 
 @pytest.fixture(scope="module")
 def page(root: Any) -> str:
-    return (root / "docs" / "how-to" / "install-upgrade.md").read_text()  # type: ignore[no-any-return]
+    return (root / "docs" / "how-to" / "integrate.md").read_text()  # type: ignore[no-any-return]
 
 
 def documents(page: str) -> Iterator[dict[str, Any]]:
     """Yield every YAML document of the page."""
-    for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
+    for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         yield from yaml.safe_load_all(block)
 
 
@@ -54,31 +52,21 @@ def test_our_resources_match_the_models(page: str) -> None:
         Spec.model_validate(resource["spec"], extra="forbid")
 
 
-def test_values_of_the_page_are_accepted_by_the_chart(chart: Any, page: str) -> None:
-    fleet, policies = (document for document in documents(page) if "kind" not in document)
-    assert chart.template(fleet).of("Deployment")
+def test_values_of_the_pages_are_accepted_by_the_chart(chart: Any, root: Any) -> None:
+    (policies,) = [one for one in documents((root / "docs/how-to/secure.md").read_text()) if "kind" not in one]
     (policy,) = chart.template(policies).of("NetworkPolicy")
     assert policy["spec"]["ingress"][1]["from"] == policies["networkPolicy"]["metricsFrom"]
+    (fleet,) = [one for one in documents((root / "docs/how-to/install-upgrade.md").read_text()) if "worker" in one]
+    assert chart.template(fleet).of("Deployment")
 
 
-def test_flags_of_the_page_are_accepted_by_the_chart(chart: Any, page: str) -> None:
-    flags = {flag.strip("'") for flag in re.findall(r"--set ('[^']+'|[^'\s`)]+)", page)}
-    assert len(flags) >= 7
+def test_flags_of_the_pages_are_accepted_by_the_chart(chart: Any, root: Any) -> None:
+    texts = [path.read_text() for path in (root / "README.md", *(root / "docs").rglob("*.md"))]
+    flags = {flag.strip("'") for text in texts for flag in re.findall(r"--set ('[^']+'|[^'\s`)]+)", text)}
+    assert len(flags) >= 9
     for flag in sorted(flags):
         done = chart.try_template({}, "--set", flag)
         assert done.returncode == 0, f"{flag}: {done.stderr}"
-
-
-def test_options_of_the_page_are_those_of_the_chart(chart: Any, page: str) -> None:
-    table = page.partition("## Options")[2].partition("## Troubleshooting")[0]
-    schema = json.loads((chart.folder / "values.schema.json").read_text())
-    names = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
-    assert len(names) >= 14
-    for name in names:
-        node = schema
-        for key in name.split("."):
-            assert key in node["properties"], name
-            node = node["properties"][key]
 
 
 def test_keda_scales_our_kind_and_queries_a_series_that_exists(page: str, root: Any) -> None:
