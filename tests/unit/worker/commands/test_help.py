@@ -39,11 +39,12 @@ print(used.ru_utime + used.ru_stime, "torch" in sys.modules, file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", PROGRAMS.values(), ids=PROGRAMS)
 def test_help_is_quick_and_needs_no_torch(words: tuple[str, ...]) -> None:
     # The best of a few runs: other processes of the machine slow the others down.
     best = float("inf")
-    for _ in range(4):
+    for _ in range(10):
         done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, check=True)
         seconds, has_torch = done.stderr.split()[-2:]
         assert "usage:" in done.stdout
