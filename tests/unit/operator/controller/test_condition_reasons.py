@@ -9,14 +9,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from specdecode_operator.api.v1alpha1 import ConditionType
-from specdecode_operator.controller.status import (
-    build,
-    conditions,
-    draft_freshness,
-    draft_rollout,
-    progress,
-    router_progress,
-)
+from specdecode_operator.controller.status import build, conditions, drafts
 from specdecode_operator.types import ScalingLimit, UnhealthyWorker
 from support.kube import ROOT
 
@@ -32,15 +25,13 @@ NO_REASONS = {
     "Refused",
     "Unavailable",
     "CrashLoopBackOff",
+    "Pinned",
 }
-"""Capitalised words of the code that are statuses, kinds and foreign names."""
+"""Capitalised words of the code that are statuses, kinds, a mode that status shows, and foreign names."""
 
 
 def reasons() -> set[str]:
-    sources = "".join(
-        Path(module.__file__).read_text()
-        for module in (build, conditions, draft_freshness, draft_rollout, progress, router_progress)
-    )
+    sources = "".join(Path(module.__file__).read_text() for module in (build, conditions, drafts))
     literals = set(re.findall(r"\"([A-Z][a-z]+(?:[A-Z][a-z]+)*)\"", sources)) - NO_REASONS
     foreign = {
         reason for kind in (ScalingLimit, UnhealthyWorker) for reason in get_args(get_type_hints(kind)["reason"])
