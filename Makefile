@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test test-all proofs crds images bench gpu gpu-train gpu-carry gpu-report simulate requirements
+.PHONY: help venv demo demo-down check lint test test-all proofs crds docs site images bench gpu gpu-train gpu-carry gpu-report simulate requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,7 +22,7 @@ demo: venv ## boot a cluster, install the operator, deploy a small Llama, chat w
 demo-down: ## undo `make demo`: no process, mount, link, rule or sysctl stays; nor images with PURGE=1
 	@hack/demo-down
 
-lint: venv ## check style, types, import layers, and that crds/, docs/reference/resource.md and the tables of test runs are up to date
+lint: venv ## check style, types, import layers, and that crds/, the generated pages and the table of test runs are up to date
 	$(BIN)/ruff check . $(PYTHON_SCRIPTS)
 	$(BIN)/ruff format --check . $(PYTHON_SCRIPTS)
 	$(BIN)/mypy
@@ -30,6 +30,7 @@ lint: venv ## check style, types, import layers, and that crds/, docs/reference/
 	$(BIN)/lint-imports
 	$(BIN)/python -m specdecode_operator.api.crd --check
 	hack/ledger tables --check
+	$(BIN)/python hack/docs --check
 
 # Commands of hack/ that are Python without the suffix.
 PYTHON_SCRIPTS := $(shell grep -lE '^\#!.*python' hack/* hack/cluster/* 2>/dev/null)
@@ -49,6 +50,12 @@ proofs: venv ## the slow proofs P=name,name; without P the list of them, with wh
 
 crds: venv ## write crds/, the chart's copy and docs/reference/resource.md from the pydantic models
 	$(BIN)/python -m specdecode_operator.api.crd
+
+docs: crds ## write the generated parts of docs/, and report words and broken links
+	@$(BIN)/python hack/docs
+
+site: venv ## build docs/ as a static site into build/site
+	@$(BIN)/python hack/site
 
 images: ## build both images into the local cluster's store
 	@hack/cluster/images
@@ -76,6 +83,9 @@ simulate: venv ## the operator's decisions beside other systems' rules and oracl
 	@mkdir -p benchmarks/results
 	$(BIN)/specdecode-simulate $(SIMULATE) --keep $(SIMULATED) --json --plot benchmarks/results > benchmarks/results/simulate.json.part
 	@mv benchmarks/results/simulate.json.part benchmarks/results/simulate-$$(date -u +%F).json
+
+simulate-quick: venv ## the planner of this tree beside that of AGAINST (default: HEAD), in five minutes
+	@hack/simulate-quick $(AGAINST)
 
 requirements: venv ## pin the dependencies of pyproject.toml anew
 	@hack/requirements

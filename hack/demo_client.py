@@ -1,4 +1,4 @@
-"""The demo's user: one streamed chat answer, or a little traffic, with the official openai client."""
+"""The demo's user: one streamed chat answer, a little traffic, or a ramp of it, with the official openai client."""
 
 from __future__ import annotations
 
@@ -49,12 +49,23 @@ def chat(client: openai.OpenAI, model: str) -> None:
     print(f"\n\n  {tokens} tokens in {seconds:.1f} s, the first after {first_s:.2f} s\n", flush=True)
 
 
-def traffic(client: openai.OpenAI, model: str, seconds: float) -> None:
+RAMP = (1, 8, 1)
+"""Clients of the stages of a ramp: at eight, one core has no idle arithmetic for drafts."""
+
+
+def ramp(client: openai.OpenAI, model: str, seconds: float) -> None:
+    """Run the stages of the ramp, each for some seconds, and say when one begins."""
+    for clients in RAMP:
+        print(f"{clients} client{'s' if clients > 1 else ''}", flush=True)
+        traffic(client, model, seconds, clients)
+
+
+def traffic(client: openai.OpenAI, model: str, seconds: float, clients: int = _CONCURRENCY) -> None:
     """Keep a few requests in flight for a while; a refused one is shown once and tried again."""
     deadline = time.monotonic() + seconds
     threads = [
         threading.Thread(target=_requests, args=(client, model, deadline, offset), daemon=True)
-        for offset in range(_CONCURRENCY)
+        for offset in range(clients)
     ]
     for thread in threads:
         thread.start()
@@ -63,7 +74,8 @@ def traffic(client: openai.OpenAI, model: str, seconds: float) -> None:
 
 
 def _requests(client: openai.OpenAI, model: str, deadline: float, offset: int) -> None:
-    for prompt in itertools.cycle(_TRAFFIC[offset:] + _TRAFFIC[:offset]):
+    start = offset % len(_TRAFFIC)
+    for prompt in itertools.cycle(_TRAFFIC[start:] + _TRAFFIC[:start]):
         if time.monotonic() > deadline:
             return
         try:
@@ -80,14 +92,16 @@ def _requests(client: openai.OpenAI, model: str, deadline: float, offset: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("chat", "traffic"))
+    parser.add_argument("what", choices=("chat", "traffic", "ramp"))
     parser.add_argument("--url", required=True, help="of the Service, without /v1")
-    parser.add_argument("--seconds", type=float, default=60, help="how long traffic goes on")
+    parser.add_argument("--seconds", type=float, default=60, help="length of the traffic, or of a stage of the ramp")
     flags = parser.parse_args()
     client = openai.OpenAI(base_url=f"{flags.url}/v1", api_key="none", timeout=120)
     model = client.models.list().data[0].id
     if flags.what == "chat":
         chat(client, model)
+    elif flags.what == "ramp":
+        ramp(client, model, flags.seconds)
     else:
         traffic(client, model, flags.seconds)
 

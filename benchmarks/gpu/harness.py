@@ -211,7 +211,7 @@ def build(asked: Asked) -> Bench:
     write_head(asked.shapes, target, where[1], asked.dtype, asked.device)
     config = _config(asked, *where)
     budget = _budget(asked, config, target)
-    engine = assemble(target, where[0], config, lambda uri: Path(uri.removeprefix("file://")), budget)
+    engine = assemble(target, where[0], config, lambda uri: Path(uri.removeprefix("file://")), budget, lambda: "random")
     caches = engine._target.cache.data, _draft_cache(engine)
     for cache in caches:
         cache.normal_()

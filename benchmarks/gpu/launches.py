@@ -120,17 +120,18 @@ def step_of(pair: Networks, case: Case) -> CapturedStep | RankStep:
     key = _key(case)
     if case.rank:
         return RankStep(StepShape(key.rows, key.tokens, key.depth), pair.target, cache, state.block_table_SM)
-    drafter = None
+    drafters: tuple[EagleDrafter, ...] = ()
     if case.loaded:
         own = paged_cache(pair.head.config, 1, BLOCKS, dtype, CUDA)
         drafter = EagleDrafter(pair.head, pair.head.target_ids, own, state, config.max_position_embeddings)
+        drafters = (drafter,)
         state.allocate_states(drafter.reads.width(config.hidden_size))
         state.allocate_block_states(BLOCKS)
-    reads = NO_STATES if drafter is None else drafter.reads
+    reads = drafters[0].reads if drafters else NO_STATES
     masks_NW = MaskTable(key.tokens + 1, config.vocab_size, CUDA).view() if key.features.masks else None
     group = cast(RankGroup, None)  # captured steps send no messages
     target = Target(pair.target, cache, state) if case.rank is None else LeaderTarget(pair.target, cache, state, group)
-    return CapturedStep(key, StepParts(target, drafter if key.passes else None, state, reads, masks_NW))
+    return CapturedStep(key, StepParts(target, drafters if key.passes else (), state, reads, masks_NW))
 
 
 def _key(case: Case) -> GraphKey:

@@ -9,9 +9,6 @@ import os
 import subprocess
 import sys
 
-import kopf
-
-from specdecode_operator.controller.handlers import kopf_settings, register
 from specdecode_operator.errors import SettingsError
 from specdecode_operator.settings import Settings, read_settings
 from specdecode_operator.simulator_program import INSTALL_SIMULATOR, simulator_command
@@ -49,6 +46,11 @@ def simulate(flags: list[str]) -> int:
 
 def run(settings: Settings) -> None:
     """Serve the cluster until SIGINT or SIGTERM."""
+    # Imported here, because the help needs neither kopf nor the controller.
+    import kopf
+
+    from specdecode_operator.controller.handlers import kopf_settings, register
+
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr
     )

@@ -209,6 +209,8 @@ class Worker:
     report_problem: str | None = None
     startup_seconds: float | None = None
     """Seconds from the creation of the pod until it was ready. None while it is not ready."""
+    pull_seconds: float | None = None
+    """Seconds that the init container took to fetch the models. None while it runs."""
     revisions: Mapping[str, str] = field(default_factory=dict)
     """Commits of the pod's models whose URI names none, by URI."""
 

@@ -7,11 +7,9 @@ import asyncio
 import logging
 import sys
 
-import uvloop
 from pydantic import ValidationError
 
 from specdecode_router.errors import CannotStart
-from specdecode_router.process import serve
 from specdecode_router.settings import RouterSettings
 from specdecode_worker.contract import Env
 
@@ -27,6 +25,11 @@ def main(argv: list[str] | None = None) -> int:
         settings = RouterSettings.model_validate(given)
     except ValidationError as error:
         return _refuse("; ".join(_problem(*one["loc"], text=one["msg"]) for one in error.errors()), 2)
+    # Imported here, because the help does not need the server.
+    import uvloop
+
+    from specdecode_router.process import serve
+
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(settings))
@@ -45,18 +48,18 @@ def _refuse(message: str, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("specdecode-router", description="one OpenAI endpoint before several workers")
+    parser = argparse.ArgumentParser("specdecode-router", description="One OpenAI endpoint before several workers.")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve clients", description="Serve clients from several workers.")
     serve.epilog = f"The token of the workers' admin ports is in ${Env.admin_token} or in --admin-token-file."
     serve.allow_abbrev = False
-    serve.add_argument("--host", default=_DEFAULTS.host)
+    serve.add_argument("--host", default=_DEFAULTS.host, help="address to listen on (default: %(default)s)")
     serve.add_argument("--port", type=int, default=_DEFAULTS.port, help="0 takes a free one (default: %(default)s)")
     serve.add_argument("--worker", dest="workers", action="append", default=[], metavar="ADMIN_URL",
                        help="base URL of a worker's admin port; once for each worker")  # fmt: skip
-    serve.add_argument("--namespace", help="of --service")
+    serve.add_argument("--namespace", help="namespace of --service")
     serve.add_argument("--service", metavar="NAME", help="headless Service of the workers, instead of --worker")
-    serve.add_argument("--deployment", default="", metavar="NAME", help="of the workers, for metrics")
+    serve.add_argument("--deployment", default="", metavar="NAME", help="name of the workers' deployment, for metrics")
     serve.add_argument("--backend", dest="backends", action="append", default=[],
                        metavar="name=N,percent=P,service=S,token-file=F",
                        help="another deployment with a share of the traffic; worker=ADMIN_URL instead of service "
@@ -66,9 +69,11 @@ def _parser() -> argparse.ArgumentParser:
                        help="JSON with hold_seconds, no_worker_seconds, min_silence_seconds, max_silence_seconds, and "
                        "percents of --backend by name; read again when it changes")  # fmt: skip
     serve.add_argument("--tls-cert-file", metavar="FILE", help="certificate chain of this port, as PEM")
-    serve.add_argument("--tls-key-file", metavar="FILE", help="its key, without a password")
-    serve.add_argument("--admin-token-file", metavar="FILE", help="read again when it changes")
-    serve.add_argument("--ca-file", metavar="FILE", help="certificates that sign those of the workers, as PEM")
+    serve.add_argument("--tls-key-file", metavar="FILE", help="PEM key of the certificate, without a password")
+    serve.add_argument(
+        "--admin-token-file", metavar="FILE", help="token of the workers' admin ports; read again when it changes"
+    )
+    serve.add_argument("--ca-file", metavar="FILE", help="PEM certificates that sign those of the workers")
     serve.add_argument("--api-keys-path", metavar="PATH",
                        help="folder of tenants' keys, or file with one a line; read again when it changes")  # fmt: skip
     for name, text in _NUMBERS.items():

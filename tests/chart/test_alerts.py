@@ -15,6 +15,7 @@ from support.prometheus import Promtool, known_series, series_of
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent / "alerts_test.yaml"
+RUNBOOKS = "https://specdecode.io/docs/reference/conditions-and-alerts/"
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +64,13 @@ def test_every_alert_has_a_firing_and_a_quiet_unit_test(
     assert fires == {rule["alert"]: {True, False} for rule in alerts}
 
 
-def test_every_alert_has_a_severity_texts_and_a_troubleshooting_entry(alerts: list[dict[str, Any]], root: Path) -> None:
+def test_every_alert_has_a_severity_texts_and_a_runbook(alerts: list[dict[str, Any]], root: Path) -> None:
     page = (root / "docs" / "reference" / "conditions-and-alerts.md").read_text()
     for rule in alerts:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
-        assert rule["annotations"].keys() == {"summary", "description"}
-        assert f"| {rule['alert']} |" in page, f"conditions-and-alerts.md says nothing about {rule['alert']}"
-    listed = set(re.findall(r"\| (Specdecode\w+) \|", page))
-    assert listed == {rule["alert"] for rule in alerts}
+        assert rule["annotations"].keys() == {"summary", "description", "action", "runbook_url"}
+        assert rule["annotations"]["runbook_url"] == f"{RUNBOOKS}#{rule['alert'].lower()}"
+    assert re.findall(r"^### (Specdecode\w+)$", page, re.MULTILINE) == [rule["alert"] for rule in alerts]
 
 
 def test_alerts_query_only_exposed_series(alerts: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Check the manifests in docs/how-to/route-traffic.md: they are valid and name what operator and routers make."""
+"""Check the manifests in route-traffic.md and scale.md: they are valid and name what operator and routers make."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specdecode_router.telemetry.metrics import RouterMetrics
 @pytest.fixture
 def blocks(root: Path) -> list[dict[str, Any]]:
     """Return the YAML blocks of the page."""
-    text = (root / "docs" / "how-to" / "route-traffic.md").read_text()
-    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+    text = "".join((root / "docs" / "how-to" / name).read_text() for name in ("route-traffic.md", "scale.md"))
+    return [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.S | re.M)]
 
 
 def test_fields_of_the_page_are_valid(blocks: list[dict[str, Any]], root: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specdecode_kernels.noise.op import gumbel
 from specdecode_kernels.sample import op, reference
 from specdecode_kernels.top_k import op as top_k_op
 from specdecode_kernels.top_k import reference as top_k_reference
@@ -207,11 +208,11 @@ def test_rows_are_sampled_as_in_the_reference(vocab: int, cuts: bool, mapped: bo
         "temperature_R": temperature_R,
         "seed_R": torch.tensor([3, 5, 2**40, 5]),
         "position_R": torch.tensor([7, 7, 2**33, 7]),
-        "truncation": tuple(truncation) if cuts else None,
+        "truncation": reference.Truncation(*truncation) if cuts else None,
     }
     logits = logits_of(len(rows), vocab, 2, dtype)
-    for _ in range(2):  # the second time, the noise is known
-        chosen = verify_op.choose(logits, *fields.values())
+    for noise in (None, gumbel(fields["seed_R"], fields["position_R"], vocab)):
+        chosen = verify_op.choose(logits, *fields.values(), noise)
         assert torch.equal(chosen, verify_reference.chosen_tokens(logits, *fields.values()))
     ids = torch.arange(vocab).flip(0) + 50 if mapped else None
     fields |= {"vocab_size": vocab + 50 if mapped else vocab, "ids_V": ids, "sharpness": 1.7}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.noise.op import LARGE, gumbel, gumbel_row
+from specdecode_kernels.sample.reference import Truncation
 
 _SAFE = 1e-4
 """Below this value, 1 - top_p is too close to the rounding error of sums to derive a bound from it."""
@@ -63,22 +64,25 @@ def processed(
     min_p_R: Tensor | None = None,
     *,
     truncated: bool,
+    waits: bool = False,
 ) -> Tensor:
     """Compute log-probabilities as `reference.processed` does, for rows of temperature > 0.
 
-    ``truncated`` must be True if any row truncates; the host knows this without waiting for the device.
+    ``truncated`` must be True if any row truncates; the host knows this without waiting for the device. With ``waits``
+    the rows that do are read, and others are not sorted, on a CPU.
     """
     if dispatch.on_gpu(logits_RV) and logits_RV.dtype != torch.float64:
         from specdecode_kernels.sample import kernel
 
         least_R = torch.zeros_like(top_p_R) if min_p_R is None else min_p_R
-        row_cuts = kernel.cuts(logits_RV, temperature_R, (top_k_R, top_p_R, least_R) if truncated else None)
+        truncation = Truncation(top_k_R, top_p_R, least_R) if truncated else None
+        row_cuts = kernel.cuts(logits_RV, temperature_R, truncation)
         return kernel.processed(logits_RV, temperature_R, row_cuts)
     wide = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     scaled = wide / temperature_R.to(wide.dtype)[:, None]
     if truncated:
         cuts = top_k_R, top_p_R, torch.zeros_like(top_p_R) if min_p_R is None else min_p_R
-        scaled = _cut_by_row(scaled, *cuts) if is_large(scaled) else _cut_some(scaled, *cuts)
+        scaled = (_cut_by_row if is_large(scaled) else _cut_some if waits else _cut)(scaled, *cuts)
     return torch.log_softmax(scaled, dim=-1)
 
 
@@ -92,7 +96,7 @@ def scores(
     temperature_R: Tensor,
     seed_R: Tensor,
     position_R: Tensor,
-    truncation: tuple[Tensor, Tensor, Tensor] | None,
+    truncation: Truncation | None,
     ids_V: Tensor | None = None,
     vocab_size: int = 0,
     noise_RV: Tensor | None = None,
@@ -101,15 +105,17 @@ def scores(
     """Return log p + noise [R, V] of rows of temperature > 0 and the logits of the others, without a kernel.
 
     ``ids_V`` and ``vocab_size`` are as for `sampled_scores`. ``noise_RV`` is the noise over the whole vocabulary if it
-    was drawn before. ``sharpness`` multiplies the logits of rows of temperature > 0.
+    was drawn before, on a CPU; then the parameters of rows may be read. ``sharpness`` multiplies the logits of rows of
+    temperature > 0.
     """
+    waits = noise_RV is not None
     if noise_RV is None:
         noise_RV = gumbel(seed_R, position_R, logits_RV.shape[1] if ids_V is None else vocab_size)
     greedy_R = temperature_R == 0
     cuts = truncation or (position_R, position_R)  # not read without truncation
     safe_R = temperature_R.masked_fill(greedy_R, 1.0)
     sharp_RV = logits_RV if sharpness == 1 else logits_RV * sharpness
-    logp_RV = processed(sharp_RV, safe_R, *cuts, truncated=truncation is not None)
+    logp_RV = processed(sharp_RV, safe_R, *cuts, truncated=truncation is not None, waits=waits)
     return torch.where(greedy_R[:, None], logits_RV, logp_RV + (noise_RV if ids_V is None else noise_RV[:, ids_V]))
 
 
@@ -118,7 +124,7 @@ def sampled_scores(
     temperature_R: Tensor,
     seed_R: Tensor,
     position_R: Tensor,
-    truncation: tuple[Tensor, Tensor, Tensor] | None,
+    truncation: Truncation | None,
     ids_V: Tensor | None = None,
     vocab_size: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
@@ -129,7 +135,7 @@ def sampled_scores(
     temperatures, seeds, positions = temperature_R.tolist(), seed_R.tolist(), position_R.tolist()
     for row in [row for row, temperature in enumerate(temperatures) if temperature > 0]:
         here = slice(row, row + 1)
-        cuts = (position_R[here],) * 2 if truncation is None else tuple(column[here] for column in truncation)
+        cuts = (position_R[here],) * 2 if truncation is None else truncation.of(here)
         logp_RV = processed(logits_RV[here], temperature_R[here], *cuts, truncated=truncation is not None)
         size = logits_RV.shape[1] if ids_V is None else vocab_size
         noise_V = gumbel_row(seeds[row], positions[row], size)
@@ -169,9 +175,7 @@ def _beyond(logits_V: Tensor, top_p: float) -> Tensor:
 
 
 def _cut_some(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """Truncate the rows that have a parameter for it, on a CPU, and all rows on an accelerator."""
-    if logits_RV.device.type != "cpu":
-        return _cut(logits_RV, top_k_R, top_p_R, min_p_R)
+    """Truncate the rows that have a parameter for it."""
     here_T = torch.nonzero((top_k_R > 0) | (top_p_R < 1) | (min_p_R > 0))[:, 0]
     cut_TV = _cut(logits_RV[here_T], top_k_R[here_T], top_p_R[here_T], min_p_R[here_T])
     return logits_RV.index_copy_(0, here_T, cut_TV)

@@ -374,3 +374,6 @@ class Status(Api):
     capacity: CapacityStatus | None = Field(default=None, description="Basis of the number of workers.")
     router: RouterStatus | None = Field(default=None, description="Routers. Absent: the deployment has none.")
     memory: MemoryStatus | None = Field(default=None, description="Memory of one worker's device.")
+    start: Text | None = Field(
+        default=None, description="Seconds of each stage of a worker's start, of the newest one that is ready."
+    )

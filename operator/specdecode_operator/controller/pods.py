@@ -41,10 +41,15 @@ def verdict_of(pod_status: Mapping[str, Any]) -> CheckVerdict | None:
 
 def revisions_of(pod_status: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the commits of the models that a pod's `pull` fetched, by URI. They are validated, as a verdict is."""
+    return _read_revisions(str(pull_of(pod_status).get("message") or ""))
+
+
+def pull_of(pod_status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the termination of a pod's `pull`; empty until it has ended well."""
     for container in pod_status.get("initContainerStatuses") or []:
-        ended = (container.get("state") or {}).get("terminated") or {}
+        ended: Mapping[str, Any] = (container.get("state") or {}).get("terminated") or {}
         if container.get("name") == PULL_CONTAINER and ended.get("exitCode") == 0:
-            return _read_revisions(str(ended.get("message") or ""))
+            return ended
     return {}
 
 
@@ -139,6 +144,7 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
         startup_seconds=_startup_seconds(pod),
         # The worker serves now, so an earlier verdict does not hold any more.
         verdict=None if ready else verdict_of(status),
+        pull_seconds=_pull_seconds(status),
         revisions=revisions_of(status) or _NO_REVISIONS,
     )
 
@@ -172,6 +178,12 @@ def _startup_seconds(pod: Mapping[str, Any]) -> float | None:
             ready = _seconds(condition.get("lastTransitionTime"))
             return None if created is None or ready is None else max(0.0, ready - created)
     return None
+
+
+def _pull_seconds(status: Mapping[str, Any]) -> float | None:
+    """Return the duration of the pod's `pull`, in whole seconds as the kubelet knows it."""
+    began, ended = (_seconds(pull_of(status).get(name)) for name in ("startedAt", "finishedAt"))
+    return None if began is None or ended is None else max(0.0, ended - began)
 
 
 def _seconds(timestamp: object) -> float | None:

@@ -8,16 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from specdecode_operator.api.pins import Pin, pin_operations, read_pin
 from specdecode_operator.errors import OperatorError, PluginError
-from specdecode_operator.plugin.api import Api
 from specdecode_operator.plugin.drafts import change_for, drafts
 from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.plugin.overview import detail, overview, spec_of
 from specdecode_operator.plugin.simulation import run_simulator
+
+if TYPE_CHECKING:
+    from specdecode_operator.plugin.api import Api
 
 DRAFT_COMMANDS = {
     "promote": "promote a draft that its trial found better (mode Manual)",
@@ -31,6 +34,9 @@ CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0, or 1 with a sentence on standard error."""
     args = _parser().parse_args(argv)
+    # Imported here, because the help does not need the client of Kubernetes.
+    from specdecode_operator.plugin.api import Api
+
     try:
         return int(args.command(args, Api(args.kubeconfig, args.context)) or 0)
     except OperatorError as error:

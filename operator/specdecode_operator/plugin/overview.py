@@ -214,6 +214,7 @@ def detail(resource: dict[str, Any], now: float) -> list[str]:
             for task in status.tasks
         ]
         lines += ["", *table(("TASK", "MODE", "DEPTH", "ACCEPT", "TOK/STEP"), rows)]
+    lines += ["", f"seconds of a worker's start: {status.start}"] if status.start else []
     conditions = [(one.type, one.status, one.reason, age(one.last_transition_time, now)) for one in status.conditions]
     return [*lines, "", *table(("CONDITION", "STATUS", "REASON", "SINCE"), conditions)] if conditions else lines
 

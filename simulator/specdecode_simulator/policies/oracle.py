@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import STABILITY, StabilityLimits, TreeSpec
-from specdecode_operator.planning.draft_trees import shape_of
 from specdecode_operator.planning.loads import buckets
 from specdecode_simulator.policies.operator_loop import DEEPEST
 from specdecode_simulator.records.acceptance_walks import PLAIN, Form, Path, Records, chain, form_of, rounded
@@ -130,7 +129,9 @@ class Shapes:
 @lru_cache(maxsize=4096)
 def tree_of(paths: frozenset[Path]) -> Form:
     """Return the tree of these nodes."""
-    return form_of(shape_of(paths).parents)
+    order = sorted(paths, key=lambda path: (len(path), path))
+    index = {(): 0, **{path: number for number, path in enumerate(order, start=1)}}
+    return form_of(tuple(index[path[:-1]] for path in order))
 
 
 def accepted_tokens(records: Records, domain: str, quality: float) -> tuple[float, ...]:

@@ -52,15 +52,11 @@ class PlanPilot:
         """State of the plan for the report."""
         return self._dispatcher.state
 
-    def calibration(self, most: int) -> Iterator[tuple[int, int]]:
-        """Return (sequences, depth) of the steps that the engine times before it serves.
-
-        These are plain steps, and steps of the shallowest and of the deepest chain, at the loads of the plan.
-        """
-        deepest = self.plan.max_depth
-        depths = {0, 1, deepest} if deepest and self.plan.explore else {0}
+    def calibration(self, most: int) -> Iterator[tuple[int, Form]]:
+        """Return (sequences, shape) of the steps that the engine times before it serves: plain ones, the plan's."""
         for count in self._loads(most):
-            yield from ((count, depth) for depth in sorted(depths))
+            yield count, PLAIN
+            yield from ((count, form_of(shape.parents)) for shape in self.plan.timed_shapes)
 
     def calibrate(self, plain_seconds: Callable[[int], float], most: int) -> None:
         """Learn the times of plain steps before the first request, at the loads of the plan up to ``most``."""

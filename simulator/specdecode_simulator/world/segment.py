@@ -76,5 +76,5 @@ class Pilot(Protocol):
 class Calibrates(Protocol):
     """A pilot whose engine times steps before it serves."""
 
-    def calibration(self, most: int) -> Iterable[tuple[int, int]]:
-        """(sequences, at most ``most``; depth of a chain) of such steps."""
+    def calibration(self, most: int) -> Iterable[tuple[int, Form]]:
+        """(sequences, at most ``most``; shape) of such steps."""

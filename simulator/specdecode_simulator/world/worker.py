@@ -62,9 +62,9 @@ class Worker:
         if not isinstance(self.pilot, Calibrates):
             return
         table, factor = self.truth.table, self.truth.factor(self.born)
-        for count, depth in self.pilot.calibration(self.limits.max_num_seqs):
-            x = Features(float(count), float(count * (depth + 1)), CALIBRATION_CONTEXT * count, depth, 0.0)
-            seconds = table.seconds(count, x.verify_tokens, depth, x.kv_tokens) * factor
+        for count, form in self.pilot.calibration(self.limits.max_num_seqs):
+            x = Features(float(count), float(count * (form.nodes + 1)), CALIBRATION_CONTEXT * count, form.depth, 0.0)
+            seconds = table.seconds(count, x.verify_tokens, form.depth, x.kv_tokens) * factor
             mean, squares = table.noisy(self._next_offset(CALIBRATION_STEPS), CALIBRATION_STEPS)
             total, of_squares = seconds * mean * CALIBRATION_STEPS, seconds**2 * squares * CALIBRATION_STEPS
             self.counters.timed(x, 0, CALIBRATION_STEPS, total, of_squares, CALIBRATION_STEPS * count)

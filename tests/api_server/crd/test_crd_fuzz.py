@@ -34,6 +34,8 @@ from support.operators.spec_strategies import Json, Schema, specs
 from support.tiers import by_effort
 
 FEW = 150
+JUDGED_BY_THE_OPERATOR = ("workers.", "distillation.", "router.template.")
+"""Beginnings of fields that only the operator judges: templates of pods, and what depends on other resources."""
 CASES = by_effort(quick=FEW, full=FEW, nightly=10_000)
 
 
@@ -130,8 +132,8 @@ def fuzz(api: KindCopy, schema: Schema, cases: int, *, derandomize: bool, shrink
                 outcomes["refused at admission"] += 1
                 return
             outcome = run_operator(Spec.model_validate(stored))
-            assert outcome == "served" or outcome.split(".")[0] in schema["properties"], (
-                f"a refusal names the field: {outcome}"
+            assert outcome == "served" or outcome.startswith(JUDGED_BY_THE_OPERATOR), (
+                f"the API server should have refused it, or the refusal names no field: {outcome}"
             )
             outcomes[outcome if outcome == "served" else "refused by the operator"] += 1
 

@@ -1,4 +1,4 @@
-"""Tests that `make gpu` needs no more packages than docs/dev/gpu-benchmarks.md names.
+"""Tests that `make gpu` needs no more packages than docs/dev/testing.md names.
 
 A machine with a GPU may have no others.
 """

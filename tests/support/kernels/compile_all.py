@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from specdecode_kernels import dependent, dispatch
 from specdecode_kernels.draft_input import kernel as draft_input
+from specdecode_kernels.grouped_linear import kernel as grouped_linear
 from specdecode_kernels.kv_keep import kernel as kv_keep
 from specdecode_kernels.noise import kernel as noise
 from specdecode_kernels.quantised_linear import dequantise_kernel, scaled_kernel
@@ -39,6 +40,7 @@ from specdecode_kernels.quantised_linear.reference import Kind, quantise
 from specdecode_kernels.rms_norm import kernel as rms_norm
 from specdecode_kernels.rope_cache import kernel as rope_cache
 from specdecode_kernels.sample import kernel as sample
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.silu_mul import kernel as silu_mul
 from specdecode_kernels.small_linear import kernel as small_linear
 from specdecode_kernels.step_tables import commit_kernel
@@ -231,7 +233,7 @@ def rope(size: int) -> None:
 def sampling(dtype: torch.dtype, *, truncated: bool) -> None:
     """Launch the sampling, choice and proposal kernels."""
     logits, row = zeros(4, VOCABULARY, dtype=dtype), floats(4)
-    truncation = (ints(4), row, row) if truncated else None
+    truncation = Truncation(ints(4), row, row) if truncated else None
     cuts = sample.cuts(logits, row, truncation)
     sample.processed(logits, row, cuts)
     verify.choose(logits, row, ints(4), ints(4), cuts)
@@ -281,11 +283,19 @@ def few_rows(
     )
 
 
+def experts(rows: int, count: int, outputs: int, size: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Launch the grouping of rows and both products of a layer of experts."""
+    x_TK, groups = zeros(rows, size, dtype=dtype), grouped_linear.group(zeros(rows, count, dtype=dtype))
+    weight = zeros(2, outputs, size, dtype=dtype)
+    grouped_linear.grouped_linear(x_TK, weight, groups, scored=True, gated=True)
+    grouped_linear.grouped_linear(x_TK, weight, groups, zeros(rows, outputs, dtype=dtype))
+
+
 def bookkeeping(*, cuts: bool, depth: int) -> None:
     """Launch the bookkeeping of a step of four rows."""
     state = SlotState(ints(9, 8256), ints(9), ints(9, 516), 16)
     row = floats(5)
-    sampling = SamplingTables(row, ints(5), (ints(5), row, row) if cuts else None)
+    sampling = SamplingTables(row, ints(5), Truncation(ints(5), row, row) if cuts else None)
     rows = step_tables.begin(state, ints(5), ints(5))
     for depths in (None, ints(24)):
         packed = step_tables.pack(state, rows, sampling, ints(24), ints(24), depths, 8191)
@@ -332,6 +342,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "int4, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "int4"), torch.bfloat16),
     "int8, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "int8"), torch.bfloat16),
     "fp8, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "fp8"), torch.bfloat16),
+    "experts of Scout, an eighth": lambda: experts(6, 16, 2048, 5120),
+    "experts of Maverick, an eighth, a prompt": lambda: experts(2048, 128, 2048, 5120),
+    "experts, fp32": lambda: experts(6, 16, 2048, 5120, dtype=torch.float32),
     "silu_mul": lambda: silu_mul.silu_mul(zeros(3, 2 * 14336)),
     "rope_cache": lambda: rope(128),
     "rope_cache, head dimension 96": lambda: rope(96),

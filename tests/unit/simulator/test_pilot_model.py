@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specdecode_simulator.records.acceptance_walks import form_of
 from specdecode_simulator.world.guard_schedule import steps_until_decision
 from specdecode_simulator.world.plan_pilot import SHADOW_STEPS, PlanPilot
 from specdecode_simulator.world.segment import Group, Load, Outcome
@@ -96,18 +97,17 @@ def test_bursts_in_one_segment_take_the_share_that_they_take_step_by_step() -> N
 
 
 @pytest.mark.parametrize("edges", [(1, 2, 4, 8), (1, 2), (2, 4)])
-@pytest.mark.parametrize(("deepest", "explore"), [(5, 0.01), (1, 0.01), (5, 0.0), (0, 0.01)])
+@pytest.mark.parametrize(
+    ("deepest", "top_k", "explore"), [(5, 4, 0.01), (5, 1, 0.01), (1, 4, 0.01), (5, 4, 0.0), (0, 4, 0.01)]
+)
 def test_what_is_timed_before_anybody_is_served_is_what_the_engine_times(
-    edges: tuple[int, ...], deepest: int, explore: float
+    edges: tuple[int, ...], deepest: int, top_k: int, explore: float
 ) -> None:
-    plan = Plan(uid="u", version=1, buckets=Buckets(concurrency=edges), max_depth=deepest, explore=explore)
+    plan = Plan(uid="u", version=1, buckets=Buckets(concurrency=edges), max_depth=deepest, top_k=top_k, explore=explore)
     engine = engine_of(networks(torch.float32), max_num_seqs=4)
     engine.set_plan(plan)
-    timed = [
-        (count, depth)
-        for count in engine.calibration_loads()
-        for depth in sorted({0, *(shape.depth for shape in engine.calibration_shapes())})
-    ]
+    shapes = (TreeShape(()), *engine.calibration_shapes())
+    timed = [(count, form_of(shape.parents)) for count in engine.calibration_loads() for shape in shapes]
     assert list(PlanPilot(("other",), plan, lambda running: 0.0).calibration(4)) == timed
 
 

@@ -15,20 +15,12 @@ import torch
 from specdecode_worker.commands.comparison import (
     Variant,
     compare,
-    is_installed,
     tables,
     transformers_tokens_per_second,
     write_files,
 )
-from specdecode_worker.commands.flags import (
-    add_model_flags,
-    add_output_flags,
-    add_placement_flag,
-    add_sampling_flags,
-    add_shape_flags,
-)
-from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, NGRAM, LocalEngine, TokenizedPrompt, local_engine
-from specdecode_worker.contract import MergedDraft, TreeShape, adapted_uri
+from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, LocalEngine, TokenizedPrompt, local_engine
+from specdecode_worker.contract import adapted_uri
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError
 
@@ -45,33 +37,6 @@ QUESTIONS = (
 """Prompts used if no file of prompts is given."""
 MIN_PROMPTS = 4
 """Fewest prompts for each concurrency, because the acceptance of a single text is not representative."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command to ``parser``."""
-    parser.add_argument("--against", choices=("plain",), default="plain", help="what to compare with")
-    parser.add_argument("--concurrency", type=_counts, default=(1,), metavar="1,2,4", help="prompts run together")
-    parser.add_argument(
-        "--variant",
-        type=_variant,
-        action="append",
-        metavar="[ngram/|+ngram[:DEPTH]/]SHAPE",
-        help="what to compare, as often as wanted: chain:3, tree:4,2,1, ngram/chain:4, or merged with prompt lookup: "
-        "+ngram/tree:4,2,1, +ngram:8/chain:3 (default: --depth or --tree)",
-    )
-    parser.add_argument("--out", metavar="STEM", help="also write STEM.json, STEM.md and the plot STEM.png")
-    parser.add_argument("--rounds", type=int, default=1, help="times that plain, spec, spec, plain is run")
-    parser.add_argument(
-        "--transformers",
-        action=argparse.BooleanOptionalAction,
-        default=is_installed(),
-        help="also transformers' own generate, one prompt at a time (default: where it is installed)",
-    )
-    add_model_flags(parser)
-    add_placement_flag(parser)
-    add_shape_flags(parser)
-    add_sampling_flags(parser, max_tokens=128)
-    add_output_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,34 +126,3 @@ def _instruction_set() -> str:
         if name in flags:
             return name
     return torch.backends.cpu.get_cpu_capability()
-
-
-def _variant(text: str) -> Variant:
-    """Parse ``SHAPE``, ``ngram/SHAPE``, ``+ngram/SHAPE`` or ``+ngram:DEPTH/SHAPE``.
-
-    Raises:
-        ArgumentTypeError: It is other text.
-    """
-    named, _, shape = text.rpartition("/")
-    draft, colon, depth = named.partition(":")
-    merged = draft == f"+{NGRAM}"
-    if (draft not in ("", NGRAM) and not merged) or (colon and not (merged and depth.isdecimal())):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: the draft is {NGRAM}, +{NGRAM} or +{NGRAM}:DEPTH, or none is named"
-        )
-    try:
-        merge = (MergedDraft(draft=NGRAM, depth=int(depth or 0)),) if merged else ()
-        return Variant(TreeShape.parse(shape), "" if merged else draft, merge, text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """Parse positive counts separated by commas. Raise ArgumentTypeError for other text."""
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        counts = (0,)
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be counts like 1,2,4")
-    return counts

@@ -15,32 +15,11 @@ from specdecode_worker.capture.segments import (
     RETENTION_FILE,
     UserHashes,
     delete_expired,
+    delete_user_records,
     derived_key,
     stored_keys,
     stored_retention,
 )
-from specdecode_worker.capture.user_deletion import delete_user_records
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands ``sweep``, ``delete`` and ``prune`` to ``parser``."""
-    commands = parser.add_subparsers(dest="action", required=True, metavar="sweep|delete|prune")
-    sweep = commands.add_parser("sweep", help="delete the segments whose records exceed their maximum age")
-    sweep.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of `serve --capture`, or `distill --out`")
-    sweep.add_argument("--max-age", type=float, metavar="S", help="seconds (default: that of the last worker)")
-    delete = commands.add_parser(
-        "delete",
-        help="delete the records of one user; workers may run",
-        epilog="Requests that are still running are recorded afterwards: run it when the user's requests have ended. "
-        "Name the --out of the runs of `distill` as well: they hold copies of records. Backups are not changed.",
-    )
-    delete.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of `serve --capture`, or `distill --out`")
-    delete.add_argument("--user", required=True, metavar="ID", help="value of the field `user` of the requests")
-    delete.add_argument("--token-file", type=Path, metavar="FILE",
-                        help="admin tokens with the scope operator, one a line, for folders without keys")  # fmt: skip
-    prune = commands.add_parser("prune", help="delete a run of `distill` that goes on no more, and the runs before it")
-    prune.add_argument("folders", nargs="+", type=Path, metavar="DIR",
-                       help="of `distill --out`, named by the time of the run in hexadecimal digits")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,7 +59,7 @@ def _keys(args: argparse.Namespace) -> list[bytes]:
 
 def _prune(folder: Path) -> int:
     """Delete a run and those before it, and return the exit code."""
-    from specdecode_worker.training.distillation.pruning import began_seconds, delete_runs
+    from specdecode_worker.training.distillation.deletion import began_seconds, delete_runs
 
     if began_seconds(folder) is None:
         raise FolderUnusable(f"{folder} is not named by the time of a run of `distill`")

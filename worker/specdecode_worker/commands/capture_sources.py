@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from specdecode_worker.capture.puller import DEFAULT_MAX_BYTES, pull_segments, pull_source
+from specdecode_worker.capture.puller import pull_segments, pull_source
 from specdecode_worker.contract import Env
 from specdecode_worker.training.distillation.records import Interrupted
 
@@ -16,21 +16,10 @@ _PULLED = "captured"
 """Folder of fetched segments in the run's folder."""
 
 
-def add_capture_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to ``parser``. One of --capture and --capture-from is needed, see `check_capture_flags`."""
-    parser.add_argument("--capture", type=Path, nargs="+", default=[], metavar="DIR", help="of `serve --capture`")
-    parser.add_argument("--capture-from", metavar="[https://]HOST:PORT",
-                        help="admin ports of workers to fetch captured segments from: all addresses of HOST, with the "
-                        f"token in ${Env.capture_token}")  # fmt: skip
-    parser.add_argument("--capture-ca", metavar="FILE", help="PEM certificates that sign those of the admin ports")
-    parser.add_argument("--capture-from-bytes", type=int, default=DEFAULT_MAX_BYTES, metavar="N",
-                        help="most bytes of fetched segments, the newest (default: 4 GiB)")  # fmt: skip
-
-
-def check_capture_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_capture_flags(args: argparse.Namespace) -> None:
     """End the command with a usage error if no records are named."""
     if not args.capture and args.capture_from is None:
-        parser.error("name the captured records with --capture DIR or --capture-from HOST:PORT")
+        args.usage_error("name the captured records with --capture DIR or --capture-from HOST:PORT")
 
 
 def capture_folders(

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from specdecode_worker.commands.flags import (
-    add_model_flags,
-    add_placement_flag,
-    default_by_device,
     method_and_draft,
 )
 from specdecode_worker.contract import (
@@ -27,29 +24,6 @@ from specdecode_worker.engine.factory import device_of
 from specdecode_worker.engine.memory import Device, Inventory, make_verdict, take_inventory
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import default_cache_dir, resolve
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command to ``parser``."""
-    parser.epilog = f"With ${Env.config} set, as the operator sets it in a pod, flags of the model are not read."
-    add_model_flags(parser)
-    add_placement_flag(parser)
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help=default_by_device("max_num_seqs"))
-    parser.add_argument(
-        "--max-num-batched-tokens", type=int, metavar="N", help=default_by_device("max_num_batched_tokens")
-    )
-    parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="default: what is left of the memory")
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="SHARE",
-        help=f"of the memory, on a CPU too; the rest is reserve ({default_by_device('gpu_memory_utilization')})",
-    )
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices of a replica")
-    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="of another device than is here")
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
 
 def run(args: argparse.Namespace) -> int:

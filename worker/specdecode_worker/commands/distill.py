@@ -15,30 +15,22 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from specdecode_worker.capture import CaptureError
 from specdecode_worker.commands.capture_sources import (
-    add_capture_flags,
     capture_folders,
     check_capture_flags,
     delete_fetched,
 )
 from specdecode_worker.commands.distillation_job import (
     MAX_NOT_REPRODUCED,
-    add_job_flags,
     check_job_flags,
     run_as_job,
 )
 from specdecode_worker.commands.flags import (
-    EMBEDDED_DRAFT,
-    EMBEDDED_TARGET,
-    add_adapter_flag,
-    add_device_flag,
-    add_shape_flags,
-    add_tensor_parallel_flag,
     print_progress,
 )
 from specdecode_worker.contract import TreeShape, adapted_uri
@@ -48,9 +40,8 @@ from specdecode_worker.models.fetch import model_hash, resolve
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.distillation.deletion import delete_expired_from_runs, expiry_seconds
 from specdecode_worker.training.distillation.judge import answer_prompts
-from specdecode_worker.training.distillation.lineage import Ancestor
 from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings, stored_verdict
-from specdecode_worker.training.distillation.publication import RunClock
+from specdecode_worker.training.distillation.publication import Ancestor, RunClock
 from specdecode_worker.training.distillation.records import Interrupted, Stopped
 from specdecode_worker.training.distillation.students import StudentSettings
 from specdecode_worker.training.errors import TimeLimitReached, TrainingError
@@ -62,73 +53,10 @@ _USAGE = 64
 _DEFAULTS = StudentSettings()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command to ``parser``."""
-    parser.epilog = (
-        "Exit codes: 0 the draft is better, 2 worse, 3 inconclusive; 1 an error, 64 wrong usage, 143 stopped by a "
-        "signal with all kept: the same command goes on. The verdict is printed and lies in OUT/verdict.json. With "
-        "--job the exit code is 0 for every verdict and every error."
-    )
-    parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
-    add_adapter_flag(parser)
-    parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI",
-                        help="deployed head to go on from: eagle3, peagle or dflash")  # fmt: skip
-    add_capture_flags(parser)
-    parser.add_argument("--golden", type=Path, metavar="FILE.jsonl",
-                        help="frozen prompts by domain on which no draft may lose; optional with --job")  # fmt: skip
-    parser.add_argument("--replay", type=Path, nargs="+", default=[], metavar="DIR",
-                        help="--out of the runs of `train` or `distill` that made the deployed head")  # fmt: skip
-    parser.add_argument("--replay-prompts", type=Path, metavar="FILE.jsonl",
-                        help="prompts by domain whose answers are replayed, for a head made elsewhere")  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="everything goes there")
-    _add_study_flags(parser)
-    parser.add_argument("--min-gain", type=float, default=0.02, help="wanted of the mix (default: %(default)s)")
-    parser.add_argument("--max-age", type=float, metavar="S", help="seconds; older records are left out")
-    parser.add_argument("--capture-tokens", type=int, default=400_000, metavar="N",
-                        help="at most so many of training text, the newest (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--max-tokens", type=int, default=128, help="of a golden answer (default: %(default)s)")
-    add_job_flags(parser)
-    add_shape_flags(parser)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="as the worker serves")
-    add_device_flag(parser)
-    add_tensor_parallel_flag(parser)
-    parser.add_argument("--threads", type=int, help="torch threads (default: all)")
-    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where models are kept")
-    _exit_apart(parser)
-
-
-def _add_study_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the training itself."""
-    defaults = _DEFAULTS
-    parser.add_argument("--steps", type=int, default=defaults.steps, help="at most (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=defaults.minutes, help="of training, at most (default: 60)")
-    parser.add_argument("--replay-share", type=float, default=defaults.replay_share, help="at first (default: 0.5)")
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
-    parser.add_argument("--batch-tokens", type=int, default=defaults.batch_tokens)
-    parser.add_argument("--round-steps", type=int, default=defaults.round_steps, help="between validations")
-    parser.add_argument("--patience", type=int, default=defaults.patience, help="rounds without progress")
-    parser.add_argument("--unroll", type=int, default=defaults.depth, help="depth that is trained (default: 3)")
-    parser.add_argument("--seed", type=int, default=0)
-
-
-def _exit_apart(parser: argparse.ArgumentParser) -> None:
-    """Make wrong usage exit with 64, because argparse uses 2, which is the code of the verdict `worse`."""
-
-    def error(message: str) -> NoReturn:
-        parser.print_usage(sys.stderr)
-        parser.exit(_USAGE, f"{parser.prog}: error: {message}\n")
-
-    def check(args: argparse.Namespace) -> None:
-        check_capture_flags(parser, args)
-        check_job_flags(parser, args)
-
-    parser.error = error  # type: ignore[method-assign]
-    parser.set_defaults(check=check)
-
-
 def run(args: argparse.Namespace) -> int:
     """Return the exit code listed in the epilog of the help text."""
-    args.check(args)
+    check_capture_flags(args)
+    check_job_flags(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     clock = RunClock(args.out / "clock.json", args.time_limit)

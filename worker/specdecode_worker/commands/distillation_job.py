@@ -14,15 +14,14 @@ from specdecode_worker.contract import Artifact
 from specdecode_worker.contract.distillation import DistillationVerdict
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.termination import write_termination_message
-from specdecode_worker.training.distillation.pipeline import failure_document, verdict_document
-from specdecode_worker.training.distillation.pruning import (
+from specdecode_worker.training.distillation.deletion import (
     began_seconds,
     delete_drafts,
     delete_runs,
     delete_text,
 )
+from specdecode_worker.training.distillation.pipeline import failure_document, verdict_document
 from specdecode_worker.training.distillation.publication import (
-    PREFIX_FORMS,
     RunClock,
     check_place,
     local_place,
@@ -35,40 +34,16 @@ MAX_NOT_REPRODUCED = 0.2
 """Largest share of captured text that the target need not reproduce. Near ties of logits lose a few per cent."""
 
 
-def add_job_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to ``parser``."""
-    parser.add_argument(
-        "--job", action="store_true", help="exit with 0 for every verdict and error; write it as termination message"
-    )
-    parser.add_argument("--time-limit", type=float, metavar="S", help="seconds of the run, over its restarts")
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument("--head-uri", metavar="URI", help="where workers find OUT/head (default: file://OUT/head)")
-    place.add_argument("--publish", metavar="URI",
-                       help=f"with --job: copy OUT/head to URI/HASH for workers; URI is {PREFIX_FORMS}")  # fmt: skip
-    parser.add_argument(
-        "--keep-data", action="store_true",
-        help="with --job: keep the captured text in OUT/data after the verdict, for --replay of the next run",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prune", action="store_true",
-        help="with --job: delete the folders of earlier runs next to OUT, whose name is the run's time in hex digits",
-    )  # fmt: skip
-    parser.add_argument(
-        "--keep-drafts", metavar="HASH[,HASH]",
-        help="with --prune: delete the drafts below --publish that are older than the run and have other hashes",
-    )  # fmt: skip
-
-
-def check_job_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_job_flags(args: argparse.Namespace) -> None:
     """End the command with a usage error if a flag needs --job."""
     if args.publish is not None and not args.job:
-        parser.error("--publish needs --job: the published place is part of the Job's document")
+        args.usage_error("--publish needs --job: the published place is part of the Job's document")
     if args.keep_data and not args.job:
-        parser.error("--keep-data needs --job: without it the data are kept")
+        args.usage_error("--keep-data needs --job: without it the data are kept")
     if args.prune and (not args.job or began_seconds(args.out) is None):
-        parser.error("--prune needs --job and an --out whose name is the time of the run in hexadecimal digits")
+        args.usage_error("--prune needs --job and an --out whose name is the time of the run in hexadecimal digits")
     if args.keep_drafts is not None and not args.prune:
-        parser.error("--keep-drafts needs --prune")
+        args.usage_error("--keep-drafts needs --prune")
 
 
 def run_as_job(distill: Callable[[], dict[str, Any]], args: argparse.Namespace, clock: RunClock) -> DistillationVerdict:

@@ -15,34 +15,9 @@ from typing import Any
 from specdecode_worker.commands import comparison as engine_evaluation
 from specdecode_worker.commands import sampler_comparison
 from specdecode_worker.commands.flags import (
-    add_model_flags,
-    add_output_flags,
-    add_shape_flags,
-    add_tensor_parallel_flag,
     method_and_draft,
 )
 from specdecode_worker.models.errors import ModelError
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command to ``parser``."""
-    add_model_flags(parser)
-    add_shape_flags(parser)
-    add_output_flags(parser)
-    parser.add_argument("--max-tokens", type=int, default=256, help="length of an answer (default: %(default)s)")
-    parser.add_argument(
-        "--sampler", type=sampler_comparison.samplers, metavar="S,S", help="coupled,mss: compare samplers, not domains"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=sampler_comparison.temperatures,
-        metavar="T,T",
-        help="of the answers (default: greedy; with --sampler 0.3 to 1.2)",
-    )
-    parser.add_argument(
-        "--concurrency", type=int, default=8, metavar="N", help="requests at once (default: %(default)s)"
-    )
-    add_tensor_parallel_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:

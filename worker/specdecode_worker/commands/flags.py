@@ -36,14 +36,19 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add --model, --draft, --method, --device and the other flags that select models and how they are loaded."""
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
     add_adapter_flag(parser)
-    parser.add_argument("--draft", metavar="URI", help="draft; default: the embedded head for the embedded target")
-    parser.add_argument("--method", choices=get_args(Method), help="default: eagle3 with a draft, else none")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--quantization", choices=get_args(TargetQuantization), help="of the target's weights alone")
-    parser.add_argument("--draft-quantization", choices=get_args(DraftQuantization), help="of its MLPs and head")
+    parser.add_argument("--draft", metavar="URI", help="draft (default: the embedded head for the embedded target)")
+    parser.add_argument(
+        "--method", choices=get_args(Method), help="drafting method (default: eagle3 with a draft, else none)"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16",
+                        help="number format of weights and activations (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--quantization", choices=get_args(TargetQuantization), help="quantize the target's weights")
+    parser.add_argument(
+        "--draft-quantization", choices=get_args(DraftQuantization), help="quantize the draft's MLPs and head"
+    )
     add_device_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
-    parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept (default: the user's cache)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder of downloaded models (default: the user's cache)")
 
 
 def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
@@ -53,13 +58,18 @@ def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
 
 def add_placement_flag(parser: argparse.ArgumentParser) -> None:
     """Add --draft-placement."""
-    help_text = "of the draft: the target's device, or own: another GPU, in a process of its own"
+    help_text = "device of the draft: the target's, or another GPU in a process of its own (default: %(default)s)"
     parser.add_argument("--draft-placement", choices=get_args(Placement), default="shared", help=help_text)
 
 
 def add_device_flag(parser: argparse.ArgumentParser) -> None:
     """Add --device."""
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: a GPU if there is one (default: %(default)s)",
+    )
 
 
 def add_tensor_parallel_flag(parser: argparse.ArgumentParser) -> None:
@@ -78,16 +88,22 @@ def add_shape_flags(parser: argparse.ArgumentParser) -> None:
     """Add --depth N and --tree SHAPE, which both set ``args.shape`` (a TreeShape, None if neither is given)."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--depth", dest="shape", type=_chain, metavar="N", help="chain of N drafted tokens")
-    which.add_argument("--tree", dest="shape", type=_shape, metavar="SHAPE", help="chain:5, tree:4,2,1 or 0,0,1")
+    which.add_argument(
+        "--tree",
+        dest="shape",
+        type=_shape,
+        metavar="SHAPE",
+        help="shape of the draft: chain:5, tree:4,2,1 or parents 0,0,1",
+    )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Add the flags of the sampling parameters."""
-    parser.add_argument("--max-tokens", type=int, default=max_tokens)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="length of an answer (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="as in OpenAI's API (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="as in vLLM; 0 is off (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="seed of the first prompt (default: 0)")
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:

@@ -7,13 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-from specdecode_worker.commands.flags import (
-    add_model_flags,
-    add_output_flags,
-    add_placement_flag,
-    add_sampling_flags,
-    add_shape_flags,
-)
 from specdecode_worker.commands.local_engine import (
     DEFAULT_SHAPE,
     Answer,
@@ -27,19 +20,6 @@ from specdecode_worker.commands.local_engine import (
 from specdecode_worker.core.messages import Tokens
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command to ``parser``."""
-    parser.add_argument("--prompt", help="one user message (or plain text with --raw)")
-    parser.add_argument("--raw", action="store_true", help="take --prompt as it is, without the chat template")
-    parser.add_argument("--concurrency", type=int, default=8, help="prompts of a file run together (default: 8)")
-    add_model_flags(parser)
-    add_placement_flag(parser)
-    add_shape_flags(parser)
-    add_sampling_flags(parser, max_tokens=256)
-    add_output_flags(parser)
-    parser.add_argument("--sampler", choices=("coupled", "mss"), default="coupled", help="how drafts are judged")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,12 +30,6 @@ from specdecode_worker.termination import write_termination_message
 _SECONDS_BETWEEN_LINES = 2.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command to ``parser``."""
-    parser.add_argument("uris", nargs="*", metavar="URI", help=f"{model_store.FORMS}; default: those of ${Env.config}")
-    parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept (default: the user's cache)")
-
-
 def run(args: argparse.Namespace) -> int:
     """Return the exit code: 0 if all models are available, 1 if one cannot be fetched, 2 for wrong usage."""
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt, distinct_4grams, local_engine
-from specdecode_worker.contract import Sampler, TreeShape
+from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.messages import Sampling, Tokens
 
 SHAPES = {text: TreeShape.parse(text) for text in ("chain:3", "tree:3,2,1")}
@@ -118,20 +118,3 @@ def table(document: dict[str, Any]) -> str:
     head = f"{'shape':12} {'T':>4} {'sampler':8} {'tokens/step':>11} {'+-':>6}  acceptance by depth"
     cells = sorted(document["cells"], key=lambda cell: (cell["shape"], cell["temperature"]))
     return "\n".join([head, *map(line, cells)])
-
-
-def samplers(text: str) -> tuple[Sampler, ...]:
-    """Parse sampler names such as ``coupled,mss``. Raise ArgumentTypeError for other names."""
-    names: dict[str, Sampler] = {"coupled": "coupled", "mss": "mss"}
-    unknown = [name for name in text.split(",") if name not in names]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no sampler; write coupled, mss or coupled,mss")
-    return tuple(names[name] for name in text.split(","))
-
-
-def temperatures(text: str) -> tuple[float, ...]:
-    """Parse temperatures such as ``0.3,0.6,1``. Raise ArgumentTypeError for other text."""
-    try:
-        return tuple(float(value) for value in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of temperatures; write 0.3,0.6,1.0") from None

@@ -11,17 +11,12 @@ import asyncio
 import logging
 import os
 import sys
-from typing import Any, get_args
+from typing import Any
 
 import uvloop
 from pydantic import ValidationError
 
 from specdecode_worker.commands.flags import (
-    add_merge_flag,
-    add_model_flags,
-    add_placement_flag,
-    add_shape_flags,
-    default_by_device,
     merged_drafts,
     method_and_draft,
     take_speculative_config,
@@ -35,12 +30,8 @@ from specdecode_worker.contract import (
     MergedDraft,
     ModelConfig,
     Plan,
-    Port,
-    ReasoningFormat,
-    Sampler,
     ServerConfig,
     TaskMatch,
-    ToolFormat,
     TreeShape,
     WorkerConfig,
     default_served_name,
@@ -54,103 +45,6 @@ _DEFAULT_SHAPE = TreeShape.chain(3)
 _EXPLORE = 0.01
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command to ``parser``."""
-    parser.epilog = (
-        f"Flags that vLLM has too are named as there. With ${Env.config} set, as the operator sets it in a pod, flags "
-        f"of server, engine and capture replace values of it; others are refused. ${Env.api_keys} may hold keys."
-    )
-    # The operator refuses flags that it sets itself by their whole names.
-    parser.allow_abbrev = False
-    add_model_flags(parser)
-    add_placement_flag(parser)
-    add_shape_flags(parser)
-    add_merge_flag(parser)
-    parser.add_argument("--speculative-config", metavar="JSON", help="vLLM's form of --method, --draft and --depth")
-    parser.add_argument("--served-model-name", metavar="NAME", help="default: the last part of --model")
-    _add_server_flags(parser)
-    _add_engine_flags(parser)
-    _add_capture_flags(parser)
-    parser.set_defaults(flag_defaults={action.dest: action.default for action in parser._actions})
-
-
-def _add_server_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=Port.http, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--admin-port", type=int, default=Port.admin, help="default: %(default)s")
-    parser.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help="clients must send one of them")
-    parser.add_argument("--api-keys-path", metavar="PATH",
-                        help="folder of keys, or file with one a line; read again when it changes")  # fmt: skip
-    parser.add_argument("--admin-tokens-path", metavar="DIR",
-                        help="folder with files operator, router and capture; read again when they change")  # fmt: skip
-    parser.add_argument("--shared-prefix-cache", action="store_true", help="share cached prefixes between API keys")
-    parser.add_argument("--chat-template", metavar="FILE", help="file or text of another template than the model's")
-    parser.add_argument("--generation-config", choices=("auto", "vllm"), default="auto",
-                        help="auto: sampling defaults of generation_config.json; vllm: of the API")  # fmt: skip
-    parser.add_argument("--tool-call-parser", choices=get_args(ToolFormat), help="default: what the template says")
-    parser.add_argument("--reasoning-parser", choices=get_args(ReasoningFormat),
-                        help="send thinking as reasoning_content (default: as content)")  # fmt: skip
-    parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="beyond it the answer is 429")
-    parser.add_argument("--request-timeout-seconds", type=float, default=_SERVER.request_timeout_seconds, metavar="S",
-                        help="default deadline; X-Request-Timeout lowers it (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--queue-timeout-seconds", type=float, default=_SERVER.queue_timeout_seconds, metavar="S",
-                        help="longest time in the queue; then the answer is 503 (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--api-key-metrics", action=argparse.BooleanOptionalAction, default=_SERVER.api_key_metrics,
-                        help="request metrics by the name of the API key (default: no)")  # fmt: skip
-    parser.add_argument("--vllm-metrics", action=argparse.BooleanOptionalAction, default=_SERVER.vllm_metrics,
-                        help="metrics under vLLM's names too (default: yes)")  # fmt: skip
-    parser.add_argument("--endpoint-delay-seconds", type=float, default=0.0, metavar="S")
-    parser.add_argument("--grace-period-seconds", type=float, default=60.0, metavar="S")
-    parser.add_argument("--step-timeout-seconds", type=float, default=_SERVER.step_timeout_seconds, metavar="S",
-                        help="an engine without progress for longer is hung (default: %(default)s)")  # fmt: skip
-    _add_connection_flags(parser)
-
-
-def _add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--header-timeout-seconds", type=float, default=_SERVER.header_timeout_seconds, metavar="S",
-                        help="for the headers of a request (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--body-timeout-seconds", type=float, default=_SERVER.body_timeout_seconds, metavar="S",
-                        help="for a whole request with its body (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--write-timeout-seconds", type=float, default=_SERVER.write_timeout_seconds, metavar="S",
-                        help="for a client to read output that is ready (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--max-connections", type=int, default=_SERVER.max_connections, metavar="N",
-                        help="of the public port (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--max-unfinished-body-bytes", type=int, default=_SERVER.max_unfinished_body_bytes, metavar="N",
-                        help="of all bodies that are still arriving (default: 64 MiB)")  # fmt: skip
-    parser.add_argument("--tls-cert-file", metavar="FILE", help="certificate chain for both ports, as PEM")
-    parser.add_argument("--tls-key-file", metavar="FILE", help="its key, without a password")
-
-
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    switch = argparse.BooleanOptionalAction
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
-    parser.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help=f"requests in one batch ({default_by_device('max_num_seqs')})"
-    )
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N",
-                        help=f"tokens of one step ({default_by_device('max_num_batched_tokens')})")  # fmt: skip
-    parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="default: what the free memory allows")
-    parser.add_argument("--gpu-memory-utilization", type=float, metavar="X",
-                        help=f"share of the memory to use ({default_by_device('gpu_memory_utilization')})")  # fmt: skip
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N")
-    parser.add_argument("--enable-prefix-caching", action=switch, default=True)
-    parser.add_argument("--enable-chunked-prefill", action=switch, default=True)
-    parser.add_argument("--sampler", choices=get_args(Sampler), default=_ENGINE.sampler, help="default: %(default)s")
-    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--cuda-graph-sizes", type=int, nargs="+", default=(), metavar="N",
-                        help="batches to capture graphs for (default: 1, 2, 4, 8, 16, ...)")  # fmt: skip
-    parser.add_argument("--kernel-timings", metavar="FILE", help="times of this GPU, which hack/gpu wrote")
-
-
-def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--capture", metavar="DIR", help="keep served requests there, as token ids, to distill from")
-    parser.add_argument("--capture-max-bytes", type=int, metavar="N", help="of all in DIR (default: 1 GiB)")
-    parser.add_argument("--capture-max-age", type=float, metavar="S", help="seconds (default: 14 days)")
-    parser.add_argument("--capture-share", nargs="+", metavar="[TASK=]SHARE", default=[],
-                        help="of requests, or of those of a task (default: all)")  # fmt: skip
-    parser.add_argument("--capture-redact", metavar="MODULE:FUNCTION", help="sees every record first, may drop it")
 
 
 def run(args: argparse.Namespace) -> int:

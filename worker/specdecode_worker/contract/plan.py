@@ -123,6 +123,18 @@ class Plan(Received):
         merged = (draft.depth for task in self.tasks for draft in task.merge)
         return max(*(shape.depth for shape in shapes), *merged, 0)
 
+    @property
+    def timed_shapes(self) -> tuple[TreeShape, ...]:
+        """Shapes that workers time before they serve, deepest first, where the plan allows other shapes than its own.
+
+        The step times of other shapes follow from these: the deepest chain, one of a single token, and a wide tree.
+        """
+        if not (self.max_depth and self.explore):
+            return ()
+        wide = [TreeShape.levels(self.top_k, 1)] if self.top_k > 1 and self.max_depth > 1 else []
+        chains = (TreeShape.chain(depth) for depth in {self.max_depth, 1})
+        return tuple(sorted((*chains, *wide), key=lambda shape: (-shape.depth, shape.nodes)))
+
     def shape(self, concurrency: int, context: int, task: str = OTHER_TASK) -> TreeShape:
         """Return the shape at these bucket indices: the row of the task, else that of ``other``, else ``initial``.
 

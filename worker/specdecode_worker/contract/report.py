@@ -210,6 +210,25 @@ class PhaseSeconds(Received):
     bookkeeping: float = 0
 
 
+class StartSeconds(Received):
+    """Time of the stages of a worker's start, in seconds of its engine process."""
+
+    pull: float = 0
+    """Download of models that `pull` did not fetch before."""
+    read: float = 0
+    """From files to memory."""
+    place: float = 0
+    """Conversion and copy to the device."""
+    fuse: float = 0
+    """Quantization, fusion and packing of weights."""
+    compile: float = 0
+    """Kernels, and the first steps."""
+    capture: float = 0
+    """CUDA graphs."""
+    calibrate: float = 0
+    """Measured step times."""
+
+
 class MemoryState(Received):
     """Use of the device's memory, in bytes. ``limit`` is that of the device or the container."""
 
@@ -263,6 +282,7 @@ class Report(Received):
     """Prompt tokens found in the prefix cache, out of the ``prefix_query_tokens`` looked up."""
     phases: PhaseSeconds | None = None
     memory: MemoryState | None = None
+    start: StartSeconds | None = None
     drafts: int = 0
     """Sequence-steps that verified a draft. Tokens per step = 1 + accepted_tokens / drafts."""
     draft_tokens: int = 0

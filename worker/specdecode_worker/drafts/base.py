@@ -290,6 +290,9 @@ class CapturedDrafter(PagedDrafter):
     one. `root_states` then gets these slots too, and a level has the states at its mask slot.
     """
 
+    block: ClassVar[bool] = False
+    """True if the one pass runs a block of the root and its mask slots, which all see each other. The committed tokens
+    before the root are not in it; `store_context` gets them."""
     _state: DeviceState
 
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
@@ -333,9 +336,22 @@ class CapturedDrafter(PagedDrafter):
             packed: The pass over these draft slots.
         """
 
-    @abstractmethod
     def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        """Return the draft's hidden states [R, E] at tree nodes, from the states ``hidden_RE`` of their parents."""
+        """Return the draft's hidden states [R, E] at tree nodes, from the states ``hidden_RE`` of their parents.
+
+        They are those of the parents unless the draft has a pass for each level.
+        """
+        return hidden_RE
+
+    def store_context(self, slots_T: Tensor, index_T: Tensor, positions_T: Tensor, places_T: Tensor) -> None:
+        """Write the keys and values of committed tokens before the roots, for a draft with a block.
+
+        Args:
+            slots_T: Slot of the request in DeviceState.
+            index_T: Index of the token in the text.
+            positions_T: Its position.
+            places_T: Its slot in the draft's cache.
+        """
 
     @abstractmethod
     def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:

@@ -81,10 +81,6 @@ class MedusaDrafter(CapturedDrafter):
         """Return the target's states before the roots."""
         return self._states(slots_T, index_T)
 
-    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        """Return the states of the parents: all heads read the state before the root."""
-        return hidden_RE
-
     def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
         """Return the best target token ids behind these nodes by the head of this depth, [R, K], best first."""
         logits_RV = self._logits(hidden_RE, depth)

@@ -166,11 +166,11 @@ class OwnRanks:
     """Target ids behind every node in each draft's own order; None if one draft alone proposed for all rows."""
     host_copy: HostCopy = field(default_factory=HostCopy)
 
-    def on_host(self) -> OwnRanks:
-        """Queue the copy to the host."""
+    def on_host(self, *, overwritten: bool = False) -> OwnRanks:
+        """Queue the copy to the host. ``overwritten`` is as for `to_host`."""
         if self.ranked_FBNK is None:
             return self
-        (ranked_FBNK,), host_copy = to_host([self.ranked_FBNK])
+        (ranked_FBNK,), host_copy = to_host([self.ranked_FBNK], overwritten=overwritten)
         return OwnRanks(self.proposers, ranked_FBNK, host_copy)
 
     def credit(
@@ -215,7 +215,7 @@ def _rank(ranked: Sequence[int], token: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DraftedPart:
     """Draft of a step, and the trees that it proposes for: PLAIN for rows that it does not draft."""
 
     name: str
@@ -226,7 +226,7 @@ class Part:
 def propose_together(
     rows: Sequence[Row],
     forest: Forest,
-    parts: Sequence[Part],
+    parts: Sequence[DraftedPart],
     orders: Sequence[Sequence[Candidate]],
     state: DeviceState,
     sampler: Proposer,
@@ -252,7 +252,7 @@ def propose_together(
     if not forest.levels:
         return None, own_FBNK
     slots_B = to_device([row.request.slot for row in rows], device)
-    order_BM = _order_table(orders, len(parts), device)
+    order_BM = to_device(order_table(orders, len(parts)), device, dtype=torch.int64)
     ranked_BNK = no_ranks(forest, device)
     for depth, level in enumerate(forest.levels):
         for f, (part, expand) in enumerate(zip(parts, expands, strict=True)):
@@ -262,10 +262,14 @@ def propose_together(
             ranked_RK = expand(depth, mine)
             own_FBNK[f, mine.batch_R, mine.node_R, : ranked_RK.shape[1]] = ranked_RK
         own_RFK = own_FBNK[:, level.batch_R, level.node_R].transpose(0, 1)
-        candidates_RM = own_RFK.flatten(1).gather(1, order_BM[level.batch_R])
-        ranked_BNK[level.batch_R, level.node_R] = first_distinct(candidates_RM, MAX_RANKS)
+        ranked_BNK[level.batch_R, level.node_R] = in_order(own_RFK, order_BM[level.batch_R])
         write_children(ranked_BNK, level, slots_B, state)
     return ranked_BNK, own_FBNK
+
+
+def in_order(own_RFK: Tensor, order_RM: Tensor) -> Tensor:
+    """Return the best tokens [R, K] of several drafts in the common order of each row, from those of each draft."""
+    return first_distinct(own_RFK.flatten(1).gather(1, order_RM), own_RFK.shape[-1])
 
 
 def first_distinct(tokens_RM: Tensor, count: int) -> Tensor:
@@ -276,7 +280,7 @@ def first_distinct(tokens_RM: Tensor, count: int) -> Tensor:
     return torch.where(dropped_RM.gather(1, first_RK), -1, tokens_RM.gather(1, first_RK))
 
 
-def _order_table(orders: Sequence[Sequence[Candidate]], drafts: int, device: torch.device) -> Tensor:
+def order_table(orders: Sequence[Sequence[Candidate]], drafts: int) -> list[list[int]]:
     """Return the candidates of each row as indices of [drafts, MAX_RANKS], [B, drafts * MAX_RANKS].
 
     Drafts that are not in the order of a row follow; they propose nothing for it.
@@ -286,7 +290,7 @@ def _order_table(orders: Sequence[Sequence[Candidate]], drafts: int, device: tor
         listed = [draft * MAX_RANKS + rank for draft, rank in order]
         rest = set(range(drafts * MAX_RANKS)).difference(listed)
         table.append([*listed, *sorted(rest)])
-    return to_device(table, device, dtype=torch.int64)
+    return table
 
 
 # Drafts that propose in a step: the drafts of each request, their passes, their proposals and their credit.
@@ -334,13 +338,17 @@ class StepProposals:
         """Return the depth to which drafts without passes extend the request's tree in the next step; 0 for none."""
         if not self._tasks.merges:
             return 0
-        merged = self._tasks.merged(request.submit.task)
-        return max((one.depth for one in merged if one.draft in request.proposers), default=0)
+        merged = (one for one in self._tasks.merged(request.submit.task) if one.draft in request.proposers)
+        return max((one.depth for one in merged if not self._drafts[one.draft].drafter.needs_passes), default=0)
 
-    def is_merged(self, request: Request) -> bool:
-        """Return whether other drafts than the request's own propose for it in the next step."""
-        task = request.submit.task
-        return bool(self._tasks.merged(task)) and request.proposers != (self._tasks.name(task),)
+    def orders(self, rows: Sequence[Row], used: Sequence[str]) -> list[list[int]]:
+        """Return the order of the candidates of the drafts ``used`` for each row, as `order_table`."""
+        return order_table(self._orders(rows, [self.proposers(row.request, row.tree) for row in rows], used), len(used))
+
+    def own_ranks(self, rows: Sequence[Row], used: Sequence[str], own_FBNK: Tensor) -> OwnRanks | None:
+        """Return the ranks of the drafts ``used`` for the rows of tasks that merge drafts; None if there are none."""
+        names = [self.proposers(row.request, row.tree) for row in rows]
+        return self._own_ranks(rows, names, used, own_FBNK)
 
     def record_credit(self, request: Request, credits: Iterable[Credit]) -> None:
         """Take over the credit of each draft for the last tokens of a request, for the order of later candidates."""
@@ -349,19 +357,19 @@ class StepProposals:
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Proposed:
         """Draft the trees of all rows, each row by its own draft and those that are merged with it."""
-        names = [self._proposers(row.request, tree) for row, tree in zip(rows, forest.trees, strict=True)]
+        names = [self.proposers(row.request, tree) for row, tree in zip(rows, forest.trees, strict=True)]
         used = sorted({name for row in names for name in row if name in self._drafts})
         if not used:
             return Proposed()
         if len(used) == 1 and len(set(names)) == 1:
             expand = self._drafts[used[0]].drafter.begin(rows, forest, sampler)
             return Proposed(draft_trees(rows, forest, self._state, expand), self._own_ranks(rows, names, used))
-        parts = [Part(name, self._drafts[name].drafter, self._own_forest(name, names, forest)) for name in used]
+        parts = [DraftedPart(name, self._drafts[name].drafter, self._own_forest(name, names, forest)) for name in used]
         orders = self._orders(rows, names, used)
         ranked_BNK, own_FBNK = propose_together(rows, forest, parts, orders, self._state, sampler)
         return Proposed(ranked_BNK, self._own_ranks(rows, names, used, own_FBNK))
 
-    def _proposers(self, request: Request, tree: Tree) -> tuple[str, ...]:
+    def proposers(self, request: Request, tree: Tree) -> tuple[str, ...]:
         """Return the drafts that propose for a tree; without a tree those that must know of the request's tokens."""
         own, merged = self._tasks.name(request.submit.task), self._tasks.merged(request.submit.task)
         return request.proposers if merged and tree.drafted_depth else (own, *(one.draft for one in merged))
@@ -369,7 +377,7 @@ class StepProposals:
     def _row_passes(self, row: Row, depth: int) -> int:
         """Return the number of draft passes for the first ``depth`` levels of a row's tree."""
         planned = min(depth, row.tree.planned_part.drafted_depth)
-        names = self._proposers(row.request, row.tree)
+        names = self.proposers(row.request, row.tree)
         if len(names) == 1 and row.tree.planned is None:
             return min(planned, 1) if self._has_one_pass(names[0]) else planned
         heads = [name for name in names if self._drafts[name].drafter.needs_passes]

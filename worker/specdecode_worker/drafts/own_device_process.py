@@ -398,9 +398,10 @@ def _shared_part(
     """Return the target with the weights that a draft may share; the others stay on the meta device."""
     prepared = prepare_causal_lm(folder, max_model_len=max_model_len)
     target, tensors = prepared.network, {}
-    names = [name for name in shared if name in prepared.checkpoint]
-    for name, tensor in prepared.checkpoint.read_all(names):
-        tensors[name] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+    for name in shared:
+        module = name.removesuffix(".weight")
+        if name in prepared.checkpoint or module in prepared.quantized:
+            tensors[name] = nn.Parameter(prepared.read_weight(module).to(device, dtype), requires_grad=False)
     # A draft model shares nothing, but dtype and device of a draft are those of this matrix.
     nothing = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
     target.model.embed_tokens.weight = tensors.get("model.embed_tokens.weight", nothing)

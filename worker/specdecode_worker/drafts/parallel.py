@@ -30,7 +30,7 @@ from specdecode_worker.models.config import PEagleConfig
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import PEagleHead
 from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import Forest, Level
+from specdecode_worker.sampling.trees import Forest, Level, Nodes, all_nodes
 
 # Drafter of the method peagle (P-EAGLE, arXiv 2602.01469): an EAGLE-3 head that proposes all depths in one pass.
 #
@@ -148,10 +148,10 @@ class PEagleDrafter(HeadDrafter, CapturedDrafter):
 # therefore the last index of a shared block, which is written again with the same values.
 
 
-class DFlashDrafter(StateDrafter):
+class DFlashDrafter(StateDrafter, CapturedDrafter):
     """Drafter of the method dflash."""
 
-    one_pass = True
+    one_pass = block = True
 
     def __init__(
         self, head: DFlashHead, cache: PagedCache, state: DeviceState, positions: int, sharpness: Sequence[float] = ()
@@ -196,16 +196,37 @@ class DFlashDrafter(StateDrafter):
         packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
         self._fused(self._state.aux(slots_T, index_T - 1), packed)
 
+    def first_key(self, request: Request) -> int:
+        """Return the first index of the request whose keys the draft attends to: slot i is at index i - 1."""
+        return super().first_key(request) - 1
+
+    def store_context(self, slots_T: Tensor, index_T: Tensor, positions_T: Tensor, places_T: Tensor) -> None:
+        """Write the keys and values of committed tokens, from the target's states in the ring."""
+        self._write(self._state.aux(slots_T, index_T), positions_T, places_T)
+
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the head's hidden states [T, E] at the roots and the mask slots behind them."""
+        masked_T = index_T > self._state.length_S[slots_T]
+        tokens_T = torch.where(masked_T, self._head.config.mask_token_id, packed.tokens_T)
+        hidden_TE: Tensor = self._head(tokens_T, packed.positions_T, self._cache.attend(packed))
+        return hidden_TE
+
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
+        """Return the best target token ids behind these nodes, from the states at the mask slots of their depth."""
+        return self._ranking.of(self._head.logits(hidden_RE), at, depth, sampler)
+
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        """Write keys and values of the tokens before the slots of ``packed``, and return their states."""
-        assert isinstance(packed, PackedBatch), "passes of a draft that needs one pass are not captured"
+        """Write keys and values of the tokens before the slots of ``packed``, and return the states that they read."""
+        assert isinstance(packed, PackedBatch), "a captured pass writes them by `store_context`"
         sequence_T, row_T = spread(packed.query_counts, aux_TA.device)
         index_T = packed.prefix_len_B[sequence_T] + row_T - 1
-        own_TA = self.columns.of(aux_TA)
-        slots_T = slots_of(packed.block_table_BM, sequence_T, index_T)
-        for layer, pair in enumerate(self._head.context(own_TA, index_T.clamp(max=self.last_position))):
-            self._cache.write(layer, slots_T, *pair)
-        return own_TA
+        places_T = slots_of(packed.block_table_BM, sequence_T, index_T)
+        self._write(aux_TA, index_T.clamp(max=self.last_position), places_T)
+        return aux_TA
+
+    def _write(self, aux_TA: Tensor, positions_T: Tensor, places_T: Tensor) -> None:
+        for layer, pair in enumerate(self._head.context(self.columns.of(aux_TA), positions_T)):
+            self._cache.write(layer, places_T, *pair)
 
     def _block(self, requests: Sequence[Request], counts: Sequence[int]) -> PackedBatch:
         """Build the pass over blocks of ``counts[b]`` slots that begin at the root of each request."""
@@ -215,7 +236,7 @@ class DFlashDrafter(StateDrafter):
         sequence_T, row_T = spread(tuple(counts), slots_B.device)
         index_T = length_B[sequence_T] + row_T
         roots_T = state.tokens_SP[slots_B[sequence_T], index_T]
-        whole = [(1 << count) - 1 for count in counts for _ in range(count)]
+        whole = [all_nodes(count) for count in counts for _ in range(count)]
         bounds = [
             min(r.cached_bound + count, len(r.blocks) * BLOCK_SIZE) for r, count in zip(requests, counts, strict=True)
         ]
@@ -229,7 +250,7 @@ class DFlashDrafter(StateDrafter):
             blocks=tuple(tuple(request.blocks) for request in requests),
             query_counts=tuple(counts),
             key_bounds=tuple(bounds),
-            key_starts=tuple(self.first_key(request) - 1 for request in requests),
+            key_starts=tuple(self.first_key(request) for request in requests),
             dense=False,
         )
 

@@ -32,15 +32,13 @@ from specdecode_worker.drafts.base import (
     union_reads,
 )
 from specdecode_worker.drafts.draft_files import Calibration, draft_hash, read_calibration
-from specdecode_worker.drafts.merged import Credit, Proposed, StepProposals, TaskDrafts
+from specdecode_worker.drafts.merged import StepProposals, TaskDrafts
 from specdecode_worker.drafts.swap import SwapStatus
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import CausalLMConfig, DFlashConfig, Eagle3Config, EagleConfig
 from specdecode_worker.models.drafts import load_draft
 from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import Forest
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +164,7 @@ class DraftRegistry:
         self._paged: dict[str, PagedDrafter] = {}
         self._state, self._size = state, hidden_size
         self._tasks = TaskDrafts(DEFAULT_DRAFT, self._drafts.__contains__, self._is_mergeable, merges=merges)
-        self._proposals = StepProposals(self._drafts, self._tasks, state)
+        self.proposals = StepProposals(self._drafts, self._tasks, state)
         self.reads = TargetStates()
         """Target states that the loaded drafts read, in total."""
         self._align()
@@ -184,6 +182,12 @@ class DraftRegistry:
         """True if some task merges drafts."""
         return self._tasks.merges
 
+    @property
+    def merged_names(self) -> set[tuple[str, ...]]:
+        """Names of the drafts of each task that merges some, sorted."""
+        tasks = self._tasks.merging if self._tasks.merges else ()
+        return {tuple(sorted({self.name_of(task), *(one.draft for one in self._tasks.merged(task))})) for task in tasks}
+
     def name_of(self, task: str) -> str:
         """Return the name of the draft of a task, loaded or not."""
         return self._tasks.name(task)
@@ -191,10 +195,6 @@ class DraftRegistry:
     def serves(self, name: str, task: str) -> bool:
         """Return whether the draft of this name proposes for requests of a task, alone or merged with others."""
         return self._tasks.serves(name, task)
-
-    def passes(self, rows: Sequence[Row], depths: Sequence[int]) -> int:
-        """Return the number of draft passes of a step in which the trees of ``rows`` are drafted to ``depths``."""
-        return self._proposals.passes(rows, depths)
 
     def loaded(self, name: str = DEFAULT_DRAFT) -> LoadedDraft | None:
         """Return the draft of this name, or None if it is not loaded."""
@@ -227,7 +227,7 @@ class DraftRegistry:
         """Set the drafts of each task, by name. Tasks without one use the default draft."""
         self._tasks.set_tasks(tasks)
         self._assign_requests()
-        self._proposals.order.retain(self._tasks.merging)
+        self.proposals.order.retain(self._tasks.merging)
 
     def assign_draft(self, request: Request) -> None:
         """Record the draft of a request.
@@ -251,15 +251,11 @@ class DraftRegistry:
         if loaded is None:
             return False
         self._restart_if_changed(request, loaded.state.hash)
-        return self._proposals.ready(request) if self._tasks.merges else loaded.drafter.ready(request)
+        return self.proposals.ready(request) if self._tasks.merges else loaded.drafter.ready(request)
 
     def extension(self, request: Request) -> int:
         """Return the depth to which drafts without passes extend the request's tree in the next step; 0 for none."""
-        return self._proposals.extension(request)
-
-    def is_merged(self, request: Request) -> bool:
-        """Return whether other drafts than the request's own propose for it in the next step."""
-        return self._proposals.is_merged(request)
+        return self.proposals.extension(request)
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor | None) -> None:
         """Run each draft over the prefill chunks of its rows. ``aux_TA`` is None if no draft reads target states."""
@@ -277,14 +273,6 @@ class DraftRegistry:
                 loaded.drafter.prefill([rows[b] for b in mine], torch.cat(parts))
         for row in rows:
             row.request.draft.lag = 1  # if its draft has a cache, it is at the end of the chunk now
-
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Proposed:
-        """Draft the trees of all rows, each row by its own draft and those that are merged with it."""
-        return self._proposals.propose(rows, forest, sampler)
-
-    def record_credit(self, request: Request, credits: Iterable[Credit]) -> None:
-        """Take over the credit of each draft for the last tokens of a request, for the order of later candidates."""
-        self._proposals.record_credit(request, credits)
 
     def record_end(self, request: Request) -> None:
         """Show a request that ends to the drafts that store its text or learn from its answer."""

@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.step_tables.op import begin, commit, pack, store_states, write_children
 from specdecode_kernels.step_tables.tables import PackedRows, SamplingTables, SlotState, StepRows, Verified
 from specdecode_kernels.transfer import to_device
@@ -23,12 +24,27 @@ from specdecode_worker.core.device_state import DeviceState, to_host
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedTensors
 from specdecode_worker.drafts.base import CapturedDrafter
-from specdecode_worker.engine.logprobs import LEAST_TOP, ROWS_AT_ONCE, RowLogprobs, TokenLogprobs, logprobs_of, nodes_of
+from specdecode_worker.drafts.merged import OwnRanks, in_order
+from specdecode_worker.engine.launched_step import (
+    LEAST_TOP,
+    ROWS_AT_ONCE,
+    RowLogprobs,
+    TokenLogprobs,
+    logprobs_of,
+    nodes_of,
+)
 from specdecode_worker.engine.step_tables import NODES, GraphKey, HostMasks, StepInputs
 from specdecode_worker.engine.target import Target, TargetPass
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.masks import TokenMasks, unpacked_on_device
-from specdecode_worker.sampling.sampler import BatchTokens, PassSampler, SampledRows, StepSampler, sampler_of
+from specdecode_worker.sampling.sampler import (
+    BatchTokens,
+    PassSampler,
+    SampledRows,
+    StepSampler,
+    TokenMasks,
+    sampler_of,
+    unpacked_on_device,
+)
 from specdecode_worker.sampling.trees import Nodes, forest_of
 
 # Log-probabilities of the tokens that a captured step emits, in static tensors.
@@ -89,11 +105,11 @@ class LogprobOutputs:
 class StepParts:
     """Models and device state that a captured step uses.
 
-    ``drafter`` is None for a step without draft passes, ``mask_table_NW`` for one without grammars.
+    ``drafters`` have passes in the step. ``mask_table_NW`` is None for a step without grammars.
     """
 
     target: Target
-    drafter: CapturedDrafter | None
+    drafters: tuple[CapturedDrafter, ...]
     state: DeviceState
     reads: TargetStates
     mask_table_NW: Tensor | None = None
@@ -103,11 +119,29 @@ class StepParts:
 class Proposals:
     """Results of what runs before a graph that only verifies.
 
-    ``ranked_BNK`` is as `Drafter.propose` returns it. ``masks`` are the grammar masks of the packed tokens.
+    ``ranked_BNK`` is as `Drafter.propose` returns it, and ``own_ranks`` has those of each draft where some are merged.
+    ``masks`` are the grammar masks of the packed tokens. The drafts took ``seconds``.
     """
 
     ranked_BNK: Tensor | None = None
+    own_ranks: OwnRanks | None = None
     masks: HostMasks | None = None
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _DraftRun:
+    """Draft in a captured step, with its hidden states.
+
+    ``hidden_TE`` are those at the slots of its first pass, ``states_B`` the slots of the first depth of every row, and
+    ``hidden_RE`` those at the nodes of the last level.
+    """
+
+    index: int
+    drafter: CapturedDrafter
+    hidden_TE: Tensor
+    states_B: Tensor
+    hidden_RE: Tensor
 
 
 class CapturedStep:
@@ -118,7 +152,8 @@ class CapturedStep:
     ``out`` [B, 3 D + 3], with trees of depth D, holds the columns of an Outcome side by side: emitted tokens (D + 1),
     path (D), ranks (D + 1) and the number of accepted nodes (1). ``ranked_BNK`` holds the ranked draft tokens behind
     each node as `Drafter.propose` returns them; it is None for a key without trees. Draft passes of the step write it;
-    without such passes the host writes it before the step, and the tokens of the nodes are in the state.
+    without such passes the host writes it before the step, and the tokens of the nodes are in the state. ``own_FBNK``
+    has those of each draft, with a row of padding, if there are several; else it is None.
     """
 
     def __init__(self, key: GraphKey, parts: StepParts) -> None:
@@ -130,14 +165,16 @@ class CapturedStep:
         self.out = torch.zeros(key.rows, 3 * key.depth + 3, dtype=torch.int64, device=device)
         shape = (key.rows, NODES, MAX_RANKS)
         self.ranked_BNK = torch.full(shape, -1, device=device) if key.depth else None
+        own = (len(key.drafts), key.rows + 1, NODES, MAX_RANKS)
+        self.own_FBNK = torch.full(own, -1, device=device) if len(key.drafts) > 1 else None
         vocab_size = parts.target.vocab_size
         self.logprobs = LogprobOutputs(key, vocab_size, parts.state.dtype, device) if key.features.logprobs else None
         # Constants of the key: no pass starts after the first key, root rows have node and depth 0.
-        most = max(key.tokens, key.catch_up_slots, key.level_rows, key.rows)
+        most = max(key.most_tokens, key.level_rows, key.rows)
         self._zeros = torch.zeros(most, dtype=torch.int64, device=device)
         self._depths = torch.arange(key.passes + 1, device=device)[:, None].expand(-1, most).contiguous()
         self._slots = SlotState(parts.state.tokens_SP, parts.state.length_S, parts.state.block_table_SM, BLOCK_SIZE)
-        cuts = (self._at["top_k"], self._at["top_p"], self._at["min_p"]) if key.cuts else None
+        cuts = Truncation(self._at["top_k"], self._at["top_p"], self._at["min_p"]) if key.cuts else None
         self._sampling = SamplingTables(self._at["temperature"], self._at["seed"], cuts)
 
     def store_ranks(self, ranked_BNK: Tensor | None) -> None:
@@ -175,53 +212,85 @@ class CapturedStep:
 
     def _draft(self, rows: StepRows, sampler: StepSampler) -> None:
         """Run the draft passes. They write proposals to ``ranked_BNK`` and the tokens of nodes behind the roots."""
-        at, drafter, ranked_BNK = self._at, self._parts.drafter, self.ranked_BNK
-        assert drafter is not None, "a key with passes has a draft"
+        at, ranked_BNK = self._at, self.ranked_BNK
         assert ranked_BNK is not None, "a key with passes has ranks"
         ranked_BNK.fill_(-1)
+        if self.own_FBNK is not None:
+            self.own_FBNK.fill_(-1)
         trees = at["node_parent"], at["node_rank"], at["node_depth"]
-        hidden_TE = self._root_states(drafter, rows)
-        hidden_RE = hidden_TE[at["catch_last"]]
+        runs = [self._first_pass(rows, index, drafter) for index, drafter in enumerate(self._parts.drafters)]
         zeros_B = self._zeros[: self.key.rows]
         nodes, ancestors_R = Nodes(at["first_sequence"], zeros_B, zeros_B), None
-        packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
         for depth in range(self.key.passes):
             if depth:
                 nodes, ancestors_R = self._nodes(depth), at["level_ancestors"][depth - 1]
-                packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
-                if drafter.one_pass:
-                    last_R = at["catch_last"][nodes.batch_R.clamp(max=self.key.rows - 1)]
-                    hidden_RE = hidden_TE[(last_R + depth).clamp(max=len(hidden_TE) - 1)]
-                else:
-                    hidden_RE = self._level(drafter, rows, packed, depth, hidden_RE)
-            # The masks of the roots are known; those of deeper nodes depend on the tokens that are drafted here.
-            masks_R = at["mask_row"][at["root_row"]] if self.key.features.masks and not depth else None
-            sampled = _sampled(packed, nodes.batch_R, nodes.node_R, ancestors_R, masks_R)
-            ranked_RK = drafter.rank(hidden_RE, nodes, depth, PassSampler(sampler, sampled))
+            proposed = [self._proposed(rows, run, nodes, ancestors_R, depth, sampler) for run in runs]
+            ranked_RK = proposed[0] if self.own_FBNK is None else self._in_order(proposed, nodes)
             write_children(self._slots, rows, ranked_RK, nodes.batch_R, nodes.node_R, depth, trees, ranked_BNK)
 
-    def _root_states(self, drafter: CapturedDrafter, rows: StepRows) -> Tensor:
-        """Run the draft over the slots that earlier steps committed, and return its hidden states [T, E]."""
-        at = self._at
-        packed = self._pack(rows, at["catch_sequence"], at["catch_offset"], None, drafter.last_position)
-        first_B = rows.roots_B1[:-1] + at["catch_base"][:-1]
-        causal_T = self._zeros[: self.key.catch_up_slots]
-        tables = self._tables(rows, packed, at["catch_start"], first_B, causal_T, at["key_start"][:-1])
-        return drafter.root_states(packed.slots_T, packed.index_T, tables)
+    def _first_pass(self, rows: StepRows, index: int, drafter: CapturedDrafter) -> _DraftRun:
+        """Run a draft over the slots that earlier steps committed, and over its mask slots."""
+        at, last_position = self._at, drafter.last_position
+        packed = self._pack(rows, at["catch_sequence"][index], at["catch_offset"][index], None, last_position)
+        if drafter.block:
+            drafter.store_context(packed.slots_T, packed.index_T, packed.positions_T, packed.places_T)
+            sequence_T = self._own(index, at["block_sequence"])
+            packed = self._pack(rows, sequence_T, at["block_offset"], None, last_position)
+            start, first_B, ancestors_T = at["block_start"], rows.roots_B1[:-1], at["block_ancestors"]
+            states_B = (start[:-1] + 1).clamp(max=self.key.block_slots - 1)
+        else:
+            start, first_B = at["catch_start"][index], rows.roots_B1[:-1] + at["catch_base"][index, :-1]
+            ancestors_T, states_B = self._zeros[: self.key.catch_up_slots], at["catch_last"][index]
+        tables = self._tables(rows, packed, start, first_B, ancestors_T, at["key_start"][index, :-1])
+        hidden_TE = drafter.root_states(packed.slots_T, packed.index_T, tables)
+        return _DraftRun(index, drafter, hidden_TE, states_B, hidden_TE[states_B])
+
+    def _own(self, index: int, sequence_T: Tensor) -> Tensor:
+        """Return the sequences for which one of several drafts proposes; padding in place of the others."""
+        if self.own_FBNK is None:
+            return sequence_T
+        return torch.where(self._at["proposes"][index][sequence_T] > 0, sequence_T, self.key.rows)
+
+    def _proposed(
+        self, rows: StepRows, run: _DraftRun, nodes: Nodes, ancestors_R: Tensor | None, depth: int, sampler: StepSampler
+    ) -> Tensor:
+        """Return what a draft proposes behind the nodes of one level, [R, K], best first."""
+        at, drafter = self._at, run.drafter
+        nodes = Nodes(self._own(run.index, nodes.batch_R), nodes.node_R, nodes.depth_R)
+        packed = self._pack(rows, nodes.batch_R, nodes.node_R, nodes.depth_R, drafter.last_position)
+        if depth and drafter.one_pass:
+            state_R = run.states_B[nodes.batch_R.clamp(max=self.key.rows - 1)] + depth
+            run.hidden_RE = run.hidden_TE[state_R.clamp(max=len(run.hidden_TE) - 1)]
+        elif depth:
+            run.hidden_RE = self._level(run, rows, packed, depth)
+        # The masks of the roots are known; those of deeper nodes depend on the tokens that are drafted here.
+        masks_R = at["mask_row"][at["root_row"]] if self.key.features.masks and not depth else None
+        sampled = _sampled(packed, nodes.batch_R, nodes.node_R, ancestors_R, masks_R)
+        return drafter.rank(run.hidden_RE, nodes, depth, PassSampler(sampler, sampled))
+
+    def _in_order(self, proposed: Sequence[Tensor], nodes: Nodes) -> Tensor:
+        """Store what each draft proposes behind the nodes of a level, and return it in the common order, [R, K]."""
+        assert self.own_FBNK is not None, "several drafts have ranks of their own"
+        own = []
+        for index, (tokens_RK, own_BNK) in enumerate(zip(proposed, self.own_FBNK, strict=True)):
+            padded_RK = torch.nn.functional.pad(tokens_RK, (0, MAX_RANKS - tokens_RK.shape[1]), value=-1)
+            batch_R = self._own(index, nodes.batch_R)
+            own.append(torch.where((batch_R < self.key.rows)[:, None], padded_RK, -1))
+            own_BNK[batch_R, nodes.node_R] = own[-1]
+        return in_order(torch.stack(own, dim=1), self._at["order"][nodes.batch_R])
 
     def _nodes(self, depth: int) -> Nodes:
         """Return the nodes of one level, [R]."""
         sequence_R, node_R = (self._at[f"level_{name}"][depth - 1] for name in ("sequence", "node"))
         return Nodes(sequence_R, node_R, self._depths[depth, : self.key.level_rows])
 
-    def _level(
-        self, drafter: CapturedDrafter, rows: StepRows, packed: PackedRows, depth: int, hidden_RE: Tensor
-    ) -> Tensor:
+    def _level(self, run: _DraftRun, rows: StepRows, packed: PackedRows, depth: int) -> Tensor:
         """Run the draft pass over the nodes of one level; return their hidden states [R, E] from their parents'."""
         at = self._at
         start, ancestors_R, source_R = (at[f"level_{name}"][depth - 1] for name in ("start", "ancestors", "source"))
-        tables = self._tables(rows, packed, start, rows.roots_B1[:-1], ancestors_R, at["key_start"][:-1])
-        return drafter.node_states(hidden_RE[source_R], tables)
+        key_start_B = at["key_start"][run.index, :-1]
+        tables = self._tables(rows, packed, start, rows.roots_B1[:-1], ancestors_R, key_start_B)
+        return run.drafter.node_states(run.hidden_RE[source_R], tables)
 
     def _verified(self, rows: StepRows) -> PackedRows:
         """Return the packed rows of the verification pass. Its tokens, the root included, are read from the state."""

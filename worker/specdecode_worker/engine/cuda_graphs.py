@@ -7,27 +7,30 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.batch import Row, decoding_rows
 from specdecode_worker.core.device_state import DeviceState, to_host
 from specdecode_worker.drafts.base import CapturedDrafter, PagedDrafter
+from specdecode_worker.drafts.merged import OwnRanks
 from specdecode_worker.drafts.registry import DraftRegistry
 from specdecode_worker.engine.captured_step import CapturedStep, Proposals, StepParts
-from specdecode_worker.engine.launched_step import QueuedRows
-from specdecode_worker.engine.logprobs import LEAST_TOP
+from specdecode_worker.engine.launched_step import LEAST_TOP, QueuedRows
 from specdecode_worker.engine.step_tables import (
     MOST_GRAPHS,
+    NO_DRAFTS,
+    OF_DEFAULT,
     SIBLINGS,
     WIDTHS,
     CatchUp,
+    DraftInputs,
+    GraphDrafts,
     GraphKey,
     HostMasks,
     MaskTable,
@@ -289,24 +292,22 @@ class OutsideReason(StrEnum):
     host reads the drafted tokens, since the masks follow from them."""
     METHOD = "method"
     """The passes of the draft's method are not captured."""
-    SEVERAL = "several"
-    """Several drafts run."""
     CATCH_UP = "catch-up"
-    """No row drafts, but a draft must process tokens before it loses the states that it needs."""
+    """A draft that proposes for no row must process tokens before it loses the states that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Graph that can run a step.
 
-    ``drafter`` runs in the graph and catches up with ``catch_up``; it is None if no draft does. ``drafts`` is a graph
-    of the draft passes alone, which runs before this one. ``outside`` is the reason why drafts run before the graph
-    without one of their own, None if they do not.
+    ``drafters`` run in the graph, and each catches up with its entry of ``catch_ups``. ``drafts`` is a graph of the
+    draft passes alone, which runs before this one. ``outside`` is the reason why drafts run before the graph without
+    one of their own, None if they do not.
     """
 
     key: GraphKey
-    catch_up: CatchUp = field(default_factory=CatchUp)
-    drafter: CapturedDrafter | None = None
+    catch_ups: tuple[CatchUp, ...] = ()
+    drafters: tuple[CapturedDrafter, ...] = ()
     outside: OutsideReason | None = None
     drafts: StepPlan | None = None
 
@@ -317,11 +318,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """Draft that runs in a step, and the indices of the rows that it runs for."""
+    """Draft that runs in a step, the indices of the rows that it runs for, and for which rows it proposes."""
 
     name: str
     drafter: PagedDrafter
     rows: list[int]
+    proposes: tuple[bool, ...]
 
 
 class StepPlanner:
@@ -400,46 +402,61 @@ class StepPlanner:
         *,
         cuts: bool,
     ) -> StepPlan | None:
-        """Return the graph with the passes of the draft that runs, if one does; None if it must catch up too far."""
-        counts = [0] * len(rows)
-        if not running:
-            key = key_of(bucket, trees, 0, cuts=cuts, features=features)
-            return None if key is None else StepPlan(key, CatchUp(tuple(counts)))
-        (draft,) = running
-        assert isinstance(draft.drafter, CapturedDrafter), "other drafts run before the graph"
-        behind = draft.drafter.catch_up_counts([rows[b].request for b in draft.rows])
-        for b, count in zip(draft.rows, behind, strict=True):
-            counts[b] = count
-        one_pass, masks = draft.drafter.one_pass, tuple(max(row.tree.drafted_depth - 1, 0) for row in rows)
-        key = key_of(bucket, trees, max(counts), cuts=cuts, draft=draft.name, one_pass=one_pass, features=features)
-        catch_up = CatchUp(tuple(counts), masks=masks if one_pass else ())
-        return None if key is None else StepPlan(key, catch_up, draft.drafter)
+        """Return the graph with the passes of the drafts that run; None if one of them must catch up too far."""
+        drafters, catch_ups, longest = {}, [], 0
+        for draft in running:
+            drafter, counts = draft.drafter, [0] * len(rows)
+            assert isinstance(drafter, CapturedDrafter), "other drafts run before the graph"
+            drafters[draft.name] = drafter
+            behind = drafter.catch_up_counts([rows[b].request for b in draft.rows])
+            for b, count in zip(draft.rows, behind, strict=True):
+                counts[b] = count
+            longest = max(longest, *counts)
+            masks: tuple[int, ...] = ()
+            if drafter.one_pass and not drafter.block:
+                depths = (row.tree.drafted_depth if own else 0 for row, own in zip(rows, draft.proposes, strict=True))
+                masks = tuple([max(depth - 1, 0) for depth in depths])
+            proposes = draft.proposes if len(running) > 1 else ()
+            catch_ups.append(CatchUp(tuple(counts), masks=masks, before=drafter.block, proposes=proposes))
+        key = key_of(bucket, trees, longest, cuts=cuts, drafts=_graph_drafts(drafters), features=features)
+        return None if key is None else StepPlan(key, tuple(catch_ups), tuple(drafters.values()))
 
     def _outside(self, rows: Sequence[Row], running: Sequence[_Running]) -> OutsideReason | None:
         """Return the reason why drafts run before the graph without one, None if they run in one or not at all."""
         drafted = [row for row in rows if row.tree.drafted_depth]
-        paged, tasks = self._drafts.paged(), {row.request.submit.task for row in drafted}
-        if any(self._drafts.name_of(task) not in paged for task in tasks):
+        if self._drafts.merges:
+            names = {name for row in drafted for name in self._drafts.proposals.proposers(row.request, row.tree)}
+        else:
+            names = {self._drafts.name_of(task) for task in {row.request.submit.task for row in drafted}}
+        paged = self._drafts.paged()
+        if any(not isinstance(paged.get(name), CapturedDrafter) for name in names):
             return OutsideReason.METHOD
-        is_merged = self._drafts.merges and any(self._drafts.is_merged(row.request) for row in drafted)
-        if len(running) > 1 or is_merged:
-            return OutsideReason.SEVERAL
-        if not drafted:
-            return OutsideReason.CATCH_UP if running else None
-        (draft,) = running
-        return None if isinstance(draft.drafter, CapturedDrafter) else OutsideReason.METHOD
+        return None if all(draft.name in names for draft in running) else OutsideReason.CATCH_UP
 
     def _running(self, rows: Sequence[Row]) -> list[_Running]:
-        """Return the drafts with a cache that run in a step, to draft or to catch up."""
+        """Return the drafts with a cache that run in a step, to draft or to catch up, by name."""
         running = []
-        tasks = {row.request.submit.task for row in rows}
-        for name, drafter in self._drafts.paged().items():
+        tasks, proposals = {row.request.submit.task for row in rows}, self._drafts.proposals
+        for name, drafter in sorted(self._drafts.paged().items()):
             served = {task for task in tasks if self._drafts.serves(name, task)}
             mine = [b for b, row in enumerate(rows) if row.request.submit.task in served]
-            behind = drafter.drafting([rows[b] for b in mine], [rows[b].tree for b in mine])
+            trees = [rows[b].tree for b in mine]
+            if self._drafts.merges:
+                proposers = (proposals.proposers(rows[b].request, rows[b].tree) for b in mine)
+                trees = [tree if name in names else PLAIN for tree, names in zip(trees, proposers, strict=True)]
+            behind = drafter.drafting([rows[b] for b in mine], trees)
             if behind:
-                running.append(_Running(name, drafter, [mine[index] for index in behind]))
+                proposes = [False] * len(rows)
+                for b, tree in zip(mine, trees, strict=True):
+                    proposes[b] = tree.drafted_depth > 0
+                running.append(_Running(name, drafter, [mine[index] for index in behind], tuple(proposes)))
         return running
+
+
+def _graph_drafts(drafters: Mapping[str, CapturedDrafter]) -> GraphDrafts:
+    """Return what a graph key holds of the drafts whose passes the graph has."""
+    kinds = {(one.one_pass, one.block) for one in drafters.values()}
+    return GraphDrafts(tuple(drafters), masks=(True, False) in kinds, block=(True, True) in kinds)
 
 
 def _drafts_unguided(rows: Sequence[Row]) -> bool:
@@ -562,7 +579,7 @@ class StepGraphs:
         drafter = self._drafts.paged().get(name)
         if not self._graphs or (drafter is self._drafters.get(name) and not states_changed):
             return
-        gone = [key for key in self._graphs if states_changed or key.has_passes_of(name)]
+        gone = [key for key in self._graphs if states_changed or name in key.drafts]
         used = [key for key in gone if self._graphs[key].replays]
         used.sort(key=lambda key: self._graphs[key].replays, reverse=True)
         if len(gone) == len(self._graphs):
@@ -575,9 +592,9 @@ class StepGraphs:
         """Discard some graphs, and what is known of all keys with passes of the draft ``name``."""
         for key in gone:
             self._graphs.pop(key).captured.release()
-        for key in [key for key in self._key_counts if key.has_passes_of(name)]:
+        for key in [key for key in self._key_counts if name in key.drafts]:
             del self._key_counts[key]
-        self._refused = {key for key in self._refused if not key.has_passes_of(name)}
+        self._refused = {key for key in self._refused if name not in key.drafts}
         self._drafters.pop(name, None)
 
     def _capture_for(self, seconds: float, keys: Iterable[GraphKey]) -> None:
@@ -591,7 +608,7 @@ class StepGraphs:
         missing = [
             key
             for key in dict.fromkeys(keys)
-            if key not in self._graphs and key not in self._refused and (not key.passes or key.draft in drafters)
+            if key not in self._graphs and key not in self._refused and drafters.keys() >= set(key.drafts)
         ][: max(MOST_GRAPHS - len(self._graphs), 0)]
         if missing and not self._graphs:
             missing.insert(0, missing.pop(missing.index(max(missing, key=lambda key: (key.tokens, key)))))
@@ -599,7 +616,7 @@ class StepGraphs:
             start = time.monotonic()
             if self._failed or start - began + longest > seconds:
                 break
-            captured += self._capture(key, drafters.get(key.draft)) is not None
+            captured += self._capture(key) is not None
             longest = max(longest, time.monotonic() - start)
         spent = time.monotonic() - began
         log.info("captured %d of %d graphs for the new draft, in %.2f s", captured, len(missing), spent)
@@ -610,9 +627,11 @@ class StepGraphs:
 
     def _planned_keys(self, wanted: Iterable[TreeShape]) -> list[GraphKey]:
         """Return the keys of the tree shapes ``wanted`` and of plain steps, the most important first."""
-        drafters = self._captured_drafters().items()
-        drafted = ((tree_of(shape), name, one.one_pass) for shape in wanted for name, one in drafters)
-        shapes = {(PLAIN, "", False), *drafted}
+        drafters = self._captured_drafters()
+        together = {names for names in self._drafts.merged_names if drafters.keys() >= set(names)}
+        together |= {(name,) for name in drafters}
+        sets = [_graph_drafts({name: drafters[name] for name in names}) for names in together]
+        shapes = {(PLAIN, OF_DEFAULT), *((tree_of(shape), drafts) for shape in wanted for drafts in sets)}
         cuts = (False, True) if self._coupled else (False,)
         return keys_of_shapes(self._rows, shapes, self._max_tokens, cuts=cuts)
 
@@ -622,7 +641,6 @@ class StepGraphs:
         Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
         MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
         """
-        drafters = self._captured_drafters()
         keys = [key for key in self._planned_keys(wanted) if key not in self._graphs and key not in self._refused]
         room = max(MOST_GRAPHS - len(self._graphs), 0)
         if len(keys) > room:
@@ -631,7 +649,7 @@ class StepGraphs:
         for index, key in enumerate(chosen, start=1):
             if self._failed:
                 return
-            if self._capture(key, drafters.get(key.draft)) is not None:
+            if self._capture(key) is not None:
                 log.info("captured graph %d of %d: %s", index, len(chosen), key)
 
     def plan(self, rows: Sequence[Row]) -> ReadyStep | None:
@@ -674,9 +692,11 @@ class StepGraphs:
         self.replayed += 1
         if plan.outside is not None:
             self.outside[plan.outside] += 1
-        return self._replayed(ready.graph, rows, ranked=ranked)
+        own_ranks = proposals.own_ranks or self._own_ranks(ready.graph, rows)
+        queued = self._replayed(ready.graph, rows, ranked=ranked)
+        return replace(queued, own_ranks=own_ranks, draft_seconds=proposals.seconds or queued.draft_seconds)
 
-    def replay_drafts(self, ready: ReadyStep, rows: tuple[Row, ...], masks: HostMasks) -> tuple[Tensor, float]:
+    def replay_drafts(self, ready: ReadyStep, rows: tuple[Row, ...], masks: HostMasks) -> Proposals:
         """Queue the draft passes of a step by their own graph, before the one that verifies.
 
         Args:
@@ -685,7 +705,7 @@ class StepGraphs:
             masks: Grammar masks of the roots.
 
         Returns:
-            The ranked draft tokens as `Drafter.propose` returns them, and the duration of the passes in seconds.
+            The proposals, without masks.
         """
         graph, plan = ready.drafts, ready.plan.drafts
         assert graph is not None, "the drafts have a graph"
@@ -694,7 +714,15 @@ class StepGraphs:
         graph.captured.replay()
         graph.replays += 1
         assert graph.step.ranked_BNK is not None, "a key with passes has ranks"
-        return graph.step.ranked_BNK[: len(rows)], graph.captured.seconds
+        return Proposals(
+            graph.step.ranked_BNK[: len(rows)], self._own_ranks(graph, rows), seconds=graph.captured.seconds
+        )
+
+    def _own_ranks(self, graph: Graph, rows: tuple[Row, ...]) -> OwnRanks | None:
+        """Queue the copy of the ranks of each draft of a step, if tasks of its rows merge some."""
+        own_FBNK, names = graph.step.own_FBNK, graph.step.key.drafts
+        own = None if own_FBNK is None else self._drafts.proposals.own_ranks(rows, names, own_FBNK[:, : len(rows)])
+        return None if own is None else own.on_host(overwritten=True)
 
     def _write_inputs(
         self,
@@ -704,16 +732,18 @@ class StepGraphs:
         depth_limits: Sequence[int] | None,
         masks: HostMasks | None,
     ) -> None:
-        """Queue the copy of the inputs of a graph, and record that its draft catches up."""
-        catch_up, drafter, requests = plan.catch_up, plan.drafter, [row.request for row in rows]
-        if drafter is not None:
+        """Queue the copy of the inputs of a graph, and record that its drafts catch up."""
+        requests, catch_ups, names = [row.request for row in rows], [], plan.key.drafts
+        for drafter, catch_up in zip(plan.drafters, plan.catch_ups, strict=True):
             counts = catch_up.counts
             behind = requests if all(counts) else [one for one, n in zip(requests, counts, strict=True) if n]
             drafter.record_catch_up(behind, [count for count in counts if count])
-            catch_up = replace(catch_up, key_starts=tuple(drafter.first_key(request) for request in requests))
+            catch_ups.append(replace(catch_up, key_starts=tuple(drafter.first_key(request) for request in requests)))
         if masks is not None:
             self._masks().write(masks.table_NW)
-        graph.step.inputs.write(tuple(row.tree for row in rows), requests, catch_up, depth_limits, masks)
+        orders = self._drafts.proposals.orders(rows, names) if len(names) > 1 else []
+        drafts = DraftInputs(tuple(catch_ups), orders)
+        graph.step.inputs.write(tuple(row.tree for row in rows), requests, drafts, depth_limits, masks)
 
     def _ready(self, rows: Sequence[Row]) -> ReadyStep | EagerReason:
         plan = self._planner.plan(rows)
@@ -733,7 +763,7 @@ class StepGraphs:
     def _is_replay_faster(self, graph: Graph, chunk_tokens: int) -> bool:
         """Return whether a graph and a pass of the prompt chunks take less time than one eager pass of all rows."""
         key, seconds, layers = graph.step.key, graph.captured.seconds, self._target.layers
-        passes = 1 if key.catch_up_per_row else key.passes
+        passes = len(key.drafts) * (1 if key.catch_up_per_row or key.block else key.passes)
         verify_seconds = seconds - self._draft_seconds(graph)
         return is_replay_faster(seconds, verify_seconds, chunk_tokens, layers=layers, passes=passes)
 
@@ -750,24 +780,25 @@ class StepGraphs:
         self._key_counts[key] += 1
         if self._key_counts[key] < self._capture_after_steps:
             return EagerReason.NEW
-        graph = self._capture(key, plan.drafter)
+        graph = self._capture(key)
         if graph is None:
             return EagerReason.FAILED
         log.info("captured a graph that was asked for: %s", key)
         return graph
 
-    def _capture(self, key: GraphKey, drafter: CapturedDrafter | None) -> Graph | None:
+    def _capture(self, key: GraphKey) -> Graph | None:
         """Capture a graph for ``key``. The step that runs during the capture has padding rows only.
 
         Return None if it cannot be captured. If a rank of several cannot, discard all graphs for good.
         """
-        if key.passes:
-            assert drafter is not None, "a key with passes has a draft"
-            assert self._drafters.setdefault(key.draft, drafter) is drafter, "graphs are discarded when drafts change"
+        loaded = self._captured_drafters()
+        drafters = {name: loaded[name] for name in key.drafts}
+        for name, drafter in drafters.items():
+            assert self._drafters.setdefault(name, drafter) is drafter, "graphs are discarded when drafts change"
         masks_NW = self._masks().view() if key.features.masks else None
-        own = drafter if key.passes else None
-        step = CapturedStep(key, StepParts(self._target, own, self._state, self._drafts.reads, masks_NW))
-        step.inputs.write((), [], CatchUp(), None)
+        parts = StepParts(self._target, tuple(drafters.values()), self._state, self._drafts.reads, masks_NW)
+        step = CapturedStep(key, parts)
+        step.inputs.write((), [], NO_DRAFTS, None)
         try:
             graph = self._graphs[key] = Graph(step, self._backend.capture(step.run))
         except RankCaptureFailed as error:

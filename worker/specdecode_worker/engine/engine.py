@@ -18,7 +18,7 @@ import torch
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
 from specdecode_worker.control.synthetic import Synthetic
-from specdecode_worker.core.batch import Row, Selection, ShapeSelector, decoding_rows
+from specdecode_worker.core.batch import Row, Selection, ShapeSelector, decoding_rows, with_forced_tokens
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.messages import Logprobs, Submit, Tokens
 from specdecode_worker.core.request import Request, check_tokens
@@ -26,7 +26,6 @@ from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft
 from specdecode_worker.drafts.registry import NO_SWAPS, DraftRegistry
 from specdecode_worker.drafts.swap import BlockCosts, SwapStatus, describe_failure
 from specdecode_worker.engine.cuda_graphs import StepGraphs
-from specdecode_worker.engine.guided_trees import with_forced_tokens
 from specdecode_worker.engine.launched_step import LaunchedStep, StepTimer
 from specdecode_worker.engine.runner import StepLauncher
 from specdecode_worker.engine.scheduler import Deadlines, GrammarQueue, Scheduler
@@ -43,6 +42,7 @@ from specdecode_worker.engine.stats import (
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.stages import start_seconds
 
 GRAMMAR_WAIT_SECONDS = 0.002
 """Longest wait for a compilation while no request runs, so that the engine still reads its messages."""
@@ -232,14 +232,8 @@ class Engine:
         return tuple(sorted({most, *(min(edge, most) for edge in self._shape_selector.plan.buckets.concurrency)}))
 
     def calibration_shapes(self) -> tuple[TreeShape, ...]:
-        """Return the chains for which step times are calibrated, deepest first; empty if the plan allows no trials.
-
-        Only the deepest chain and the chain of depth 1 are timed; the step times of the depths between follow from
-        these two.
-        """
-        plan = self._shape_selector.plan
-        depths = {plan.max_depth, 1} if plan.max_depth and plan.explore else set()
-        return tuple(TreeShape.chain(depth) for depth in sorted(depths, reverse=True))
+        """Return the shapes for which step times are calibrated, deepest first; empty if the plan allows no trials."""
+        return self._shape_selector.plan.timed_shapes
 
     def force_shape(self, shape: TreeShape | None) -> None:
         """Force one shape in all steps, for calibration. None returns to the plan."""
@@ -350,6 +344,7 @@ class Engine:
         self._add_request_seconds(now)
         snapshot = WorkerSnapshot(
             clock_seconds=now,
+            start=start_seconds(),
             draft=self._drafts.reported(DEFAULT_DRAFT, swaps),
             named_drafts=self._drafts.named(swaps),
             trial=trial,
@@ -381,7 +376,7 @@ class Engine:
         self._scheduler.publish(request, min(request.cached, len(request.tokens)))
         self._recorder.record_row(row, read, taken, now)
         if read.credits:
-            self._drafts.record_credit(request, read.credits)
+            self._drafts.proposals.record_credit(request, read.credits)
         if request.finish is not None:
             self._end(request, now)
         prompt_logprobs: tuple[Logprobs, ...] = ()

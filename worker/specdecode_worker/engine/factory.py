@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -43,6 +45,7 @@ from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.vocabulary import open_tokenizer
 from specdecode_worker.models.weights import load_causal_lm
+from specdecode_worker.stages import stage
 
 log = logging.getLogger(__name__)
 
@@ -57,25 +60,33 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     Raises:
         ModelError: The target or a required draft cannot be loaded or does not fit into memory.
     """
+
+    def located(uri: str) -> Path:
+        with stage("pull"):
+            return resolve(uri)
+
     device = device_of(config.engine.device)
     threads = max(1, (config.engine.threads or cpu_limit()) // config.engine.tensor_parallel_size)
     if device.type == "cpu":
         torch.set_num_threads(threads)
     use_kernel_timings(config.engine, device)
-    inventory = take_inventory(config, resolve, device)
+    inventory = take_inventory(config, located, device)
     require_servable(inventory)
-    folder = resolve(config.model.target)
+    folder = located(config.model.target)
+    # Files of which no download knows the digest are hashed while they load.
+    hashing = ThreadPoolExecutor(1, "hash").submit(model_hash, folder)
     if config.engine.tensor_parallel_size > 1:
         group = RankGroup(_assignment(config, folder, device, inventory.budget, threads))
         target, device = group.load()
-        return assemble(target, folder, config, resolve, inventory.budget, group)
+        return assemble(target, folder, config, located, inventory.budget, hashing.result, group)
     dtype, length = getattr(torch, config.model.dtype), config.model.max_model_len
     # A target that fits only after quantization must not be moved to the device before it.
     first = torch.device("cpu") if config.model.quantization else device
     target = load_causal_lm(folder, dtype=dtype, device=first, max_model_len=length)
-    quantise_target(target, config.model.quantization, device)
-    fuse(target)
-    return assemble(target, folder, config, resolve, inventory.budget)
+    with stage("fuse"):
+        quantise_target(target, config.model.quantization, device)
+        fuse(target)
+    return assemble(target, folder, config, located, inventory.budget, hashing.result)
 
 
 def _assignment(config: WorkerConfig, folder: Path, device: torch.device, budget: Budget, threads: int) -> Assignment:
@@ -100,6 +111,7 @@ def assemble(
     worker: WorkerConfig,
     resolve: Resolve,
     budget: Budget,
+    target_hash: Callable[[], str],
     group: RankGroup | None = None,
 ) -> Engine:
     """Build the caches, the drafts and the engine around a loaded target.
@@ -110,6 +122,7 @@ def assemble(
         worker: Configuration of the worker.
         resolve: Function that maps a model URI to a local folder.
         budget: Memory budget, which sets the number of cache blocks.
+        target_hash: Function that returns the hash of the target's files.
         group: Ranks of a replica on several devices; None on one device.
 
     Raises:
@@ -120,7 +133,8 @@ def assemble(
     backend = capture_backend(weight.device) if graph_rows(config) else None
     shape = config.max_num_seqs, length, weight.dtype, weight.device
     state = DeviceState(*shape) if group is None or backend is None else LeaderState(*shape, group)
-    warm_up_prefill(target.config, weight.dtype, weight.device)
+    with stage("compile"):
+        warm_up_prefill(target.config, weight.dtype, weight.device)
     pipelined = weight.device.type != "cpu"
     loader = DraftLoader(
         target=target,
@@ -135,7 +149,7 @@ def assemble(
     load = PlacedDraftLoader(shared=loader, local=loader, own=own)
     merges = worker.engine.sampler == "coupled"
     drafts = DraftRegistry(load_drafts(worker, load), state, target.config.hidden_size, merges=merges)
-    identity = _identity(model_hash(folder), worker, budget)
+    identity = _identity(target_hash(), worker, budget)
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
     passes, captures = _passes(target, cache, state, group, backend)
     parts = EngineParts(

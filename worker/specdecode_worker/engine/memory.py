@@ -454,7 +454,7 @@ def take_inventory(
     prepared = prepare_causal_lm(folder, max_model_len=config.model.max_model_len)
     prepared.check()
     target = prepared.network
-    part = target if ranks == 1 else split_network(target.config, Shard(0, ranks))
+    part = target if ranks == 1 else split_network(target, Shard(0, ranks))
     drafts = _drafts(config, resolve, target, folder)
     models = [(name, one, draft) for name, one, draft in drafts if not isinstance(one, DraftMismatch)]
     misfits = [one for _, one, _ in drafts if isinstance(one, DraftMismatch)]

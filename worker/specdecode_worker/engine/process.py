@@ -52,6 +52,7 @@ from specdecode_worker.engine.calibration import CalibrationTarget, calibrate
 from specdecode_worker.engine.heartbeat import BEAT_SECONDS, Heartbeat, HeartbeatBlock, HeartbeatWriter, Phase
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import CannotServe, ModelError
+from specdecode_worker.stages import finish_start, stage
 from specdecode_worker.termination import write_termination_message
 
 if TYPE_CHECKING:
@@ -492,14 +493,18 @@ def _prepare(engine: DrivenEngine, heartbeat: HeartbeatWriter, plan: Plan | None
     """Apply the initial plan and knobs, warm up and calibrate, each as a phase of the heartbeat."""
     if plan is not None:
         heartbeat.enter(Phase.CAPTURING)
-        engine.set_plan(plan)
+        with stage("capture"):
+            engine.set_plan(plan)
     if knobs_json is not None:
         # Set before the calibration, so that the calibrated step times include the padding of the knobs.
         engine.set_synthetic(SyntheticKnobs.model_validate_json(knobs_json))
     heartbeat.enter(Phase.WARMING_UP)
-    warm_up(engine)
+    with stage("compile"):
+        warm_up(engine)
     heartbeat.enter(Phase.CALIBRATING)
-    calibrate(engine, CALIBRATION_SECONDS if knobs_json is None else PADDED_CALIBRATION_SECONDS)
+    with stage("calibrate"):
+        calibrate(engine, CALIBRATION_SECONDS if knobs_json is None else PADDED_CALIBRATION_SECONDS)
+    finish_start()
 
 
 def _exit_after_crash(*, at_once: bool) -> NoReturn:

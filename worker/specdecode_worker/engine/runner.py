@@ -11,19 +11,22 @@ from numpy.typing import NDArray
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.control.synthetic import Synthetic
-from specdecode_worker.core.batch import Choice, Row
+from specdecode_worker.core.batch import Choice, Row, given_tokens
 from specdecode_worker.core.device_state import DeviceState, to_host
-from specdecode_worker.drafts.merged import OwnRanks, Proposed
+from specdecode_worker.drafts.merged import Proposed
 from specdecode_worker.drafts.registry import DraftRegistry
 from specdecode_worker.engine.captured_step import Proposals, UncapturedStep
 from specdecode_worker.engine.cuda_graphs import ReadyStep, StepGraphs
-from specdecode_worker.engine.guided_trees import given_tokens
-from specdecode_worker.engine.launched_step import LaunchedStep, QueuedRows
-from specdecode_worker.engine.logprobs import gather_output_logprobs, gather_prompt_logprobs
+from specdecode_worker.engine.launched_step import (
+    LaunchedStep,
+    QueuedRows,
+    gather_output_logprobs,
+    gather_prompt_logprobs,
+)
 from specdecode_worker.engine.stats import PhaseTimer, step_size_of
 from specdecode_worker.engine.step_tables import HostMasks
 from specdecode_worker.engine.target import Target, commit_chunks, upload_rows
-from specdecode_worker.sampling.masks import TokenMasks
+from specdecode_worker.sampling.sampler import TokenMasks
 from specdecode_worker.sampling.trees import Forest
 
 
@@ -68,7 +71,7 @@ class StepLauncher:
         if decoding < len(rows):
             # Behind the graph, so that the device is busy while the host queues these calls one by one.
             parts.append(self._run(rows[decoding:], choice, depth_limits[decoding:], draft_prefill=draft_prefill))
-        passes = self._drafts.passes(rows, [row.tree.drafted_depth for row in rows])
+        passes = self._drafts.proposals.passes(rows, [row.tree.drafted_depth for row in rows])
         return LaunchedStep(
             rows=rows,
             parts=tuple(parts),
@@ -95,51 +98,48 @@ class StepLauncher:
         """Return the number of the step's ``passes`` that verified nodes do not need."""
         if not choice.shadow_passes:
             return 0
-        return passes - self._drafts.passes(rows, [min(row.tree.depth, row.tree.drafted_depth) for row in rows])
+        depths = [min(row.tree.depth, row.tree.drafted_depth) for row in rows]
+        return passes - self._drafts.proposals.passes(rows, depths)
 
     def _replay(
         self, ready: ReadyStep, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...]
     ) -> QueuedRows:
         """Queue decoding rows as one captured CUDA graph, behind the passes of drafts that the graph does not have."""
         assert self._graphs is not None, "a planned step has graphs"
-        proposals, own, draft_seconds = None, None, 0.0
+        proposals = None
         if ready.plan.outside is not None:
-            proposals, own = self._propose(rows[: ready.decoding])
-            draft_seconds = self._phases.lap("draft")
+            proposals = replace(self._propose(rows[: ready.decoding]), seconds=self._phases.lap("draft"))
         elif ready.plan.key.features.masks:
-            proposals, draft_seconds = self._masked(ready, rows[: ready.decoding])
+            proposals = self._masked(ready, rows[: ready.decoding])
             self._phases.lap("draft")
         cuts = depth_limits[: ready.decoding] if self.synthetic.cuts else None
         done = self._graphs.replay(ready, rows, cuts, ranked=choice.shadow_passes > 0, proposals=proposals)
         self._phases.lap("verify")
-        if own is None and not draft_seconds:
-            return done
-        return replace(done, own_ranks=own, draft_seconds=draft_seconds or done.draft_seconds)
+        return done
 
-    def _propose(self, rows: tuple[Row, ...]) -> tuple[Proposals, OwnRanks | None]:
+    def _propose(self, rows: tuple[Row, ...]) -> Proposals:
         """Run the drafts of decoding rows before a graph verifies, and compute the masks of rows with a grammar."""
         step = self._step_of(rows)
         self._write_given_tokens(rows)
-        proposed = self._drafts.propose(rows, step.forest, step.sampler)
+        proposed = self._drafts.proposals.propose(rows, step.forest, step.sampler)
         own = proposed.own.on_host() if proposed.own is not None else None
         masks = None if step.masks is None else _verified_masks(step.masks, step.forest)
-        return Proposals(proposed.ranked_BNK, masks), own
+        return Proposals(proposed.ranked_BNK, own, masks)
 
-    def _masked(self, ready: ReadyStep, rows: tuple[Row, ...]) -> tuple[Proposals, float]:
+    def _masked(self, ready: ReadyStep, rows: tuple[Row, ...]) -> Proposals:
         """Run the graph of the draft passes, if there are any, and compute the masks of rows with a grammar.
 
-        Return them with the duration of the passes. The drafts propose under the masks of the roots alone.
+        The drafts propose under the masks of the roots alone.
         """
         assert self._graphs is not None, "a planned step has graphs"
         step = self._step_of(rows)
         masks, forest = step.masks, step.forest
         assert masks is not None, "a row has a grammar"
         self._write_given_tokens(rows)
-        ranked_BNK, seconds = None, 0.0
+        proposals = Proposals()
         if ready.drafts is not None:
-            roots = _packed_masks(*masks.of_roots(), forest)
-            ranked_BNK, seconds = self._graphs.replay_drafts(ready, rows, roots)
-        return Proposals(ranked_BNK, _verified_masks(masks, forest)), seconds
+            proposals = self._graphs.replay_drafts(ready, rows, _packed_masks(*masks.of_roots(), forest))
+        return replace(proposals, masks=_verified_masks(masks, forest))
 
     def _run(
         self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...], *, draft_prefill: bool
@@ -152,7 +152,7 @@ class StepLauncher:
         self._write_given_tokens(emitting)
         phases.lap("bookkeeping")
         if step is not None:
-            proposed = self._drafts.propose(emitting, step.forest, step.sampler)
+            proposed = self._drafts.proposals.propose(emitting, step.forest, step.sampler)
             if step.masks is not None:
                 step.masks.load_tokens()
         ranked_BNK = proposed.ranked_BNK

@@ -29,6 +29,7 @@ from specdecode_worker.contract import (
     PlanState,
     Report,
     RequestCell,
+    StartSeconds,
     StepCell,
     SyntheticKnobs,
     TaskCell,
@@ -680,6 +681,7 @@ class WorkerSnapshot:
     plan: PlanState
     synthetic: SyntheticKnobs | None
     phases: PhaseSeconds
+    start: StartSeconds | None = None
     guard: tuple[GuardCell, ...]
 
 
@@ -703,6 +705,7 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
             plan=snapshot.plan,
             synthetic=snapshot.synthetic,
             phases=snapshot.phases,
+            start=snapshot.start,
             max_num_seqs=identity.max_num_seqs,
             memory=identity.memory,
             running=snapshot.running,

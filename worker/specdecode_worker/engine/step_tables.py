@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdecode_worker.contract import MAX_NODES, MAX_RANKS
 from specdecode_worker.core.request import Request
+from specdecode_worker.drafts.base import DEFAULT_DRAFT
 from specdecode_worker.sampling.params import (
     NO_FEATURES,
     Features,
@@ -25,7 +26,7 @@ from specdecode_worker.sampling.params import (
     column_shapes,
     column_values,
 )
-from specdecode_worker.sampling.trees import Tree
+from specdecode_worker.sampling.trees import Tree, all_nodes
 
 # Keys of CUDA graphs: the size buckets and the optional parts of a decode step.
 #
@@ -48,16 +49,28 @@ OUTSIDE_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, MAX_NODES)
 """Depths of trees whose tokens are proposed before the graph runs. Forced tokens of a grammar can be deep chains."""
 
 
+class GraphDrafts(NamedTuple):
+    """Drafts whose passes a graph has: their names, and whether one has mask slots behind its roots, or a block."""
+
+    names: tuple[str, ...] = (DEFAULT_DRAFT,)
+    masks: bool = False
+    block: bool = False
+
+
+OF_DEFAULT = GraphDrafts()
+"""Passes of the default draft, one for each level."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class GraphKey:
     """Size buckets and features of a decode step.
 
     Each of ``rows`` sequences verifies at most ``tokens_per_row`` tokens and its draft catches up with at most as many.
     The draft runs ``passes`` passes; those after the first run over at most ``width`` nodes of each sequence. ``cuts``
-    is set if some request samples with top-k, top-p or min-p. ``draft`` is the name of the draft whose passes these
-    are; it is empty without passes, too. ``outside`` is the greatest depth of trees whose tokens are proposed before
-    the graph runs; the graph then has no passes. ``only_drafts`` is set if the graph ends behind the draft passes,
-    because the host must read the drafted tokens before they are verified.
+    is set if some request samples with top-k, top-p or min-p. ``drafts`` are the names of the drafts whose passes these
+    are; each of them runs as many. ``outside`` is the greatest depth of trees whose tokens are proposed before the
+    graph runs; the graph then has no passes. ``only_drafts`` is set if the graph ends behind the draft passes, because
+    the host must read the drafted tokens before they are verified. ``block`` is set if a draft runs a block.
     """
 
     rows: int
@@ -65,11 +78,12 @@ class GraphKey:
     passes: int = 0
     width: int = 0
     cuts: bool = False
-    draft: str = ""
+    drafts: tuple[str, ...] = ()
     outside: int = 0
     features: Features = NO_FEATURES
     only_drafts: bool = False
     catch_up_per_row: int = 0
+    block: bool = False
 
     @property
     def depth(self) -> int:
@@ -87,13 +101,14 @@ class GraphKey:
         return self.rows * (self.catch_up_per_row or self.tokens_per_row)
 
     @property
+    def block_slots(self) -> int:
+        """Number of packed slots of a pass over blocks, padding included; 0 if no draft has one."""
+        return self.rows * (self.passes + 1) if self.block else 0
+
+    @property
     def most_tokens(self) -> int:
         """Number of packed tokens of its largest pass, padding included."""
-        return max(self.tokens, self.catch_up_slots)
-
-    def has_passes_of(self, draft: str) -> bool:
-        """Return whether the step has passes of the draft of this name."""
-        return self.passes > 0 and self.draft == draft
+        return max(self.tokens, self.catch_up_slots, self.block_slots)
 
     @property
     def level_rows(self) -> int:
@@ -107,18 +122,17 @@ def key_of(
     longest_catch_up: int,
     *,
     cuts: bool,
-    draft: str = "",
-    one_pass: bool = False,
+    drafts: GraphDrafts = OF_DEFAULT,
     features: Features = NO_FEATURES,
 ) -> GraphKey | None:
-    """Return the key of a step of ``trees``, drafted by ``draft``, in a bucket of ``rows``.
+    """Return the key of a step of ``trees``, drafted by ``drafts``, in a bucket of ``rows``.
 
     Return None if the longest catch-up of a draft exceeds the largest bucket of tokens per row. A tree of several rows
-    is needed once. With ``one_pass`` the draft runs the mask slots of a tree behind the slots that it catches up with.
+    is needed once.
     """
     verified, passes = max(tree.verified for tree in trees), max(tree.drafted_depth for tree in trees)
     longest, slots = max(longest_catch_up, verified), 0
-    if one_pass and passes:
+    if drafts.masks and passes:
         slots, longest = at_least(longest + passes - 1, SLOTS_PER_ROW) or 0, verified
         if not slots:
             return None
@@ -128,8 +142,8 @@ def key_of(
     widest = max((len(level) for tree in trees for level in tree.expanded[1:]), default=0)
     width = at_least(widest, ROWS_PER_LEVEL) if widest else 0
     assert width is not None, "no tree has more nodes"
-    named = draft if passes else ""
-    return GraphKey(rows, tokens, passes, width, cuts, named, features=features, catch_up_per_row=slots)
+    names, block = (drafts.names, drafts.block) if passes else ((), False)
+    return GraphKey(rows, tokens, passes, width, cuts, names, features=features, catch_up_per_row=slots, block=block)
 
 
 def key_outside(rows: int, trees: Sequence[Tree], *, cuts: bool, features: Features = NO_FEATURES) -> GraphKey:
@@ -143,7 +157,7 @@ def key_outside(rows: int, trees: Sequence[Tree], *, cuts: bool, features: Featu
 
 
 def keys_of_shapes(
-    rows: Sequence[int], shapes: Iterable[tuple[Tree, str, bool]], max_tokens: int, *, cuts: Sequence[bool]
+    rows: Sequence[int], shapes: Iterable[tuple[Tree, GraphDrafts]], max_tokens: int, *, cuts: Sequence[bool]
 ) -> list[GraphKey]:
     """Return the keys of steps in which all rows have one shape, the most important first.
 
@@ -151,14 +165,14 @@ def keys_of_shapes(
 
     Args:
         rows: Buckets of rows.
-        shapes: Trees, the drafts that propose their tokens, and whether these need one pass.
+        shapes: Trees, and the drafts that propose their tokens.
         max_tokens: Maximum number of packed tokens of one graph.
         cuts: Whether steps sample with top-k, top-p or min-p.
     """
     keys = {
-        key_of(bucket, [tree], tree.verified, cuts=cut, draft=name, one_pass=one_pass)
+        key_of(bucket, [tree], tree.verified, cuts=cut, drafts=drafts)
         for bucket in rows
-        for tree, name, one_pass in shapes
+        for tree, drafts in shapes
         for cut in cuts
     }
     fitting = [key for key in keys if key is not None and key.most_tokens <= max_tokens]
@@ -265,6 +279,8 @@ def tree_shapes(key: GraphKey) -> TableShapes:
     - ``token_*`` [T]: sequence, node, depth and ancestors of each packed token.
     - ``node_*`` [B, N]: ``OF_NODES`` of each node; the depth of padding and of given tokens is -1.
     - ``first_sequence`` [B]: row index where the row drafts, else ``key.rows``.
+    - ``block_*`` [T]: sequence, offset from the root and visible slots of the slots of blocks. ``block_start`` is
+      [B + 1].
     - ``level_*`` [D - 1, R]: sequence, node and ancestors of the nodes of each draft pass after the first, and the row
       of the previous pass that holds the parent's hidden state (``source``). ``level_start`` is [D - 1, B + 1].
     """
@@ -277,6 +293,9 @@ def tree_shapes(key: GraphKey) -> TableShapes:
     }
     if key.passes:
         table_shapes["first_sequence"] = (rows,)
+    if key.block:
+        table_shapes["block_start"] = (rows + 1,)
+        table_shapes |= {f"block_{name}": (key.block_slots,) for name in ("sequence", "offset", "ancestors")}
     if key.passes > 1:
         levels = key.passes - 1
         table_shapes["level_start"] = (levels, rows + 1)
@@ -289,7 +308,8 @@ def tree_shapes(key: GraphKey) -> TableShapes:
 @lru_cache(maxsize=256)
 def topology(trees: tuple[Tree, ...], key: GraphKey) -> Tensor:
     """Return the tables of ``shapes`` as one flat int64 tensor on the host, padded to the rows of ``key``."""
-    padded = trees + (PADDING_TREE,) * (key.rows - len(trees))
+    rows = key.rows
+    padded = trees + (PADDING_TREE,) * (rows - len(trees))
     counts = [tree.verified for tree in padded]
     starts = list(accumulate(counts, initial=0))
     values: dict[str, list[int]] = {
@@ -304,6 +324,13 @@ def topology(trees: tuple[Tree, ...], key: GraphKey) -> Tensor:
         values[f"node_{name}"] = [value for tree in padded for value in _of_nodes(tree)[index]]
     if key.passes:
         values["first_sequence"] = [b if tree.drafted_depth else key.rows for b, tree in enumerate(padded)]
+    if key.block:
+        slots = [tree.drafted_depth + 1 if tree.drafted_depth else 0 for tree in padded]
+        sizes = [size for size in slots for _ in range(size)]
+        values["block_start"] = list(accumulate(slots, initial=0))
+        values["block_sequence"] = _filled([b for b, n in enumerate(slots) for _ in range(n)], key.block_slots, rows)
+        values["block_offset"] = _filled([k for size in slots for k in range(size)], key.block_slots, 0)
+        values["block_ancestors"] = _filled([all_nodes(size) for size in sizes], key.block_slots, 1)
     if key.passes > 1:
         _add_levels(values, padded, key)
     return Layout(tree_shapes(key)).flat(values, torch.int64)
@@ -376,16 +403,30 @@ class MaskTable:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Catch-up of the draft for each row of a step.
+    """Catch-up of one draft for each row of a step.
 
     ``counts`` is the number of draft slots up to the root to run, 0 for a row without a draft. ``key_starts`` is the
-    first draft slot whose keys are visible. ``masks`` is the number of mask slots behind the root, of a draft that
-    needs one pass; empty for others.
+    first draft slot whose keys are visible. ``masks`` is the number of mask slots behind the root, of a draft that has
+    them there; empty for others. ``before`` is set if the draft reads the tokens before these slots. ``proposes`` says
+    for which rows the draft proposes, if it is one of several.
     """
 
     counts: tuple[int, ...] = ()
     key_starts: tuple[int, ...] = ()
     masks: tuple[int, ...] = ()
+    before: bool = False
+    proposes: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """Catch-up of each draft of a step, and of several drafts the order of their candidates, see `order_table`."""
+
+    catch_ups: tuple[CatchUp, ...] = ()
+    orders: list[list[int]] = field(default_factory=list)
+
+
+NO_DRAFTS = DraftInputs()
 
 
 def row_shapes(key: GraphKey) -> TableShapes:
@@ -401,17 +442,22 @@ def row_shapes(key: GraphKey) -> TableShapes:
 def step_shapes(key: GraphKey) -> TableShapes:
     """Return the shapes of the integer tables that differ in every step, by name.
 
-    - With draft passes: ``catch_base`` (first slot to catch up with, relative to the root), ``key_start`` (first
-      visible draft slot) and ``catch_start`` (packed start of each row): [B + 1]; ``catch_sequence`` and
-      ``catch_offset`` (relative to the root) of the packed slots of the catch-up pass: [T]; ``catch_last``, the packed
-      index of each root: [B].
+    - For each of F drafts: ``catch_base`` (first slot to catch up with, relative to the root), ``key_start`` (first
+      visible draft slot) and ``catch_start`` (packed start of each row): [F, B + 1]; ``catch_sequence`` and
+      ``catch_offset`` (relative to the root) of the packed slots of the catch-up pass: [F, T]; ``catch_last``, the
+      packed index of each root: [F, B].
+    - For several drafts: ``proposes`` [F, B + 1], 1 where a draft proposes for a row, and ``order`` [B + 1, F K], the
+      order of their candidates.
     - With grammars: ``mask_row`` [T], the row of the mask table for each packed token.
     """
     table_shapes: dict[str, tuple[int, ...]] = {}
     if key.passes:
-        table_shapes |= dict.fromkeys(("catch_base", "key_start", "catch_start"), (key.rows + 1,))
-        slots = key.catch_up_slots
-        table_shapes |= {"catch_sequence": (slots,), "catch_offset": (slots,), "catch_last": (key.rows,)}
+        rows, slots, drafts = key.rows + 1, key.catch_up_slots, len(key.drafts)
+        table_shapes |= dict.fromkeys(("catch_base", "key_start", "catch_start"), (drafts, rows))
+        table_shapes |= dict.fromkeys(("catch_sequence", "catch_offset"), (drafts, slots))
+        table_shapes["catch_last"] = (drafts, key.rows)
+        if drafts > 1:
+            table_shapes |= {"proposes": (drafts, rows), "order": (rows, drafts * MAX_RANKS)}
     if key.features.masks:
         table_shapes["mask_row"] = (key.tokens,)
     return table_shapes
@@ -440,11 +486,15 @@ def row_values(
 
 
 def fill_step(
-    tables: Mapping[str, NDArray[np.int64]], key: GraphKey, catch_up: CatchUp, masks: HostMasks | None
+    tables: Mapping[str, NDArray[np.int64]], key: GraphKey, drafts: DraftInputs, masks: HostMasks | None
 ) -> None:
-    """Write the values of the tables of ``step_shapes``, padding included."""
-    if key.passes:
-        _fill_catch_up(tables, key, catch_up)
+    """Write the values of the tables of ``step_shapes``, padding included. There are no ``drafts`` at a capture."""
+    for index in range(len(key.drafts)):
+        own = {name: table[index] for name, table in tables.items() if name not in ("order", "mask_row")}
+        _fill_catch_up(own, key, drafts.catch_ups[index] if drafts.catch_ups else CatchUp())
+    if len(key.drafts) > 1:
+        tables["order"][:] = 0
+        tables["order"][: len(drafts.orders)] = np.reshape(drafts.orders, (-1, tables["order"].shape[1]))
     if key.features.masks:
         rows = [] if masks is None else masks.rows
         tables["mask_row"][: len(rows)] = rows
@@ -471,7 +521,11 @@ def _fill_catch_up(tables: Mapping[str, NDArray[np.int64]], key: GraphKey, catch
     sequence[total:] = key.rows
     # The root of a row has offset 0; mask slots are behind it.
     offset[:total] = np.arange(total) - np.repeat(starts + counts - 1, slots)
+    offset[:total] -= catch_up.before
     offset[total:] = 0
+    if "proposes" in tables:
+        tables["proposes"][:] = 0
+        tables["proposes"][: len(catch_up.proposes)] = catch_up.proposes
 
 
 # Static inputs of one captured step, and what the host writes to them before a replay.
@@ -499,13 +553,13 @@ class StepInputs:
             self.at |= self._step_input.views()
         self._written_trees: tuple[Tree, ...] | None = None
         self._written_rows: RowParams | None = None
-        self._written_catch_up: CatchUp | None = None
+        self._written_drafts: DraftInputs | None = None
 
     def write(
         self,
         trees: tuple[Tree, ...],
         requests: Sequence[Request],
-        catch_up: CatchUp,
+        drafts: DraftInputs,
         depth_limits: Sequence[int] | None,
         masks: HostMasks | None = None,
     ) -> None:
@@ -514,7 +568,7 @@ class StepInputs:
         Args:
             trees: Trees of the rows.
             requests: Requests of the rows.
-            catch_up: Catch-up of the draft; ignored for a key without draft passes.
+            drafts: Inputs of the drafts; ignored for a key without draft passes.
             depth_limits: Maximum accepted depth of each row; None for no limit.
             masks: Grammar masks of the packed tokens; ignored for a key without them.
         """
@@ -529,7 +583,7 @@ class StepInputs:
             floats = column_values(params[0], self._key.rows + 1, self._key.features, float)
             self._float_input.write(self._floats.flat(floats, torch.float32))
             self._written_rows = params
-        if self._step_input is not None and (masks is not None or catch_up != self._written_catch_up):
-            fill_step(self._step_input.begin(), self._key, catch_up, masks)
+        if self._step_input is not None and (masks is not None or drafts != self._written_drafts):
+            fill_step(self._step_input.begin(), self._key, drafts, masks)
             self._step_input.queue()
-            self._written_catch_up = catch_up if masks is None else None
+            self._written_drafts = drafts if masks is None else None

@@ -51,6 +51,7 @@ from specdecode_worker.models.linear import Shard
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
 from specdecode_worker.models.tensor_parallel import load_shard
+from specdecode_worker.stages import stage
 
 log = logging.getLogger(__name__)
 
@@ -402,8 +403,9 @@ def load_rank_shard(assignment: Assignment) -> tuple[CausalLM, torch.device]:
         device=torch.device("cpu") if assignment.quantization else device,
         max_model_len=assignment.max_model_len,
     )
-    quantise_target(model, assignment.quantization, device)
-    fuse(model)
+    with stage("fuse"):
+        quantise_target(model, assignment.quantization, device)
+        fuse(model)
     return model, device
 
 

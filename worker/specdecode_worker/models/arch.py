@@ -32,7 +32,11 @@ def causal_lm_config(raw: Mapping[str, Any], max_model_len: int | None = None) -
     """
     fields = Fields(raw)
     name = _name(fields)
-    return replace(ARCHITECTURES[name].read(fields, max_model_len), architecture=name)
+    config = ARCHITECTURES[name].read(fields, max_model_len)
+    # Rotary tables have a row for each position that is served.
+    limit = config.max_position_embeddings
+    positions = min(limit, max_model_len or limit)
+    return replace(config, architecture=name, max_position_embeddings=positions, position_limit=limit)
 
 
 def architecture_of(config: CausalLMConfig) -> Architecture:

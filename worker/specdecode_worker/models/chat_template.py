@@ -2,7 +2,7 @@
 
 Templates are found as transformers finds them: the files ``chat_template.jinja`` and
 ``additional_chat_templates/*.jinja``, else the key ``chat_template`` of ``tokenizer_config.json``, which holds one
-template or a list of named ones. ``default`` is used, and ``tool_use`` for requests with tools. Templates see the
+template or named ones. ``default`` is used, and ``tool_use`` for requests with tools. Templates see the
 functions and variables that transformers gives them. Serving and training use this module.
 """
 
@@ -126,12 +126,15 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
     files = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    templates = config.get("chat_template")
-    if isinstance(templates, list):
-        return {str(entry["name"]): str(entry["template"]) for entry in templates}
-    return {"default": templates} if isinstance(templates, str) else {}
+    sources = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    if "default" in sources or (listed := config.get("chat_template")) is None:
+        return sources
+    if isinstance(listed, list):
+        listed = {entry["name"]: entry["template"] for entry in listed}
+    named = listed if isinstance(listed, dict) else {"default": listed}
+    if not all(isinstance(part, str) for entry in named.items() for part in entry):
+        raise TypeError("chat_template must be a text, or texts by name")
+    return named | sources  # further files alone replace no default; transformers refuses such a folder
 
 
 class _Generation(Extension):

@@ -70,6 +70,8 @@ class CausalLMConfig(BlockConfig):
     eos_token_ids: tuple[int, ...] = ()
     layer_kinds: tuple[LayerKind, ...] = ()
     """Kind of each layer; empty if all layers are of the default kind."""
+    position_limit: int = 0
+    """Positions that config.json names, of which ``max_position_embeddings`` are served; 0 if they are the same."""
     attention_chunk_size: int = 0
     """Positions of a chunk of the chunked layers; 0 if there are none."""
     temperature: Temperature | None = None
@@ -162,9 +164,6 @@ def refuse_unknown(fields: Fields) -> None:
     """Raise ConfigMismatch for features that no network of this package supports."""
     if fields.text("hidden_act", "silu") != "silu":
         raise ConfigMismatch(f"hidden_act {fields.raw['hidden_act']!r} is not supported; only silu is")
-    for name in ("quantization_config", "compression_config"):
-        if fields.raw.get(name):
-            raise ConfigMismatch(f"{fields.where}: {name}: quantised weights are not supported; take the bf16 model")
     fields.refuse("logit_scale", 1)
 
 
@@ -369,11 +368,14 @@ def flattened_fields(raw: Mapping[str, Any], kind: str) -> Fields:
 def head_blocks(fields: Fields, target: CausalLMConfig) -> dict[str, Any]:
     """Return the fields of BlockConfig for a head. Positions follow the target's. Raise ConfigMismatch if invalid."""
     refuse_unknown(fields)
+    for name in ("quantization_config", "compression_config"):
+        if fields.raw.get(name):
+            raise ConfigMismatch(f"{fields.where}: {name}: heads are read unquantized; take the bf16 head")
     fields.refuse("use_sliding_window")
     if other := set(fields.texts("layer_types")) - {"full_attention"}:
         raise ConfigMismatch(f"{fields.where}: layer_types {sorted(other)} are not supported")
     # Heads declare a short limit that only describes their training text. Positions follow the target's.
-    known = {**fields.raw, "max_position_embeddings": target.max_position_embeddings}
+    known = {**fields.raw, "max_position_embeddings": target.position_limit or target.max_position_embeddings}
     bias = fields.flag("attention_bias")
     return block_fields(Fields(known)) | {
         "max_position_embeddings": target.max_position_embeddings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -23,6 +25,7 @@ from specdecode_worker.models.pickled_weights import converted_folder
 
 # Hash of a model's files. The server process imports this module, so it must not import torch.
 
+_HASHING_THREADS = min(8, os.cpu_count() or 1)
 CALIBRATION_FILE = "calibration.json"
 ADAPTER_FOLDER = "specdecode-adapter"
 """Folder with the adapter, within that of a target that is served with one."""
@@ -35,16 +38,30 @@ def model_hash(folder: Path, *, with_tokenizer: bool = False) -> str:
     the same weights and other calibrations propose other tokens. ``with_tokenizer`` adds tokenizer.json for the same
     reason: it decides which tokens a draft model proposes. Raises OSError if a file cannot be read.
     """
-    digest = hashlib.sha256()
     paths = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob(CALIBRATION_FILE)]
     paths += folder.glob(f"{ADAPTER_FOLDER}/adapter_*")
     if with_tokenizer:
         paths += folder.glob("tokenizer.json")
-    for path in sorted(paths):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    paths.sort()
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        for path, content in zip(paths, threads.map(_sha256, paths), strict=True):
+            digest.update(path.name.encode() + content)
     return digest.hexdigest()[:16]
+
+
+def _sha256(path: Path) -> bytes:
+    """Return the sha256 of a file: that of the download's manifest, if the file is older than it, else its hash."""
+    real = path.resolve()
+    status, manifest = real.stat(), real.with_name(MANIFEST)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        if status.st_mtime_ns <= manifest.stat().st_mtime_ns:
+            files = json.loads(manifest.read_bytes())["files"]
+            (known,) = (file for file in files if file["name"] == real.name and file["size"] == status.st_size)
+            if len(known["digest"]) == 2 * hashlib.sha256().digest_size:
+                return bytes.fromhex(known["digest"])
+    with real.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 # Resolution of model URIs to local folders. `hub` and `object_store` do the downloads.

@@ -6,12 +6,13 @@ Shape suffixes: T packed tokens, H query heads, K key-value heads, D head dimens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specdecode_kernels.grouped_linear.op import fits, group, grouped_linear
 from specdecode_kernels.rms_norm.op import rms_norm
 from specdecode_worker.models.config import BlockConfig
 from specdecode_worker.models.linear import Linear, Split
@@ -171,19 +172,30 @@ class Experts(nn.Module):
     split an MLP, and sum the shared and the chosen part together.
     """
 
+    gate_up_XNE: Tensor | None
+    """Matrices of gate and up of all experts, once they are stacked for the kernels of GPUs."""
+    down_XEN: Tensor | None
+
     def __init__(self, config: BlockConfig, count: int) -> None:
         super().__init__()
+        self.register_buffer("gate_up_XNE", None)
+        self.register_buffer("down_XEN", None)
         self.router = Linear(config.hidden_size, count)
         self.shared_expert = MLP(config)
         self.experts = nn.ModuleList(MLP(config) for _ in range(count))
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        down = self.shared_expert.down_proj
-        logits_TX = self.router(x_TE)
-        top_T, expert_T = logits_TX.max(-1)
-        score_T1 = top_T.float().sigmoid().to(x_TE.dtype).unsqueeze(-1)
+        logits_TX, down = self.router(x_TE), self.shared_expert.down_proj
         own_TE = down.own(self.shared_expert.inner(x_TE))
-        out_TE: Tensor = down.combined(own_TE + self._chosen(x_TE * score_T1, expert_T))
+        if self.gate_up_XNE is None or self.down_XEN is None:
+            top_T, expert_T = logits_TX.max(-1)
+            score_T1 = top_T.float().sigmoid().to(x_TE.dtype).unsqueeze(-1)
+            own_TE = own_TE + self._chosen(x_TE * score_T1, expert_T)
+        else:
+            groups = group(logits_TX)
+            inner_TN = grouped_linear(x_TE, self.gate_up_XNE, groups, scored=True, gated=True)
+            own_TE = grouped_linear(inner_TN, self.down_XEN, groups, residual_TN=own_TE)
+        out_TE: Tensor = down.combined(own_TE)
         return out_TE
 
     def plus(self, residual_TE: Tensor, x_TE: Tensor) -> Tensor:
@@ -191,8 +203,19 @@ class Experts(nn.Module):
         out_TE: Tensor = residual_TE + self(x_TE)
         return out_TE
 
+    def stack(self) -> None:
+        """Stack the joined matrices of all experts where the kernels serve them; their names no longer apply."""
+        experts = [cast(MLP, one) for one in self.experts]
+        gates, downs = [cast(Linear, one.gate_up_proj) for one in experts], [one.down_proj for one in experts]
+        if all(
+            one.stored is None and getattr(one, "bias", None) is None and fits(one.weight) for one in (*gates, *downs)
+        ):
+            del self.experts
+            self.gate_up_XNE = torch.stack([one.weight.detach() for one in gates])
+            self.down_XEN = torch.stack([one.weight.detach() for one in downs])
+
     def _chosen(self, x_TE: Tensor, expert_T: Tensor) -> Tensor:
-        """Return this device's part of each token's expert."""
+        """Return this device's part of each token's expert. Its numbers are read on the host."""
         out_TE = torch.empty_like(x_TE)
         for index in sorted(set(expert_T.tolist())):
             chosen = self.experts[index]

@@ -14,7 +14,7 @@ Shape suffixes: T rows, K input features, N output features, E hidden size.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Self, cast
@@ -28,10 +28,11 @@ from specdecode_kernels.cpu import matrix
 from specdecode_kernels.cpu import ops as compiled
 from specdecode_kernels.cpu.native import library
 from specdecode_kernels.quantised_linear.op import linear as quantised_linear
-from specdecode_kernels.quantised_linear.reference import Kind, Quantised, dequantise, quantise
+from specdecode_kernels.quantised_linear.reference import ZERO, Kind, Quantised, dequantise, quantise
 from specdecode_kernels.silu_mul.op import silu_mul
 from specdecode_kernels.small_linear.op import fits, small_linear
 from specdecode_worker.models import collectives
+from specdecode_worker.models.formats import Part, StoredMatrix
 
 
 class Split(Enum):
@@ -78,10 +79,12 @@ class Linear(nn.Linear):
     """Weight and bias in another format; the plain ones are then released."""
     shard: Shard | None
     """This device among those that share the matrix, once they do."""
+    source: StoredMatrix | None
+    """Tensors of the checkpoint that hold this matrix in a quantized format, until it is loaded."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, split: Split = Split.WHOLE) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self.stored, self.shard, self.split = None, None, split
+        self.stored, self.shard, self.source, self.split = None, None, None, split
         self._outputs = out_features  # of all devices together
 
     @classmethod
@@ -95,15 +98,17 @@ class Linear(nn.Linear):
 
     @classmethod
     def joined(cls, parts: Iterable[Linear]) -> Self:
-        """Return one matrix for several that read the same input and are stored alike; this is exact."""
+        """Return one matrix for several that read the same input; this is exact.
+
+        Parts that are stored alike become one product; others are still multiplied one by one.
+        """
         first, *others = parts = tuple(parts)
         assert all((part.split, part.shard) == (first.split, first.shard) for part in others)
-        if first.stored is None:
+        if all(part.stored is None for part in parts):
             made = cls.of(*_stacked([(part.weight, part.bias) for part in parts]), split=first.split)
         else:
-            weight = QuantizedWeight.joined([cast(QuantizedWeight, part.stored) for part in parts])
-            made = cls._empty(first.in_features, len(weight.packed), first.split)
-            made._store(weight)
+            made = cls._empty(first.in_features, sum(part.out_features for part in parts), first.split)
+            made._store(QuantizedWeight.joined([part.stored for part in parts]) or SeparateWeights(parts))
         made.shard = first.shard
         return made
 
@@ -130,6 +135,51 @@ class Linear(nn.Linear):
         """
         if self.split is not Split.WHOLE:
             self.shard, self._outputs = shard, outputs or self._outputs
+
+    def load(self, dtype: torch.dtype, device: torch.device, *, stored: bool) -> None:
+        """Load this device's part of a matrix that is quantized in its checkpoint, if it is.
+
+        The bias must be loaded before, and the matrix shared.
+
+        Args:
+            dtype: Type of the weight unless it stays quantized.
+            device: Device that holds it.
+            stored: Whether it stays in its format; else it is dequantized.
+
+        Raises:
+            WeightMismatch: The matrix cannot be split here, or its tensors contradict each other.
+        """
+        if self.source is None:
+            return
+        weight, self.source = self.source.read(self._part(self.source), device), None
+        if stored and self._stays and isinstance(weight, Quantised):
+            self._store(QuantizedWeight(weight, self._own_bias))
+        else:
+            plain = dequantise(weight, dtype) if isinstance(weight, Quantised) else weight.to(dtype)
+            self.weight = nn.Parameter(plain, requires_grad=False)
+
+    def nbytes_saved(self, dtype: torch.dtype) -> int:
+        """Return the bytes that the weight takes less than in ``dtype`` if it stays as its checkpoint has it."""
+        if self.source is None or not self._stays:
+            return 0
+        rows, columns = self.weight.shape  # of the first device, which has the largest part
+        return self.weight.numel() * dtype.itemsize - self.source.nbytes(Part(slice(0, rows), slice(0, columns)), dtype)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether the matrix may stay quantized: not the output matrix, which drafts and training read."""
+        return self.split is not Split.VOCABULARY
+
+    def _part(self, whole: StoredMatrix) -> Part:
+        """Return this device's part of a matrix of all devices together."""
+        rows, columns = slice(0, whole.rows), slice(0, whole.columns)
+        if self.shard is not None and self.split is Split.INPUTS:
+            columns = self.shard.part(whole.columns)
+        elif self.shard is not None and self.split is not Split.WHOLE:
+            # devices share a part where there are fewer key-value heads than devices
+            parts = -(-whole.rows // self.out_features) if self.split is Split.OUTPUTS else self.shard.size
+            rows = Shard(self.shard.rank * parts // self.shard.size, parts).part(whole.rows)
+        return Part(rows, columns)
 
     def quantize(self, kind: Kind, device: torch.device, *, stored: bool) -> Linear:
         """Return this matrix on ``device`` with quantized weights, in that format or, unless ``stored``, rounded to it.
@@ -251,6 +301,8 @@ class QuantizedWeight(StoredWeight):
 
     packed: Tensor
     scale: Tensor
+    zero: Tensor | None
+    order: Tensor | None
     bias: Tensor | None
 
     def __init__(self, weight: Quantised, bias_N: Tensor | None) -> None:
@@ -258,25 +310,55 @@ class QuantizedWeight(StoredWeight):
         self.kind, self.group, self.columns = weight.kind, weight.group, weight.columns
         self.register_buffer("packed", weight.packed_NB)
         self.register_buffer("scale", weight.scale_NG)
+        self.register_buffer("zero", weight.zero_NG)
+        self.register_buffer("order", weight.order_K)
         self.register_buffer("bias", None if bias_N is None else bias_N.detach())
 
     def product(self, x_TK: Tensor) -> Tensor:
-        weight = Quantised(self.kind, self.packed, self.scale, self.columns, self.group)
+        weight = Quantised(self.kind, self.packed, self.scale, self.columns, self.group, self.zero, self.order)
         out_TN = quantised_linear(x_TK.reshape(-1, self.columns), weight, self.bias)
         return out_TN.reshape(*x_TK.shape[:-1], -1)
 
     @classmethod
-    def joined(cls, parts: list[QuantizedWeight]) -> QuantizedWeight:
-        """Return the rows of several weights; each row is quantized independently."""
-        packed, bias = _stacked([(part.packed, part.bias) for part in parts])
-        scale = torch.cat([part.scale for part in parts])
-        return cls(Quantised(parts[0].kind, packed, scale, parts[0].columns, parts[0].group), bias)
+    def joined(cls, parts: Sequence[StoredWeight | None]) -> QuantizedWeight | None:
+        """Return the rows of several weights, each of which is quantized by itself; None if they are not alike."""
+        alike = [part for part in parts if isinstance(part, cls)]
+        if len(alike) < len(parts) or not all(alike[0]._is_like(part) for part in alike):
+            return None
+        first = alike[0]
+        packed, bias = _stacked([(part.packed, part.bias) for part in alike])
+        scale, zero = torch.cat([part.scale for part in alike]), None
+        if any(part.zero is not None for part in alike):
+            zero = torch.cat([part._zeros for part in alike])
+        return cls(Quantised(first.kind, packed, scale, first.columns, first.group, zero, first.order), bias)
 
     def reorder(self, order_N: Tensor) -> None:
         """Change the order of the rows, with their scales and biases."""
         order_N = order_N.to(self.packed.device)
         self.packed, self.scale = self.packed[order_N], self.scale[order_N]
+        self.zero = None if self.zero is None else self.zero[order_N]
         self.bias = None if self.bias is None else self.bias[order_N]
+
+    def _is_like(self, other: QuantizedWeight) -> bool:
+        shape, another = ((one.kind, one.group, one.scale.dtype, one.bias is None) for one in (self, other))
+        if self.order is None or other.order is None:
+            return shape == another and self.order is other.order
+        return shape == another and torch.equal(self.order, other.order)
+
+    @property
+    def _zeros(self) -> Tensor:
+        return torch.full_like(self.scale, ZERO, dtype=torch.uint8) if self.zero is None else self.zero
+
+
+class SeparateWeights(StoredWeight):
+    """Matrices that read the same input but are stored in different formats, or with columns in different orders."""
+
+    def __init__(self, parts: Iterable[Linear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        return torch.cat([part._product(x_TK) for part in cast(Iterable[Linear], self.parts)], dim=-1)
 
 
 class CompiledWeight(StoredWeight):

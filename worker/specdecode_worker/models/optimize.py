@@ -22,7 +22,7 @@ from specdecode_kernels.quantised_linear.reference import Kind, stored_bytes
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.compiled_cpu import run_blocks_natively, run_norms_natively
 from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.layers import MLP, Attention
+from specdecode_worker.models.layers import MLP, Attention, Experts
 from specdecode_worker.models.linear import Linear, Split
 
 _FP8 = (8, 9)
@@ -51,16 +51,25 @@ def quantise_draft(model: nn.Module, kind: Kind | None, *, stored: bool | None =
 def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device: torch.device, *, draft: bool) -> int:
     """Return the bytes that quantization adds to the weights of a network in ``dtype``; mostly negative.
 
-    The network may be on the meta device.
+    The network is on the meta device. Its checkpoint may be quantized, or ``kind`` may ask for it.
+
+    Raises:
+        ConfigMismatch: Quantized experts would be stored on a GPU, whose kernel does not read them.
     """
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        parts = [module for module in experts.modules() if isinstance(module, Linear)]
+        if device.type == "cuda" and (kind is not None or any(part.source is not None for part in parts)):
+            raise ConfigMismatch("quantized experts are not supported on a GPU; take the bf16 model, unquantized")
     if kind is None:
-        return 0
+        linears = (module for module in model.modules() if isinstance(module, Linear))
+        return 0 if device.type == "cpu" else -sum(linear.nbytes_saved(dtype) for linear in linears)
     named = {id(parameter): 0 for parameter in model.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             named[id(parameter)] += 1
     added = 0
     for owner, name in _of_draft(model) if draft else _of_target(cast(CausalLM, model)):
+        _refuse_quantized(getattr(owner, name))
         weight: Tensor = getattr(owner, name).weight
         plain = weight.numel() * dtype.itemsize
         stored = plain if device.type == "cpu" else stored_bytes(weight.shape[0], weight.shape[1], _kind(name, kind))
@@ -78,6 +87,9 @@ def fuse(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, (Attention, MLP)):
             module.join()
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.stack()
     matrices = [module for module in model.modules() if isinstance(module, Linear)]
     if matrices and all(one.stored is None and should_pack(one.weight.dtype, one.weight.device) for one in matrices):
         for one in matrices:
@@ -117,6 +129,12 @@ def _of_mlp(mlp: MLP) -> Iterator[tuple[nn.Module, str]]:
     return ((mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
 
 
+def _refuse_quantized(linear: Linear) -> None:
+    """Raise ConfigMismatch for a matrix that is quantized in its checkpoint already."""
+    if linear.stored is not None or linear.source is not None:
+        raise ConfigMismatch("the checkpoint is quantized already; leave `quantization` out, or take the bf16 model")
+
+
 def _kind(name: str, kind: Kind) -> Kind:
     return "int8" if (name, kind) == ("lm_head", "int4") else kind
 
@@ -131,4 +149,5 @@ def _quantise(
     stores = device.type == "cuda" if stored is None else stored
     for owner, name in list(places):
         plain: Linear = getattr(owner, name)
+        _refuse_quantized(plain)
         setattr(owner, name, plain.quantize(_kind(name, kind), device, stored=stores))

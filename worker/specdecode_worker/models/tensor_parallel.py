@@ -7,32 +7,43 @@ device reads only its own slices of the files.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdecode_worker.models.arch import new_network, split_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.checkpoint import meta_init, place_tables
-from specdecode_worker.models.config import CausalLMConfig
+from specdecode_worker.models.checkpoint import load_quantized, meta_init, place_tables, touch
 from specdecode_worker.models.linear import Linear, Shard, Split
 from specdecode_worker.models.weights import prepare_causal_lm
+from specdecode_worker.stages import stage, staged
 
 
-def split_network(config: CausalLMConfig, shard: Shard) -> CausalLM:
-    """Build one device's part on the meta device. Parameter names are those of the whole network."""
+def split_network(whole: CausalLM, shard: Shard) -> CausalLM:
+    """Build one device's part on the meta device. Names of parameters are those of the whole network."""
+    config = whole.config
     with meta_init():
         model = new_network(split_config(config, shard.size))
         if not config.tie_word_embeddings:
             rows = shard.part(config.vocab_size)
             model.lm_head = Linear(config.hidden_size, rows.stop - rows.start, split=Split.VOCABULARY)
+    for name, linear in whole.named_modules():
+        if isinstance(linear, Linear):
+            cast(Linear, model.get_submodule(name)).source = linear.source
     return model
 
 
 def load_shard(
-    folder: Path, shard: Shard, *, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None
+    folder: Path,
+    shard: Shard,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    stored: bool | None = None,
 ) -> CausalLM:
-    """Load one device's part of the target in ``folder``.
+    """Load one device's part of the target in ``folder``; ``stored`` as in `UnloadedNetwork.fill`.
 
     Every device must call this; the returned module contains collectives.
 
@@ -43,7 +54,7 @@ def load_shard(
     whole = prepare_causal_lm(folder, max_model_len=max_model_len)
     whole.check()
     config = whole.network.config
-    model = split_network(config, shard)
+    model = split_network(whole.network, shard)
     splits, own = splits_of(model), model.state_dict()
 
     def part(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -53,18 +64,20 @@ def load_shard(
             place = Shard(shard.rank * parts // shard.size, parts)
         return slices(split, shape, place)
 
-    placed = {
-        name: tensor.to(device=device, dtype=dtype).contiguous()
-        for name, tensor in whole.checkpoint.read_all(whole.checkpoint.tensors, part)
-    }
+    placed: dict[str, Tensor] = {}
+    for name, tensor in staged("read", whole.checkpoint.read_all(whole.plain_names, part)):
+        touch(tensor)
+        with stage("place"):
+            placed[name] = tensor.to(device=device, dtype=dtype).contiguous()
     model.load_state_dict(placed, strict=False, assign=True)
     if config.tie_word_embeddings:
         rows = model.model.embed_tokens.weight[shard.part(config.vocab_size)]
         model.lm_head = Linear.of(rows, split=Split.VOCABULARY)
+    share(model, shard)
+    load_quantized(model, dtype=dtype, device=device, stored=stored)
     model.requires_grad_(False)
     place_tables(model, device, dtype)
     model.arrange()
-    share(model, shard)
     return model
 
 

@@ -33,6 +33,7 @@ from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.fields import end_tokens
+from specdecode_worker.models.formats import find_matrix, quantization_facts
 from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.medusa import MedusaHeads
 
@@ -44,30 +45,40 @@ from specdecode_worker.models.medusa import MedusaHeads
 # names the field or tensor.
 
 Head = TypeVar("Head", bound=Eagle3Head)
+_KV_SCALE = re.compile(r"\.self_attn\.(attn\.)?(k|v|q|kv|prob)_scale$")
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 
 def prepare_causal_lm(folder: Path, *, max_model_len: int | None = None) -> UnloadedNetwork[CausalLM]:
     """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
-    config = causal_lm_config(read_config(folder), max_model_len)
+    raw = read_config(folder)
+    config, facts = causal_lm_config(raw, max_model_len), quantization_facts(folder, raw)
     config = replace(config, eos_token_ids=end_tokens(folder, config.eos_token_ids))
     architecture = architecture_of(config)
     checkpoint = open_checkpoint(folder, architecture.tensor_name, architecture.entries)
-    if config.tie_word_embeddings and _OUTPUT in checkpoint and not _repeats_embedding(checkpoint):
+    if config.tie_word_embeddings and _has_own_output(checkpoint):
         config = replace(config, tie_word_embeddings=False)  # as in transformers, the file has the last word
     checkpoint = adapted(checkpoint, architecture_of(config).tensor_name, tied=config.tie_word_embeddings)
     with meta_init():
         model = new_network(config)
+    for name, linear in model.named_modules():
+        if isinstance(linear, Linear) and (name, config.tie_word_embeddings) != ("lm_head", True):
+            shape = linear.out_features, linear.in_features
+            linear.source = find_matrix(checkpoint, name, shape, facts, bias=linear.bias is not None)
+    # Scales of a KV cache in fp8; ours is not.
+    spare = frozenset(name for name in checkpoint.tensors if _KV_SCALE.search(name))
     if not config.tie_word_embeddings:
-        return UnloadedNetwork(model, checkpoint)
+        return UnloadedNetwork(model, checkpoint, spare=spare)
     # A tied checkpoint may repeat the matrix as lm_head; the embedding is used.
-    return UnloadedNetwork(model, checkpoint.without(_OUTPUT), frozenset((_OUTPUT,)))
+    return UnloadedNetwork(model, checkpoint.without(_OUTPUT), frozenset((_OUTPUT,)), spare)
 
 
-def _repeats_embedding(checkpoint: Checkpoint) -> bool:
-    """Return whether lm_head is a copy of the embedding, of which both are read."""
+def _has_own_output(checkpoint: Checkpoint) -> bool:
+    """Return whether there is an lm_head other than a copy of the embedding; if so, both are read for it."""
     name = f"model.{_EMBEDDING}"
-    return name in checkpoint and torch.equal(checkpoint.read(name), checkpoint.read(_OUTPUT))
+    if _OUTPUT not in checkpoint:
+        return any(tensor.startswith("lm_head.") for tensor in checkpoint.tensors)
+    return name not in checkpoint or not torch.equal(checkpoint.read(name), checkpoint.read(_OUTPUT))
 
 
 def load_causal_lm(
@@ -77,9 +88,11 @@ def load_causal_lm(
     device: torch.device,
     max_model_len: int | None = None,
     finite: bool = False,
+    stored: bool | None = None,
 ) -> CausalLM:
-    """Load the target, or draft model, in ``folder``. With ``finite``, weights with NaN or infinity are refused."""
-    model = prepare_causal_lm(folder, max_model_len=max_model_len).fill(dtype=dtype, device=device, finite=finite)
+    """Load the target, or draft model, in ``folder``. ``finite`` and ``stored`` are those of `UnloadedNetwork.fill`."""
+    prepared = prepare_causal_lm(folder, max_model_len=max_model_len)
+    model = prepared.fill(dtype=dtype, device=device, finite=finite, stored=stored)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.arrange()

@@ -151,6 +151,11 @@ def extended(tree: Tree, depth: int) -> Tree:
     return Tree(parents, len(parents), planned=planned) if tips else tree
 
 
+def all_nodes(count: int) -> int:
+    """Return the bit mask of ``count`` nodes, at most 64, as an int64."""
+    return -1 if count == 64 else (1 << count) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """Rows of one draft pass over a batch of trees.

@@ -113,6 +113,17 @@ def memory_section(before: MemoryStatus | None, observed: Observation) -> Memory
     )
 
 
+def start_section(before: str | None, observed: Observation) -> str | None:
+    """Return the seconds of each stage of the start of the newest ready worker: ``pull 41.0, read 3.2, ...``."""
+    started = [worker for worker in observed.workers if worker.ready and worker.report and worker.report.start]
+    newest = max(started, key=lambda worker: worker.created_at or 0, default=None)
+    if newest is None or newest.report is None or newest.report.start is None:
+        return before
+    stages = newest.report.start.model_dump()
+    stages["pull"] += newest.pull_seconds or 0
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items())
+
+
 def traffic_section(before: TrafficStatus | None, figures: Figures | None) -> TrafficStatus | None:
     if figures is None:
         return before
@@ -243,6 +254,7 @@ def status_of(
         capacity=capacity_section(before.capacity, decision),
         router=router_section(deployment, observed),
         memory=memory_section(before.memory, observed),
+        start=start_section(before.start, observed),
     )
 
 

@@ -1,4 +1,4 @@
-"""Check that docs/reference/conditions-and-alerts.md lists every condition, and every reason that the code can give."""
+"""Check the list of reasons, of which the reference page is made: it has every condition and reason of the code."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-import pytest
-
+from specdecode_operator.api.reasons import CONDITIONS, REASONS
 from specdecode_operator.api.v1alpha1 import ConditionType
 from specdecode_operator.controller.status import build, conditions, drafts
 from specdecode_operator.types import ScalingLimit, UnhealthyWorker
-from support.kube import ROOT
 
 NO_REASONS = {
     "True",
@@ -30,6 +28,10 @@ NO_REASONS = {
 """Capitalised words of the code that are statuses, kinds, a mode that status shows, and foreign names."""
 
 
+GIVEN_ELSEWHERE: set[str] = set()
+"""Reasons that other modules than those of ``reasons`` give."""
+
+
 def reasons() -> set[str]:
     sources = "".join(Path(module.__file__).read_text() for module in (build, conditions, drafts))
     literals = set(re.findall(r"\"([A-Z][a-z]+(?:[A-Z][a-z]+)*)\"", sources)) - NO_REASONS
@@ -39,20 +41,16 @@ def reasons() -> set[str]:
     return literals | foreign | {"SpecRefused"}
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[list[str]]:
-    """Return the cells of the tables in the section on conditions."""
-    page = (ROOT / "docs" / "reference" / "conditions-and-alerts.md").read_text()
-    section = page.split("\n## Conditions\n")[1].split("\n## ")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
-
-
-def test_every_reason_is_explained(rows: list[list[str]]) -> None:
-    explained = {word for row in rows for word in re.findall(r"\w+", row[1])}
+def test_every_reason_is_listed_and_no_other() -> None:
+    listed = {one.reason for one in REASONS}
     assert {"ChildRefused", "Paused", "SlowSteps"} <= reasons(), "the search works"
-    assert reasons() - explained == set()
+    assert reasons() - listed == set()
+    assert listed - reasons() - GIVEN_ELSEWHERE == set()
 
 
-def test_every_condition_is_explained(rows: list[list[str]]) -> None:
-    explained = {word for row in rows for word in re.findall(r"\w+", row[0])}
-    assert {kind.value for kind in ConditionType} - explained == set()
+def test_every_condition_is_listed_with_its_reasons() -> None:
+    assert CONDITIONS.keys() == set(ConditionType)
+    assert {one.condition for one in REASONS} == set(ConditionType)
+    assert len({one[:3] for one in REASONS}) == len(REASONS)
+    assert {one.status for one in REASONS} == {"True", "False", "Unknown"}
+    assert all(one.meaning and one.action for one in REASONS)

@@ -70,6 +70,13 @@ def test_a_failed_run_is_trouble_before_the_kubelet_waits(restarts: int, code: i
     assert worker_of(pod({"initContainerStatuses": [container]})).trouble == trouble
 
 
+def test_the_duration_of_a_pull_is_that_of_its_container() -> None:
+    ended = {"exitCode": 0, "startedAt": "2026-11-27T10:00:00Z", "finishedAt": "2026-11-27T10:01:30Z"}
+    container = {"name": "pull", "state": {"terminated": ended}}
+    assert worker_of(pod({"initContainerStatuses": [container]})).pull_seconds == 90
+    assert worker_of(pod({"initContainerStatuses": [{"name": "pull", "state": {"running": {}}}]})).pull_seconds is None
+
+
 def test_an_image_that_cannot_be_pulled_is_trouble() -> None:
     waiting = {"reason": "ImagePullBackOff", "message": "not found"}
     status = {"containerStatuses": [{"name": "worker", "state": {"waiting": waiting}}]}

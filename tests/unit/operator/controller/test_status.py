@@ -11,6 +11,7 @@ import pytest
 from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.status import rounded, status_of
 from specdecode_operator.decision.decide import decide
+from specdecode_operator.plugin.overview import detail
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import (
     Decision,
@@ -23,7 +24,7 @@ from specdecode_operator.types import (
     Worker,
     Workload,
 )
-from specdecode_worker.contract import DraftState, GuardCell, Report
+from specdecode_worker.contract import DraftState, GuardCell, Report, StartSeconds
 from support.operators.fleet import DEFAULTS, Loop, Truth, deployment_with, loop_over, workload_with
 
 
@@ -55,6 +56,20 @@ def reporting(**draft: Any) -> Worker:
 def test_the_ready_column_shows_ready_and_wanted_workers() -> None:
     assert status_with().ready == "0/1"
     assert status_with(workload_with(3, ready=1, available=1), replicas=3).ready == "1/3"
+
+
+def test_seconds_of_the_start_are_those_of_the_newest_ready_worker() -> None:
+    def started(created: float, read: float, **fields: Any) -> Worker:
+        report = Report(boot_id="b", worker="p", clock_seconds=1, start=StartSeconds(pull=1, read=read))
+        return pod(created_at=created, report=report, pull_seconds=40, **fields)
+
+    workers = (started(5, 3.25), started(4, 2), started(6, 1, ready=False), pod())
+    status = status_with(workload_with(), workers)
+    seconds = "pull 41.0, read 3.2, place 0.0, fuse 0.0, compile 0.0, capture 0.0, calibrate 0.0"
+    assert status.start == seconds
+    assert status_with(workload_with(), (), before=status).start == seconds
+    lines = detail({"metadata": {"namespace": "n", "name": "d"}, "spec": {}, "status": status.model_dump()}, now=1000)
+    assert f"seconds of a worker's start: {seconds}" in lines
 
 
 def test_a_slow_draft_does_not_change_ready() -> None:

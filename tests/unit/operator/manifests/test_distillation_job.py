@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +223,7 @@ def test_command_line_is_one_that_distill_takes(settings: dict[str, Any], monkey
     words = container(settings)["command"][1:]
     assert main(words) == 0
     (args,) = seen
-    distill_job.check_job_flags(argparse.ArgumentParser(), args)
+    distill_job.check_job_flags(args)
     assert args.job
     assert args.prune
     assert args.steps == settings.get("steps", 2000)

@@ -98,7 +98,7 @@ def test_other_modes_merge_as_declared(mode: str) -> None:
 
 
 def test_rows_outside_of_the_bounds_of_a_new_spec_are_no_obstacle() -> None:
-    loop = merging_loop({"head": MergedTruth(rescue=0.8)}, limits={"max_changes_per_hour": 1})
+    loop = merging_loop({"head": MergedTruth(rescue=0.8)}, limits={"max_changes_per_hour": 1}, tree={"topK": 1})
     loop.polls(8)
     learned, wide = loop.memory.learned, TreeShape.parse("tree:3,2,1")
     rows = tuple(row.running(wide, since=loop.now - 100) for row in learned.rows)

@@ -6,13 +6,13 @@ import argparse
 
 import pytest
 
-from specdecode_worker.commands import bench
+from specdecode_worker.commands.arguments import new_parser
 from specdecode_worker.contract import TreeShape
 
 
 def variants(*words: str) -> list[tuple[TreeShape, str, list[tuple[str, int]], str]]:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    bench.add_arguments(parser)
+    parser = new_parser("bench")
+    parser.exit_on_error = False
     args = parser.parse_args([part for word in words for part in ("--variant", word)])
     return [(one.shape, one.draft, [(m.draft, m.depth) for m in one.merge], str(one)) for one in args.variant]
 

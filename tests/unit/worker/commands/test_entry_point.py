@@ -14,7 +14,7 @@ import pytest
 
 from support.tiers import skip_reason
 
-PROGRAM = "from specdecode_worker.__main__ import main; main(['distill', '--bad'])"
+PROGRAM = "from specdecode_worker.__main__ import main; main(['distill', '--capture', 'captured', '--out', 'out'])"
 SLOW_IMPORT = "import sys, time, types; sys.meta_path.insert(0, types.SimpleNamespace(find_spec=lambda name, *_: "
 SLOW_IMPORT += "(print('importing', flush=True), time.sleep(30))[0] if name.endswith('commands.distill') else None)); "
 

@@ -19,6 +19,6 @@ def test_a_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_are_kept_contiguous_on_cpus_alone() -> None:
-    pools = {name: _scheduler(EngineConfig(), 100, "target", torch.device(name))._pool for name in ("cpu", "cuda")}
+    pools = {name: _scheduler(EngineConfig(), 0, 100, "target", torch.device(name))._pool for name in ("cpu", "cuda")}
     assert isinstance(pools["cpu"]._free, FreeGaps)
     assert isinstance(pools["cuda"]._free, FreeList)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdecode_worker.commands import check
+from specdecode_worker.commands.arguments import new_parser
 from specdecode_worker.contract import adapted_uri
 from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
@@ -200,10 +201,7 @@ def test_tensors_of_other_kinds_are_refused(base: Path, tmp_path: Path) -> None:
 
 
 def test_check_names_the_problem_and_one_adapter_is_all(base: Path, tmp_path: Path, capsys: Any) -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    check.add_arguments(parser)
+    parser = new_parser("check")
     for module, code in (("model.layers.0.self_attn.q_proj", 0), ("model.layers.9.self_attn.q_proj", 1)):
         adapter = save_adapter(tmp_path / module, module)
         flags = ["--model", f"file://{base}", "--adapter", f"file://{adapter}", "--cache-dir", str(tmp_path / "cache")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import eagle3_config
+from specdecode_worker.models.download_folder import MANIFEST
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.fetch import model_hash
@@ -172,7 +176,7 @@ def test_a_map_out_of_the_vocabulary_is_refused(offset: int, head_folder: Path, 
         ("eagle_aux_hidden_state_layer_ids", [0, "2"], "must be integers"),
         ("num_aux_hidden_states", 2, "do not name 2 of the target's layers"),
         ("parallel_drafting", True, "parallel_drafting True is not supported"),
-        ("quantization_config", {"bits": 4}, "quantised weights are not supported"),
+        ("quantization_config", {"bits": 4}, "heads are read unquantized; take the bf16 head"),
         ("speculators_model_type", "eagle", "'eagle' is no eagle3 head"),
         ("eagle_config", {"use_aux_hidden_state": 1}, "eagle_config: use_aux_hidden_state must be true or false"),
     ],
@@ -252,7 +256,7 @@ def test_a_draft_model_with_infinite_weights_is_refused(target_folder: Path) -> 
 def test_quantised_weights_are_refused(head_folder: Path, target: CausalLM) -> None:
     norm = load_file(head_folder / "model.safetensors")["norm.weight"]
     change(head_folder, **{"norm.weight": norm.to(torch.float8_e4m3fn)})
-    with pytest.raises(WeightMismatch, match=r"norm\.weight has dtype F8_E4M3; quantised"):
+    with pytest.raises(WeightMismatch, match=r"norm\.weight has dtype F8_E4M3; only matrices of targets"):
         load_head(head_folder, target)
 
 
@@ -333,3 +337,43 @@ def test_hash_covers_every_weight_and_the_config(target_folder: Path) -> None:
     (target_folder / "config.json").write_text((target_folder / "config.json").read_text() + "\n")
     hashes.add(model_hash(target_folder))
     assert len(hashes) == 3
+
+
+def test_rotary_tables_have_a_row_for_each_served_position(shape: dict[str, Any], dense: Any, tmp_path: Path) -> None:
+    model = CausalLM(causal_lm_config(shape))
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    whole, short = (
+        load_causal_lm(tmp_path, dtype=torch.float32, device=CPU, max_model_len=length) for length in (None, 100)
+    )
+    assert [len(one.rope.cos_PD) for one in (whole, short)] == [256, 100]
+    tokens_T, positions_T = torch.arange(9), torch.arange(91, 100)
+    hidden = [one(tokens_T, positions_T, dense).hidden_TE for one in (whole, short)]
+    assert torch.equal(*hidden)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    heads = [eagle3_config({**shape, "rope_parameters": yarn}, one.config) for one in (whole, short)]
+    assert heads[0].rope_scaling == heads[1].rope_scaling, "training knew no limit of a worker"
+    assert heads[1].max_position_embeddings == 100
+
+
+def test_hash_is_taken_from_the_manifest_unless_a_file_is_newer(tmp_path: Path) -> None:
+    contents = {"config.json": b"{}", "model.safetensors": b"weights"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    hashed = model_hash(tmp_path)
+    files = [{"name": name, "size": len(content), "digest": hashlib.sha256(content).hexdigest()}
+             for name, content in contents.items()]  # fmt: skip
+    (tmp_path / MANIFEST).write_text(json.dumps({"files": files}))
+    assert model_hash(tmp_path) == hashed
+    weights, linked = tmp_path / "model.safetensors", tmp_path / "linked"
+    linked.mkdir()
+    for name in contents:
+        (linked / name).symlink_to(tmp_path / name)
+    before = weights.stat()
+    weights.write_bytes(b"WEIGHTS")
+    assert len({hashed, model_hash(tmp_path), model_hash(linked)}) == 2, "a newer file is read"
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert hashed == model_hash(tmp_path) == model_hash(linked), "an older one is not"
+    weights.write_bytes(b"longer weights")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert model_hash(tmp_path) != hashed

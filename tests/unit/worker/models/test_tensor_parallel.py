@@ -1,13 +1,11 @@
 """Tests that the parts of a split target together compute the whole, for each family.
 
-The ranks are threads, and their collectives exchange tensors in memory.
+The ranks are threads.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,42 +26,9 @@ from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard, Spli
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.tensor_parallel import load_shard, slices, split_network, splits_of
 from specdecode_worker.models.weights import load_causal_lm
+from support.worker.thread_ranks import ThreadRanks
 
 CPU = torch.device("cpu")
-
-
-class Ranks:
-    """Collectives between threads: each thread stores its tensor, waits for all others and reads every tensor."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._meet = threading.Barrier(size, timeout=30)
-        self._left: dict[int, Tensor] = {}
-        self._own = threading.local()
-
-    def run(self, work: Any) -> list[Any]:
-        def as_rank(rank: int) -> Any:
-            self._own.rank = rank
-            return work(rank)
-
-        with ThreadPoolExecutor(self._size) as pool:
-            return list(pool.map(as_rank, range(self._size)))
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        parts = self._exchange(tensor)
-        tensor.copy_(torch.stack(parts).sum(0))
-
-    def gather(self, tensor: Tensor, gather_list: list[Tensor] | None, dst: int) -> None:
-        parts = self._exchange(tensor)
-        for place, part in zip(gather_list or [], parts, strict=False):
-            place.copy_(part)
-
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        self._left[self._own.rank] = tensor.clone()
-        self._meet.wait()
-        parts = [self._left[rank] for rank in range(self._size)]
-        self._meet.wait()
-        return parts
 
 
 def written(folder: Path, config: dict[str, Any], randomise: Any) -> Path:
@@ -88,7 +53,7 @@ def test_parts_together_compute_the_whole(
 ) -> None:
     folder = written(tmp_path, shape | {"num_key_value_heads": 4} | changed, randomise)
     whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
-    ranks = Ranks(size)
+    ranks = ThreadRanks(size)
     monkeypatch.setattr(collectives, "dist", ranks)
     tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
 
@@ -114,7 +79,7 @@ def test_fused_layers_of_parts_compute_the_whole(
     """The first device alone adds the residual, so two devices add it once."""
     folder = written(tmp_path, shape | changed, randomise)
     whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
-    ranks = Ranks(2)
+    ranks = ThreadRanks(2)
     monkeypatch.setattr(collectives, "dist", ranks)
     monkeypatch.setattr(linear, "fits", lambda x, weight: few)
     monkeypatch.setattr(Linear, "_overwrites", lambda self, x, inner: self.bias is None)  # as on a GPU
@@ -138,7 +103,7 @@ def test_quantised_parts_compute_what_their_rounded_weights_do(
     """Stored in few bits or rounded to them, parts compute the same; it is near what the whole target computes."""
     folder = written(tmp_path, shape | BIASES, randomise)
     whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
-    ranks = Ranks(2)
+    ranks = ThreadRanks(2)
     monkeypatch.setattr(collectives, "dist", ranks)
     tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
 
@@ -163,7 +128,7 @@ def test_every_row_is_on_one_device(count: int, size: int) -> None:
 
 def test_projections_are_split_and_embeddings_are_whole(shape: dict[str, Any]) -> None:
     shard = Shard(1, 2)
-    splits = splits_of(split_network(causal_lm_config(shape | BIASES), shard))
+    splits = splits_of(split_network(CausalLM(causal_lm_config(shape | BIASES)), shard))
     whole, second = slice(0, 6), slice(3, 6)
     prefix = "model.layers.0."
     for name in ("self_attn.q_proj", "mlp.up_proj"):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import serve
+from specdecode_worker.commands.arguments import new_parser
 from specdecode_worker.contract import OTHER_TASK, CaptureConfig, EngineConfig, Env, Plan, TreeShape, WorkerConfig
 from specdecode_worker.termination import ENV_PATH
 
 
 def read(*words: str) -> tuple[WorkerConfig, Plan]:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return serve.config_from_flags(parser.parse_args(words))
+    return serve.config_from_flags(new_parser("serve").parse_args(words))
 
 
 def test_without_flags_the_embedded_pair_is_served_on_loopback() -> None:

@@ -40,7 +40,7 @@ def test_every_named_repository_has_a_file_list_with_its_source() -> None:
 
 
 def test_what_could_not_be_confirmed_is_marked_in_the_documentation() -> None:
-    page = (ROOT / "docs" / "reference" / "http-api.md").read_text()
+    page = (ROOT / "docs" / "reference" / "compatibility.md").read_text()
     for name, layout in LAYOUTS.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}`"))
         assert ("not confirmed" in row) == (not layout.confirmed), name

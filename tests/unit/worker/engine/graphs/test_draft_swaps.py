@@ -153,7 +153,7 @@ def test_a_further_draft_keeps_the_graphs_of_the_first() -> None:
     made, backend = engine()
     made.set_draft("second", other_draft(made))
     again = backend.keys[PLAIN_KEYS + PLAN_KEYS :]
-    assert {key.draft for key in again} == {"second"}
+    assert {key.drafts for key in again} == {("second",)}
     assert len(again) == PLAN_KEYS
     assert not backend.released
 

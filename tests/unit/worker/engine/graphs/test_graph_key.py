@@ -23,6 +23,7 @@ from specdecode_worker.engine.step_tables import (
 from specdecode_worker.sampling.trees import PLAIN, Tree, given_chain, tree_of
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 
+OWN = ("",)
 CHAIN, TREE = tree_of(TreeShape.chain(3)), tree_of(TreeShape.parse("tree:3,2,1"))
 
 
@@ -42,18 +43,18 @@ def test_which_configs_capture_graphs(changed: dict[str, object], some: bool) ->
 
 
 def test_key_depends_on_buckets_and_not_on_trees() -> None:
-    assert key_of(4, [CHAIN] * 3, 1, cuts=False) == GraphKey(4, 4, 3, 1)
-    assert key_of(4, [PLAIN, CHAIN, CHAIN, CHAIN], 4, cuts=False) == GraphKey(4, 4, 3, 1)
+    assert key_of(4, [CHAIN] * 3, 1, cuts=False) == GraphKey(4, 4, 3, 1, drafts=OWN)
+    assert key_of(4, [PLAIN, CHAIN, CHAIN, CHAIN], 4, cuts=False) == GraphKey(4, 4, 3, 1, drafts=OWN)
     assert key_of(4, [PLAIN], 1, cuts=True) == GraphKey(4, 1, cuts=True)
-    assert key_of(4, [TREE, CHAIN], 1, cuts=False) == GraphKey(4, 16, 3, 8)
-    assert key_of(4, [CHAIN], 7, cuts=False) == GraphKey(4, 7, 3, 1), "the draft catches up"
+    assert key_of(4, [TREE, CHAIN], 1, cuts=False) == GraphKey(4, 16, 3, 8, drafts=OWN)
+    assert key_of(4, [CHAIN], 7, cuts=False) == GraphKey(4, 7, 3, 1, drafts=OWN), "the draft catches up"
     assert key_of(4, [CHAIN], 65, cuts=False) is None
 
 
 def test_key_of_a_step_that_is_drafted_before_its_graph() -> None:
     assert key_outside(4, [PLAIN], cuts=False) == GraphKey(4, 1)
     key = key_outside(4, [CHAIN, TREE], cuts=True)
-    assert (key.tokens_per_row, key.passes, key.outside, key.depth, key.draft) == (16, 0, 3, 3, "")
+    assert (key.tokens_per_row, key.passes, key.outside, key.depth, key.drafts) == (16, 0, 3, 3, ())
     assert key_outside(2, [given_chain(5)], cuts=False).depth == 6, "forced tokens share a bucket of depths"
 
 

@@ -12,14 +12,22 @@ import torch
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.request import Request
 from specdecode_worker.engine import step_tables as step_inputs
-from specdecode_worker.engine.step_tables import CatchUp, GraphKey, HostMasks, StagedTensor, StepInputs
+from specdecode_worker.engine.step_tables import (
+    NO_DRAFTS,
+    CatchUp,
+    DraftInputs,
+    GraphKey,
+    HostMasks,
+    StagedTensor,
+    StepInputs,
+)
 from specdecode_worker.sampling.params import Features
 from specdecode_worker.sampling.trees import PLAIN, tree_of
 from support.small_llama import submit
 
 CPU, PADDING_SLOT = torch.device("cpu"), 9
 CHAIN, TREE = tree_of(TreeShape.chain(2)), tree_of(TreeShape.levels(2, 1))
-KEY = GraphKey(4, 6, passes=2, width=2, cuts=True, features=Features(adjusts=8, history=64))
+KEY = GraphKey(4, 6, passes=2, width=2, cuts=True, drafts=("",), features=Features(adjusts=8, history=64))
 
 
 def requests(*slots: int, **sampling: Any) -> list[Request]:
@@ -35,17 +43,21 @@ def unblocked(one: Request) -> Request:
     return one
 
 
+def catch_up(counts: tuple[int, ...], key_starts: tuple[int, ...]) -> DraftInputs:
+    return DraftInputs((CatchUp(counts, key_starts),))
+
+
 BLOCKED = requests(0, 1, min_tokens=4, stop_token_ids=(3,))
 STEPS: dict[str, tuple[Any, ...]] = {
-    "first": ((CHAIN, CHAIN), requests(0, 1), CatchUp((1, 3), (1, 5)), None),
-    "other catch-up": ((CHAIN, CHAIN), requests(0, 1), CatchUp((2, 0), (1, 1)), None),
-    "other trees": ((CHAIN, TREE), requests(0, 1), CatchUp((1, 3), (1, 5)), None),
-    "other slots": ((CHAIN, CHAIN), requests(1, 0), CatchUp((1, 3), (1, 5)), None),
-    "other sampling": ((CHAIN, CHAIN), requests(0, 1, presence_penalty=0.5), CatchUp((1, 3), (1, 5)), None),
-    "blocked": ((CHAIN, CHAIN), BLOCKED, CatchUp((1, 3), (1, 5)), None),
-    "fewer rows": ((TREE,), requests(3), CatchUp((4,), (2,)), None),
-    "limits": ((CHAIN, CHAIN), requests(0, 1), CatchUp((1, 3), (1, 5)), (0, 2)),
-    "plain": ((PLAIN, CHAIN, PLAIN), requests(2, 3, 4), CatchUp((0, 1, 0), (1, 1, 1)), None),
+    "first": ((CHAIN, CHAIN), requests(0, 1), catch_up((1, 3), (1, 5)), None),
+    "other catch-up": ((CHAIN, CHAIN), requests(0, 1), catch_up((2, 0), (1, 1)), None),
+    "other trees": ((CHAIN, TREE), requests(0, 1), catch_up((1, 3), (1, 5)), None),
+    "other slots": ((CHAIN, CHAIN), requests(1, 0), catch_up((1, 3), (1, 5)), None),
+    "other sampling": ((CHAIN, CHAIN), requests(0, 1, presence_penalty=0.5), catch_up((1, 3), (1, 5)), None),
+    "blocked": ((CHAIN, CHAIN), BLOCKED, catch_up((1, 3), (1, 5)), None),
+    "fewer rows": ((TREE,), requests(3), catch_up((4,), (2,)), None),
+    "limits": ((CHAIN, CHAIN), requests(0, 1), catch_up((1, 3), (1, 5)), (0, 2)),
+    "plain": ((PLAIN, CHAIN, PLAIN), requests(2, 3, 4), catch_up((0, 1, 0), (1, 1, 1)), None),
 }
 
 
@@ -65,14 +77,14 @@ def test_tables_are_those_of_the_last_step(before: str, last: str) -> None:
 def test_a_request_whose_parameters_change_is_written_again() -> None:
     one = requests(0, min_tokens=4, stop_token_ids=(3,))
     inputs = StepInputs(KEY, PADDING_SLOT, CPU)
-    inputs.write((CHAIN,), one, CatchUp((1,), (1,)), None)
+    inputs.write((CHAIN,), one, catch_up((1,), (1,)), None)
     assert inputs.at["min_tokens"][0] == 4
-    inputs.write((CHAIN,), [unblocked(one[0])], CatchUp((1,), (1,)), None)
+    inputs.write((CHAIN,), [unblocked(one[0])], catch_up((1,), (1,)), None)
     assert inputs.at["min_tokens"][0] == 0
 
 
 def test_catch_up_tables_by_hand() -> None:
-    at = written(STEPS["first"])
+    at = {name: table[0] if name[:3] in ("cat", "key") else table for name, table in written(STEPS["first"]).items()}
     assert at["catch_start"] == [0, 1, 4, 4, 4]
     assert at["catch_sequence"] == [0, 1, 1, 1] + [4] * 20
     assert at["catch_offset"] == [0, -2, -1, 0] + [0] * 20
@@ -91,7 +103,7 @@ def test_what_stays_the_same_is_not_copied_again(monkeypatch: pytest.MonkeyPatch
     for inputs, these in ((drafting, trees), (plain, (PLAIN, PLAIN))):
         for _ in range(3):
             copies.clear()
-            inputs.write(these, rows, CatchUp((1, 3), (1, 5)), None)
+            inputs.write(these, rows, catch_up((1, 3), (1, 5)), None)
             counts.append(len(copies))
     assert counts == [4, 0, 0, 3, 0, 0]
 
@@ -99,7 +111,7 @@ def test_what_stays_the_same_is_not_copied_again(monkeypatch: pytest.MonkeyPatch
 def test_masks_of_an_earlier_step_are_cleared() -> None:
     inputs = StepInputs(GraphKey(1, 2, features=Features(masks=True)), PADDING_SLOT, CPU)
     for masks in (None, HostMasks([3, 4], np.zeros((2, 1), np.uint32)), None):
-        inputs.write((PLAIN,), requests(0), CatchUp(), None, masks)
+        inputs.write((PLAIN,), requests(0), NO_DRAFTS, None, masks)
         assert inputs.at["mask_row"].tolist() == ([0, 0] if masks is None else masks.rows)
 
 

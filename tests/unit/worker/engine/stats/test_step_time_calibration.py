@@ -44,6 +44,16 @@ def test_the_first_report_has_step_times_with_drafts() -> None:
     assert engine.report().drafts > 0, "the plan is followed again"
 
 
+def test_a_wide_tree_is_timed_where_the_plan_allows_trees() -> None:
+    engine = small_engine(max_num_seqs=2)
+    engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, top_k=4, explore=0.01))
+    calibrate(engine, 60)
+    decoding = [cell for cell in engine.report().steps if not cell.prefill]
+    assert {cell.draft_passes for cell in decoding} == {0, 1, 2, 3}
+    trees = [cell for cell in decoding if cell.draft_passes == 2]
+    assert {cell.x[2] / cell.x[1] for cell in trees} == {1 + 8}, "four tokens, and one after each"
+
+
 def test_shapes_are_not_timed_if_exploration_is_off() -> None:
     engine = small_engine(max_num_seqs=2)
     engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, explore=0))

@@ -53,6 +53,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     },
     "list": {"tokenizer_config.json": {"chat_template": [
         {"name": "default", "template": TURNS}, {"name": "tool_use", "template": "{{ tools | length }}" + TURNS}]}},
+    "names": {"tokenizer_config.json": {"chat_template": {"default": TURNS, "tool_use": "{{ tools | length }}"}}},
     "list and file": {
         "tokenizer_config.json": {"chat_template": [{"name": "tool_use", "template": "listed"}]},
         "chat_template.jinja": "{{ tools | length if tools else 0 }}" + TURNS,
@@ -84,6 +85,14 @@ def test_text_is_that_of_transformers(tmp_path: Path, name: str) -> None:
     assert Chat(folder).render(MESSAGES) == ours.render(MESSAGES)
 
 
+def test_further_templates_alone_leave_the_default(tmp_path: Path) -> None:
+    files = {"tokenizer_config.json": {"chat_template": TURNS}, "additional_chat_templates/tool_use.jinja": "tools"}
+    template = find_template(write(tmp_path, files))
+    assert template is not None
+    assert template.render(MESSAGES[3:]) == "<|start|>user\ngo<|end|>\n"
+    assert template.render(MESSAGES, TOOLS) == "tools"
+
+
 def test_another_template_is_used_instead(tmp_path: Path) -> None:
     folder = write(tmp_path, FOLDERS["several files"])
     (tmp_path / "other.jinja").write_text("other {{ bos_token }}")
@@ -98,6 +107,8 @@ def test_another_template_is_used_instead(tmp_path: Path) -> None:
     [
         {"tokenizer_config.json": {"chat_template": [{"name": "default"}]}},
         {"tokenizer_config.json": {"chat_template": ["text"]}},
+        {"tokenizer_config.json": {"chat_template": [{"name": "default", "template": None}]}},
+        {"tokenizer_config.json": {"chat_template": 5}},
         {"tokenizer_config.json": "{"},
         {"tokenizer_config.json": {}, "chat_template.jinja": "{% generation %}"},
         {"tokenizer_config.json": {}, "chat_template.jinja": "{% unknown %}"},

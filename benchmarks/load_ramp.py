@@ -1,0 +1,209 @@
+"""Time per token over load for fixed draft lengths, no speculation and Auto, with the shape that Auto chose.
+
+    .venv/bin/python benchmarks/load_ramp.py --out benchmarks/reports/load-ramp      # half an hour on an idle machine
+    .venv/bin/python benchmarks/load_ramp.py --seconds 6 --loads 1 4 --out out/ramp  # a test of the command
+
+The real engine serves the embedded model, with a number of requests in flight that goes up the loads and down again.
+Auto is the operator's own `decide()`, which reads the engine's report and sets its plan every five seconds, as on a
+cluster; guard and exploration run. Writes STEM.json and STEM.svg. A time per token is that of one request: wall time
+times requests over tokens, of the second half of a stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from machine import described
+
+from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Defaults, Deployment, Observation, Workload
+from specdecode_operator.types import Worker as Seen
+from specdecode_worker.commands.bench import QUESTIONS
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local_engine import LocalEngine
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
+from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.engine.calibration import calibrate
+from specdecode_worker.models.fetch import default_cache_dir
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+POLL_SECONDS = 5.0
+CALIBRATION_SECONDS = 30.0
+WAYS = ("none", "chain:1", "chain:3", "Auto")
+UID = "load-ramp"
+DEFAULTS = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
+
+
+@dataclass(slots=True)
+class Stage:
+    """Seconds, tokens and the shape at the end of one load of one way."""
+
+    load: int
+    seconds: float = 0.0
+    tokens: int = 0
+    shape: str = ""
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def milliseconds_per_token(self) -> float:
+        return 1000 * self.seconds * self.load / max(self.tokens, 1)
+
+
+class Operator:
+    """The operator's decisions for the one engine, without a cluster."""
+
+    def __init__(self, local: LocalEngine, most: int) -> None:
+        spec = {
+            "model": {"uri": EMBEDDED_TARGET},
+            "speculation": {"method": "eagle3", "draft": {"uri": EMBEDDED_DRAFT}, "depth": {"max": 5}},
+            "workers": {"accelerator": {"count": 0}},
+            "engine": {"maxNumSeqs": most},
+        }
+        self._deployment = Deployment(
+            namespace="default", name=UID, uid=UID, generation=1, spec=Spec.model_validate(spec), status=Status()
+        )
+        self._memory = Session(learned=LearnedState(uid=UID))
+        self._local = local
+        self._last = 0.0
+        self.reasons: list[str] = []
+        self.plan: Any = None
+
+    def poll(self, *, report: bool = True) -> None:
+        """Decide on the engine's report, and set a new plan."""
+        one = Seen(
+            name="pod",
+            uid="pod",
+            address="127.0.0.1",
+            ready=True,
+            report=self._local.engine.report() if report else None,
+        )
+        workload = Workload(generation=1, observed_generation=1, wanted=1, replicas=1, updated=1, ready=1, available=1)
+        observed = Observation(workload=workload, workers=(one,), session=self._memory)
+        decision, self._memory = decide(self._deployment, observed, DEFAULTS, now=time.time())
+        self.reasons += [str(change.reason) for change in decision.changes if change.kind == "Plan"]
+        if self.plan is None or decision.plan.version != self.plan.version:
+            self.plan = decision.plan
+            self._local.engine.set_plan(decision.plan)
+        self._last = time.monotonic()
+
+    def poll_if_due(self) -> None:
+        if time.monotonic() - self._last >= POLL_SECONDS:
+            self.poll()
+
+    def shape(self, load: int, context: int) -> str:
+        """Return the planned shape at a load."""
+        edges = self.plan.buckets
+        return str(self.plan.shape(bisect_left(edges.concurrency, load), bisect_left(edges.context, context), "other"))
+
+
+def ramp(way: str, loads: list[int], seconds: float, max_tokens: int) -> list[Stage]:
+    """Serve the loads one after the other in one way, with an engine of its own."""
+    most = max(loads)
+    config = WorkerConfig(
+        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="bfloat16"),
+        draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
+        engine=EngineConfig(device="cpu", max_num_seqs=most),
+    )
+    local = LocalEngine(config, default_cache_dir())
+    operator = Operator(local, most) if way == "Auto" else None
+    if operator is not None:
+        operator.poll(report=False)
+        calibrate(local.engine, CALIBRATION_SECONDS)
+    else:
+        local.run_shape(TreeShape.parse(way))
+    prompts = itertools.cycle([local.tokenizer.chat([{"role": "user", "content": text}]) for text in QUESTIONS])
+    names = itertools.count()
+    flying: set[str] = set()
+    stages = []
+    for load in loads:
+        stage = Stage(load)
+        begin = time.monotonic()
+        while (now := time.monotonic()) - begin < seconds:
+            while len(flying) < load:
+                name = str(next(names))
+                flying.add(name)
+                how = Sampling(max_tokens=max_tokens, temperature=0.0, seed=0)
+                local.engine.add(Submit(request_id=name, prompt=tuple(next(prompts)), sampling=how))
+            made = local.engine.step()
+            flying -= {one.request_id for one in made if one.finish}
+            if now - begin > seconds / 2 and len(flying) <= load:
+                stage.seconds += time.monotonic() - now
+                stage.tokens += sum(len(one.tokens) for one in made)
+            if operator is not None:
+                operator.poll_if_due()
+        stage.shape = way if operator is None else operator.shape(load, 256)
+        if operator is not None:
+            stage.reasons, operator.reasons = operator.reasons, []
+        print(f"{way:8} {load:3} requests: {stage.milliseconds_per_token:6.1f} ms a token, {stage.shape}", flush=True)
+        stages.append(stage)
+    local.close()
+    return stages
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """Draw time per token of all ways over the stages, and below it the depth that Auto chose."""
+    loads = document["loads"]
+    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(8, 5), sharex=True, height_ratios=(3, 1))
+    at = range(len(loads))
+    styles = {"none": ("#888888", "--"), "Auto": ("#c0392b", "-")}
+    for way, stages in document["ways"].items():
+        color, line = styles.get(way, (None, ":"))
+        label = {"none": "no speculation", "Auto": "Auto (specdecode)"}.get(way, f"fixed {way}")
+        values = [one["milliseconds_per_token"] for one in stages]
+        upper.plot(at, values, line, color=color, marker="o", label=label, linewidth=2 if way == "Auto" else 1.2)
+    upper.set_ylabel("ms per token of a request")
+    upper.legend(fontsize=8)
+    upper.set_title(f"{document['machine']}, {document['threads']} threads, {document['date']}", fontsize=9)
+    shapes = [one["shape"] for one in document["ways"]["Auto"]]
+    lower.bar(at, [TreeShape.parse(shape).depth for shape in shapes], color="#c0392b")
+    for index, shape in enumerate(shapes):
+        lower.text(index, 0.1, shape, ha="center", va="bottom", fontsize=7)
+    lower.set_ylabel("depth of Auto")
+    lower.set_xticks(list(at), [str(load) for load in loads])
+    lower.set_xlabel("requests in flight, one stage after the other")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Run all ways, and write the figures and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8, 16, 4, 1], help="requests in flight")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of a stage")
+    parser.add_argument("--max-tokens", type=int, default=64, help="length of an answer")
+    parser.add_argument("--out", type=Path, required=True, metavar="STEM", help="writes STEM.json and STEM.svg")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = {**described(), "loads": args.loads, "seconds": args.seconds, "ways": {}}
+    for way in WAYS:
+        stages = ramp(way, args.loads, args.seconds, args.max_tokens)
+        document["ways"][way] = [
+            {
+                "load": one.load,
+                "milliseconds_per_token": round(one.milliseconds_per_token, 2),
+                "tokens": one.tokens,
+                "shape": one.shape,
+                "reasons": one.reasons,
+            }
+            for one in stages
+        ]
+        args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    draw(document, args.out.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

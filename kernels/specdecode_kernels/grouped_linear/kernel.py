@@ -1,0 +1,214 @@
+"""Grouping of rows by expert, and products with the matrix of each row's expert, on a GPU (README.md).
+
+Tensor suffixes: T rows, K inputs, N outputs, X experts, M tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.grouped_linear.reference import Groups, most_tiles, tile_rows
+
+GROUPED_AT_ONCE = 64
+"""Rows or tiles that the grouping program handles at a time."""
+ROW_BYTES = 256
+"""Bytes of a row of a matrix that are read at a time."""
+
+
+@triton.jit
+def _chosen(logits_TX, t, x, rows, experts):
+    """Return the largest logit of each row, and a one [T, X] at its first expert; none for rows that do not exist."""
+    inside = (t < rows)[:, None] & (x < experts)[None, :]
+    place = logits_TX + t.to(tl.int64)[:, None] * experts + x[None, :]
+    logit_TX = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+    top_T = tl.max(logit_TX, 1)
+    first_T = tl.min(tl.where(logit_TX == top_T[:, None], x[None, :], experts), 1)
+    one_TX = ((x[None, :] == first_T[:, None]) & inside).to(tl.int32)
+    return top_T, one_TX
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _group_kernel(
+    logits_TX,
+    order_T,
+    score_T,
+    tiles_M3,
+    rows,
+    experts,
+    most,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):
+    """Sort the rows by expert and cut them into tiles, in one program."""
+    x = tl.arange(0, BLOCK_X)
+    step = tl.arange(0, BLOCK_T)
+    count_X = tl.zeros([BLOCK_X], tl.int32)
+    for start in range(0, rows, BLOCK_T):
+        top_T, one_TX = _chosen(logits_TX, start + step, x, rows, experts)
+        count_X += tl.sum(one_TX, 0)
+        score = 1.0 / (1.0 + tl.exp(-top_T))
+        tl.store(score_T + start + step, score.to(score_T.dtype.element_ty), mask=start + step < rows)
+    end_X = tl.cumsum(count_X, 0)
+    place_X = end_X - count_X
+    for start in range(0, rows, BLOCK_T):
+        top_T, one_TX = _chosen(logits_TX, start + step, x, rows, experts)
+        before_TX = tl.cumsum(one_TX, 0) - one_TX
+        place_T = tl.sum(one_TX * (place_X[None, :] + before_TX), 1)
+        tl.store(order_T + place_T, start + step, mask=start + step < rows)
+        place_X += tl.sum(one_TX, 0)
+    tiles_X = (count_X + TILE - 1) // TILE
+    tiles_end_X = tl.cumsum(tiles_X, 0)
+    for start in range(0, most, BLOCK_T):
+        m = start + step
+        behind_MX = m[:, None] - (tiles_end_X - tiles_X)[None, :]
+        owner_MX = ((behind_MX >= 0) & (behind_MX < tiles_X[None, :])).to(tl.int32)
+        first_M = tl.sum(owner_MX * ((end_X - count_X)[None, :] + behind_MX * TILE), 1)
+        expert_M = tl.sum(owner_MX * (x[None, :] + 1), 1) - 1
+        tl.store(tiles_M3 + 3 * m, expert_M, mask=m < most)
+        tl.store(tiles_M3 + 3 * m + 1, first_M, mask=m < most)
+        tl.store(tiles_M3 + 3 * m + 2, tl.sum(owner_MX * end_X[None, :], 1), mask=m < most)
+
+
+@triton.jit
+def _matrix(weight_XNK, n, column, size, outputs, EVEN: tl.constexpr):
+    """Load a tile [N, K] of the matrix."""
+    inside = (n < outputs)[:, None]
+    if not EVEN:
+        inside = inside & (column < size)[None, :]
+    return tl.load(weight_XNK + n.to(tl.int64)[:, None] * size + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _grouped_kernel(
+    x_TK,
+    weight_XNK,
+    order_T,
+    score_T,
+    tiles_M3,
+    residual_TN,
+    out_TN,
+    size,
+    outputs,
+    x_stride,
+    residual_stride,
+    SCORED: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of a tile of rows; with GATED, ``outputs`` counts one half."""
+    tile_3 = tiles_M3 + 3 * tl.program_id(0)
+    expert = tl.load(tile_3)
+    if expert >= 0:
+        place = tl.load(tile_3 + 1) + tl.arange(0, BLOCK_T)
+        real = place < tl.load(tile_3 + 2)
+        t = tl.load(order_T + place, mask=real, other=0).to(tl.int64)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        halves = 2 if GATED else 1
+        weight_NK = weight_XNK + expert.to(tl.int64) * halves * outputs * size
+        up_NK = weight_NK + outputs.to(tl.int64) * size
+        acc_TN = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        up_TN = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        if SCORED:
+            score = tl.load(score_T + t, mask=real, other=0.0).to(tl.float32)
+        for start in range(0, size, BLOCK_K):
+            column = start + k
+            inside = real[:, None]
+            if not EVEN:
+                inside = inside & (column < size)[None, :]
+            x = tl.load(x_TK + t[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+            if SCORED:
+                x = (x.to(tl.float32) * score[:, None]).to(x.dtype)
+            tile = _matrix(weight_NK, n, column, size, outputs, EVEN)
+            acc_TN = tl.dot(x, tl.trans(tile), acc_TN, input_precision=PRECISION)
+            if GATED:
+                tile = _matrix(up_NK, n, column, size, outputs, EVEN)
+                up_TN = tl.dot(x, tl.trans(tile), up_TN, input_precision=PRECISION)
+        if GATED:
+            acc_TN = acc_TN / (1.0 + tl.exp(-acc_TN)) * up_TN
+        stored = real[:, None] & (n < outputs)[None, :]
+        if RESIDUAL:
+            added = residual_TN + t[:, None] * residual_stride + n[None, :]
+            acc_TN += tl.load(added, mask=stored, other=0.0).to(tl.float32)
+        tl.store(out_TN + t[:, None] * outputs + n[None, :], acc_TN.to(out_TN.dtype.element_ty), mask=stored)
+
+
+def group(logits_TX: Tensor) -> Groups:
+    """Return the rows of a pass by expert."""
+    rows, experts = logits_TX.shape
+    size, most = tile_rows(rows), most_tiles(rows, experts)
+    order_T = torch.empty(rows, dtype=torch.int32, device=logits_TX.device)
+    score_T = torch.empty(rows, dtype=logits_TX.dtype, device=logits_TX.device)
+    tiles_M3 = torch.empty(most, 3, dtype=torch.int32, device=logits_TX.device)
+    if rows:
+        _group_kernel[(1,)](
+            logits_TX.contiguous(),
+            order_T,
+            score_T,
+            tiles_M3,
+            rows,
+            experts,
+            most,
+            TILE=size,
+            BLOCK_T=GROUPED_AT_ONCE,
+            BLOCK_X=triton.next_power_of_2(experts),
+            num_warps=4,
+        )
+    return Groups(order_T, score_T, tiles_M3, size)
+
+
+def grouped_linear(
+    x_TK: Tensor,
+    weight_XNK: Tensor,
+    groups: Groups,
+    residual_TN: Tensor | None = None,
+    *,
+    scored: bool = False,
+    gated: bool = False,
+) -> Tensor:
+    """Return the product [T, N] ([T, N / 2] if gated); rows must be contiguous."""
+    rows, size = x_TK.shape
+    outputs = weight_XNK.shape[1] // 2 if gated else weight_XNK.shape[1]
+    assert x_TK.stride(1) == 1, "rows must be contiguous"
+    assert weight_XNK.is_contiguous(), "matrices lie behind each other"
+    assert residual_TN is None or residual_TN.stride(1) == 1, "rows must be contiguous"
+    out_TN = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    block_k = max(min(ROW_BYTES // x_TK.element_size(), triton.next_power_of_2(size)), 16)
+    block_n = 32 if x_TK.dtype == torch.float32 else 64
+    # Older GPUs have room for fewer tiles in flight.
+    stages = 4 if dispatch.is_hopper(x_TK) and x_TK.dtype != torch.float32 else 2
+    if rows:
+        _grouped_kernel[(len(groups.tiles_M3), triton.cdiv(outputs, block_n))](
+            x_TK,
+            weight_XNK,
+            groups.order_T,
+            groups.score_T,
+            groups.tiles_M3,
+            x_TK if residual_TN is None else residual_TN,
+            out_TN,
+            size,
+            outputs,
+            x_TK.stride(0),
+            0 if residual_TN is None else residual_TN.stride(0),
+            SCORED=scored,
+            GATED=gated,
+            RESIDUAL=residual_TN is not None,
+            EVEN=size % block_k == 0,
+            PRECISION="tf32x3" if x_TK.dtype == torch.float32 else "tf32",
+            BLOCK_T=groups.tile_rows,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            num_warps=4,
+            num_stages=stages,
+        )
+    return out_TN
