@@ -24,8 +24,9 @@ NO_REASONS = {
     "Unavailable",
     "CrashLoopBackOff",
     "Pinned",
+    "Absent",
 }
-"""Capitalised words of the code that are statuses, kinds, a mode that status shows, and foreign names."""
+"""Capitalised words of the code that are statuses, kinds, words of other fields of status, and foreign names."""
 
 
 GIVEN_ELSEWHERE: set[str] = set()
