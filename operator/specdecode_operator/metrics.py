@@ -1,20 +1,154 @@
-"""Prometheus metrics of the operator. docs/reference/metrics.md lists them; a test compares."""
+"""Prometheus metrics of the operator. docs/metrics.md lists them; a test compares."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, get_args
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.drafts.lifecycle_table import Phase
-from specdecode_operator.drift_metrics import DRIFT_EVIDENCE, DRIFT_LOSS, record_drift
-from specdecode_operator.gauges import DeploymentGauge
-from specdecode_operator.run_metrics import CANDIDATES, CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, record_runs
+from specdecode_operator.drafts.lifecycle import Phase
+from specdecode_operator.state.learned import DriftState
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
 from specdecode_worker.contract import OTHER_TASK
+
+# Gauge with a series per deployment that takes little memory.
+#
+# A child of prometheus_client's Gauge takes about a kilobyte, and there are some twenty series per deployment. Here a
+# series is an entry of a dictionary. Series are set by the event loop and read by the thread that serves /metrics.
+
+
+class DeploymentGauge(Collector):
+    """Values by their labels, of which the first two are namespace and name of a deployment."""
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str]) -> None:
+        """Register the gauge.
+
+        Args:
+            name: Name of the metric.
+            documentation: Help text.
+            labels: Names of the labels.
+        """
+        self.name, self.labels = name, tuple(labels)
+        self._documentation = documentation
+        self._values: dict[tuple[str, ...], float] = {}
+        REGISTRY.register(self)
+
+    def set(self, labels: tuple[str, ...], value: float) -> None:
+        """Set the series with these values of the labels."""
+        self._values[labels] = value
+
+    def remove(self, *labels: str) -> None:
+        """Remove the series with these values of the labels, if there is one."""
+        self._values.pop(labels, None)
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Remove all series of a deployment."""
+        for labels in [labels for labels in self._values if labels[:2] == (namespace, name)]:
+            del self._values[labels]
+
+    def clear(self) -> None:
+        """Remove all series."""
+        self._values.clear()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric with its present series."""
+        family = GaugeMetricFamily(self.name, self._documentation, labels=self.labels)
+        for labels, value in list(self._values.items()):
+            family.add_metric(labels, value)
+        yield family
+
+
+class TaskGauge(DeploymentGauge):
+    """Gauge with a series for each task of a deployment. Its labels are namespace, name and task."""
+
+    def __init__(self, name: str, documentation: str) -> None:
+        """Register the gauge.
+
+        Args:
+            name: Name of the metric.
+            documentation: Help text.
+        """
+        super().__init__(name, documentation, ("namespace", "name", "task"))
+        self._tasks: dict[tuple[str, str], frozenset[str]] = {}
+        """Tasks with a series, by deployment: a search would go through the series of all deployments."""
+
+    def replace(self, key: tuple[str, str], values: Mapping[str, float]) -> None:
+        """Set the series of a deployment by task, and remove those of other tasks."""
+        for task in self._tasks.pop(key, frozenset()) - values.keys():
+            self.remove(*key, task)
+        for task, value in values.items():
+            self.set((*key, task), value)
+        if values:
+            self._tasks[key] = frozenset(values)
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Remove all series of a deployment."""
+        super().forget(namespace, name)
+        self._tasks.pop((namespace, name), None)
+
+    def clear(self) -> None:
+        """Remove all series."""
+        super().clear()
+        self._tasks.clear()
+
+
+# Metrics of the drift of drafts, by task. `metrics` exports them with the others.
+
+DRIFT_EVIDENCE = TaskGauge(
+    "specdecode_draft_drift_evidence", "Evidence that a task is slower than its baseline; 1 raises the alarm."
+)
+DRIFT_LOSS = TaskGauge(
+    "specdecode_draft_loss_ratio",
+    "Speed that a task lost against its baseline; 0.1 is 10 % slower, below 0 it is faster.",
+)
+
+
+def record_drift(key: Key, drift: DriftState) -> None:
+    """Set the series of tasks with a baseline, and remove those of tasks without one."""
+    DRIFT_EVIDENCE.replace(key, {task.task: task.evidence for task in drift.watched})
+    DRIFT_LOSS.replace(key, {task.task: task.loss for task in drift.watched})
+
+
+# Series of training runs, of the candidates that ended, and of captured requests.
+
+_OF_DEPLOYMENT = ["namespace", "name"]
+
+DRAFT_RUNS = DeploymentGauge(
+    "specdecode_draft_runs", "Training runs that ended, by outcome.", [*_OF_DEPLOYMENT, "outcome"]
+)
+CANDIDATES = DeploymentGauge(
+    "specdecode_draft_candidates", "Candidate drafts that ended, by outcome.", [*_OF_DEPLOYMENT, "outcome"]
+)
+RUNS_NOT_BETTER = DeploymentGauge(
+    "specdecode_draft_runs_not_better", "Verdicts of training runs in a row that were not better.", _OF_DEPLOYMENT
+)
+CAPTURED = DeploymentGauge(
+    "specdecode_captured_conversations", "Captured conversations of all workers.", _OF_DEPLOYMENT
+)
+
+
+def record_runs(deployment: Deployment, observed: Observation) -> None:
+    """Set the series of one deployment. Those of runs are absent until one ended, and those of captures without any."""
+    key, record = deployment.key, observed.session.drafts
+    for outcome, count in record.candidate_outcomes.items():
+        CANDIDATES.set((*key, outcome), count)
+    for outcome, count in record.run_outcomes.items():
+        DRAFT_RUNS.set((*key, outcome), count)
+    if record.run_outcomes:
+        RUNS_NOT_BETTER.set(key, record.runs_not_better)
+    captures = [report.capture for report in observed.last_reports if report.capture is not None]
+    if deployment.spec.distillation.capture is not None and captures:
+        CAPTURED.set(key, sum(capture.conversations for capture in captures))
+    else:
+        CAPTURED.remove(*key)
+
+
+# Prometheus metrics of the operator. docs/reference/metrics.md lists them; a test compares.
 
 OF_DEPLOYMENT: Final = ["namespace", "name"]
 OF_TASK: Final = [*OF_DEPLOYMENT, "task"]

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from specdecode_operator import metrics as operator_metrics
-from specdecode_operator.gauges import DeploymentGauge
+from specdecode_operator.metrics import DeploymentGauge
 from specdecode_router.queueing.refusals import RefusalReason
 from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, RouterMetrics, Stage
 from specdecode_worker.capture import Dropped

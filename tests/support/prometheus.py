@@ -51,7 +51,7 @@ def known_series() -> set[str]:
     from prometheus_client.metrics import MetricWrapperBase
 
     from specdecode_operator import metrics as operator_metrics
-    from specdecode_operator.gauges import DeploymentGauge
+    from specdecode_operator.metrics import DeploymentGauge
     from specdecode_router.telemetry.metrics import RouterMetrics
     from specdecode_worker.contract import Metric
 

@@ -1,4 +1,4 @@
-"""Desired state that users write: ``spec``. Its larger parts have files of their own."""
+"""Desired state that users write: ``spec``."""
 
 from __future__ import annotations
 
@@ -6,35 +6,366 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from specdecode_operator.api.distillation import METHOD_MESSAGE as DISTILLATION_METHOD_MESSAGE
-from specdecode_operator.api.distillation import METHOD_RULE as DISTILLATION_METHOD_RULE
-from specdecode_operator.api.distillation import DistillationSpec
-from specdecode_operator.api.draft_rollout import (
+from specdecode_operator.api.distillation import (
     CANDIDATE_METHOD_MESSAGE,
     CANDIDATE_METHOD_RULE,
     CANDIDATE_URI_MESSAGE,
     CANDIDATE_URI_RULE,
+    DistillationSpec,
     DraftRolloutSpec,
 )
-from specdecode_operator.api.engine import EngineSpec
-from specdecode_operator.api.router import RouterSpec
+from specdecode_operator.api.distillation import METHOD_MESSAGE as DISTILLATION_METHOD_MESSAGE
+from specdecode_operator.api.distillation import METHOD_RULE as DISTILLATION_METHOD_RULE
 from specdecode_operator.api.schema import (
+    MAX_NAME_LENGTH,
+    NAME_PATTERN,
     URI_FORMS,
     Anything,
     Api,
+    CountOrPercent,
     Duration,
     ModelUri,
     NameRef,
+    Percent,
+    Quantity,
     SecretKeyRef,
     bounds,
     named_list,
+    object_in,
     rule,
     rules,
     seconds_of,
 )
 from specdecode_operator.api.speculation import MERGE_SAMPLER_MESSAGE, SpeculationSpec
-from specdecode_operator.api.workers import WorkersSpec
-from specdecode_worker.contract import EngineConfig, adapted_uri
+from specdecode_worker.contract import EngineConfig, Sampler, TargetQuantization, adapted_uri
+
+# Settings of the inference engine that need a restart of the workers: ``spec.engine``.
+
+OPERATOR_FLAGS = (
+    "model",
+    "adapter",
+    "served-model-name",
+    "dtype",
+    "quantization",
+    "method",
+    "draft",
+    "draft-quantization",
+    "draft-placement",
+    "speculative-config",
+    "depth",
+    "tree",
+    "device",
+    "threads",
+    "cache-dir",
+    "host",
+    "port",
+    "admin-port",
+    "api-key",
+    "api-keys-path",
+    "admin-tokens-path",
+    "tls-cert-file",
+    "tls-key-file",
+    "chat-template",
+    "endpoint-delay-seconds",
+    "grace-period-seconds",
+    "max-model-len",
+    "max-num-seqs",
+    "max-num-batched-tokens",
+    "kv-cache-tokens",
+    "gpu-memory-utilization",
+    "tensor-parallel-size",
+    "sampler",
+    "help",
+)
+"""Flags of ``specdecode-worker serve`` that the spec has fields for, or that the operator chooses."""
+REFUSED_ARGUMENT = f"^(-h|-tp|--({'|'.join(OPERATOR_FLAGS)}))(=.*)?$"
+"""Arguments that ``extraArgs`` must not contain. Without multi-line text, so that ``.`` is every character."""
+_MESSAGE = (
+    "engine.extraArgs must not contain a flag that has a field of its own in the spec or that the operator sets "
+    "(--model, --draft, --port, --api-key, --max-num-seqs, ...)"
+)
+# A default of an object is validated before the defaults of its fields are filled in, hence has().
+_RULE = f"!has(self.extraArgs) || self.extraArgs.all(argument, !argument.matches('{REFUSED_ARGUMENT}'))"
+_ENGINE = EngineConfig()
+
+
+class EngineSpec(Api):
+    """Settings of the engine. A change replaces the workers."""
+
+    model_config = ConfigDict(json_schema_extra=rules(rule(_RULE, _MESSAGE)))
+
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="Data type of weights and arithmetic."
+    )
+    quantization: TargetQuantization | None = Field(
+        default=None,
+        description="Quantization of the weights of the model's blocks. Absent: weights are of dtype.",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=16,
+        le=1048576,
+        description="Maximum tokens of prompt and answer together. Absent: the model's own limit.",
+        examples=[16384],
+    )
+    tensor_parallel_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Devices that the target is split over. Absent: workers.accelerator.count, or 1 where that is 0 or "
+        "absent.",
+        examples=[4],
+    )
+    max_num_seqs: int = Field(
+        default=16, ge=1, le=1024, description="Sequences that one worker runs at a time. Others wait."
+    )
+    max_num_batched_tokens: int | None = Field(
+        default=None,
+        ge=16,
+        le=1048576,
+        description="Tokens that one step computes at most, prompts included. Absent: 2048 on accelerators, else 512.",
+        examples=[2048],
+    )
+    kv_cache_tokens: int | None = Field(
+        default=None,
+        ge=256,
+        le=1073741824,
+        description="Size of the KV cache in tokens. Absent: what the free memory allows.",
+        examples=[131072],
+    )
+    memory_percent: int = Field(
+        default=round(100 * _ENGINE.gpu_memory_utilization),
+        ge=5,
+        le=100,
+        description="Share of the accelerator's memory, or of the memory limit on CPUs, for weights and KV cache, in "
+        "percent. vLLM calls it gpu-memory-utilization.",
+    )
+    sampler: Sampler = Field(
+        default=_ENGINE.sampler,
+        description="How draft tokens are accepted. coupled: the text is that of plain decoding. mss: multi-round "
+        "sampling, which has the distribution of plain decoding.",
+    )
+    extra_args: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\n]+$")], ...], Field(max_length=32)
+    ] = Field(
+        default=(),
+        description="Further flags of `specdecode-worker serve`, one word an item. Flags that have a field in the "
+        "spec are refused.",
+        examples=[["--request-timeout-seconds=600", "--max-waiting=512"]],
+    )
+
+
+# Pods of a deployment: ``spec.workers``.
+
+_KUBERNETES_MESSAGE = "workers.accelerator.resource must be an extended resource, not one of kubernetes.io"
+_STRATEGY_MESSAGE = "workers.strategy needs a maxSurge or a maxUnavailable above 0: otherwise no pod can be replaced"
+Amounts = Annotated[dict[str, Quantity], Field(max_length=32)]
+
+
+class AcceleratorSpec(Api):
+    """Devices of one worker."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("!has(self.resource) || !self.resource.matches('^([^/]*[.])?kubernetes[.]io/')", _KUBERNETES_MESSAGE)
+        )
+    )
+
+    resource: Annotated[
+        str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?$", max_length=128)
+    ] = Field(
+        default="nvidia.com/gpu",
+        description="Extended resource of the device plugin. A MIG slice has a resource of its own.",
+        examples=["nvidia.com/mig-1g.10gb"],
+    )
+    count: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="Devices of one worker. 0 asks for none: the worker runs on CPUs, or on a device that a resource "
+        "claim of the template brings. Absent: engine.tensorParallelSize, or 1 without that.",
+        examples=[4],
+    )
+
+
+class ResourcesSpec(Api):
+    """CPU, memory and other resources of the worker's container."""
+
+    limits: Amounts = Field(
+        default_factory=dict,
+        description="Largest amounts. On CPUs the whole cores of the limit are the engine's threads. The accelerator "
+        "is added by the operator.",
+        examples=[{"cpu": "8", "memory": "48Gi"}],
+    )
+    requests: Amounts = Field(
+        default_factory=dict,
+        description="Amounts that are reserved on the node.",
+        examples=[{"cpu": "4", "memory": "32Gi"}],
+    )
+
+
+class StrategySpec(Api):
+    """Number of workers that a rolling update may add and take away at a time.
+
+    Without any field the default depends on the devices. With an accelerator or a resource claim one worker is taken
+    away first, because a cluster may have no spare device: that costs the capacity of one worker while its successor
+    loads the model, and with one replica the endpoint. On CPUs one worker is added first, which costs no capacity.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.maxSurge) || !has(self.maxUnavailable)"
+                " || !((self.maxSurge == 0 || self.maxSurge == '0%')"
+                " && (self.maxUnavailable == 0 || self.maxUnavailable == '0%'))",
+                _STRATEGY_MESSAGE,
+            )
+        )
+    )
+
+    max_surge: CountOrPercent | None = Field(
+        default=None,
+        description="Workers beyond the replicas that an update may create, as a number or a percentage. Each needs a "
+        "spare accelerator. Absent: 1 where maxUnavailable is 0, or where it is absent too and the workers run on "
+        "CPUs; else 0.",
+        examples=[1],
+    )
+    max_unavailable: CountOrPercent | None = Field(
+        default=None,
+        description="Workers that an update may take away before their successors are ready, as a number or a "
+        "percentage. Absent: 1 where maxSurge is 0, or where it is absent too and the workers have an accelerator; "
+        "else 0.",
+        examples=["25%"],
+    )
+
+
+class WorkersSpec(Api):
+    """Pods that serve the model. Changes replace them, except of updatePolicy, recycle and strategy."""
+
+    image: Annotated[str, Field(max_length=512)] | None = Field(
+        default=None,
+        description="Image of the workers. Absent: the operator's setting worker.image.",
+        examples=["registry.example.com/specdecode-worker:1.0"],
+    )
+    accelerator: AcceleratorSpec = Field(
+        default=AcceleratorSpec(),
+        description="Devices of one worker. count 0 runs it on CPUs.",
+        examples=[{"resource": "nvidia.com/gpu", "count": 4}],
+    )
+    resources: ResourcesSpec = Field(
+        default=ResourcesSpec(),
+        description="CPU, memory and other resources of the worker's container. The operator adds the accelerator.",
+    )
+    update_policy: Literal["OnSpecChange", "Automatic"] = Field(
+        default="OnSpecChange",
+        description="When an upgrade of the operator may replace workers. OnSpecChange: with the next change of this "
+        "spec. Automatic: at once.",
+    )
+    strategy: StrategySpec = Field(
+        default=StrategySpec(),
+        description="Workers that a rolling update adds and takes away at a time. Absent: with an accelerator one is "
+        "taken away first, which needs no spare device and costs the capacity of one worker while its successor "
+        "loads; on CPUs one is added first.",
+        examples=[{"maxSurge": 1, "maxUnavailable": 0}],
+    )
+    recycle: Literal["Never", "OnCollapse"] = Field(
+        default="Never",
+        description="OnCollapse replaces a worker whose acceptance collapses while that of its peers does not.",
+    )
+    template: Anything = Field(
+        default_factory=dict,
+        description="Pod template that is merged over the operator's, for everything of a pod that has no field of its "
+        "own: node selector, tolerations, affinity, resource claims, variables, volumes. Containers are merged by "
+        "name: 'worker', and the init container 'pull'. null removes a field. Of fields that exclude each other, such "
+        "as the sources of a volume, the one that is given stays. Variables of the worker, and mounts of volumes that "
+        "the template adds, reach pull and training Jobs too, for proxies, certificates and mirrors.",
+        examples=[{"spec": {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]}}],
+    )
+
+    @property
+    def has_claims(self) -> bool:
+        """True if the template has resource claims, which may bring a device."""
+        return bool(object_in(self.template, "spec").get("resourceClaims"))
+
+
+# Routers before the workers of a deployment: ``spec.router``.
+
+_SPLIT_SUM_MESSAGE = "the shares of router.trafficSplit add up to at most 100 percent"
+_SPLIT_ROUTERS_MESSAGE = "router.trafficSplit needs router.replicas above 0"
+_MAX_DEPLOYMENTS = 4
+
+
+class TrafficShareSpec(Api):
+    """Another deployment that gets a share of the traffic, for the trial of a new model."""
+
+    deployment: Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME_LENGTH)] = Field(
+        description="Name of a SpecDecodeDeployment in the same namespace. It has the same model.servedName.",
+        examples=["llama-next"],
+    )
+    percent: Percent = Field(
+        description="Share of the conversations in percent. 0: none, also when the others have no worker."
+    )
+
+
+class RouterSpec(Api):
+    """Routers: one endpoint before all workers, whose streams survive their worker. Changes replace no worker."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            # A default is checked before its own defaults are filled in, so the field may be missing.
+            rule("!has(self.trafficSplit) || self.trafficSplit.map(one, one.percent).sum() <= 100", _SPLIT_SUM_MESSAGE),
+            rule(
+                "!has(self.trafficSplit) || self.trafficSplit.size() == 0 || self.replicas > 0", _SPLIT_ROUTERS_MESSAGE
+            ),
+        )
+    )
+
+    replicas: int = Field(
+        default=2,
+        ge=0,
+        le=100,
+        description="Number of routers. 0: the Service selects the workers, clients reach them directly, and a lost "
+        "worker breaks its streams.",
+    )
+    autoscaled: bool = Field(
+        default=False,
+        description="true: an autoscaler sets the number of routers on the Deployment NAME-router. replicas then only "
+        "says whether there are routers.",
+    )
+    hold_timeout: Duration = Field(
+        default="10m",
+        description="Longest time that a request waits while no worker is ready. After scaling to zero, the first "
+        "worker must pull and load the model in this time.",
+        json_schema_extra=bounds("1s", "24h"),
+    )
+    traffic_split: Annotated[
+        tuple[TrafficShareSpec, ...], Field(max_length=_MAX_DEPLOYMENTS, json_schema_extra=named_list("deployment"))
+    ] = Field(
+        default=(),
+        description="Other deployments that get a share of the traffic. This deployment has the rest. A conversation "
+        "stays with one deployment. It needs scaling.minReplicas of at least 1.",
+        examples=[[{"deployment": "llama-next", "percent": 10}]],
+    )
+    tracing_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=512)] | None = Field(
+        default=None,
+        description="Base URL of a collector that receives spans of requests as OTLP over HTTP; /v1/traces is added "
+        "to it. Absent: no spans; a client's traceparent goes to the workers all the same.",
+        examples=["http://otel-collector.observability.svc:4318"],
+    )
+    template: Anything = Field(
+        default_factory=dict,
+        description="Pod template that is merged over the operator's, as workers.template. The container is 'router': "
+        "one process on one core, with requests of 250m CPU and 256Mi and a limit of 1Gi unless it says otherwise.",
+        examples=[{"spec": {"nodeSelector": {"pool": "cpu"}}}],
+    )
+
+    @property
+    def hold_seconds(self) -> int:
+        """Longest time that a request waits while no worker is ready, in seconds."""
+        return int(seconds_of(self.hold_timeout))
+
+
+# Desired state that users write: ``spec``. Its larger parts have files of their own.
 
 _NEEDS_ROUTERS = "scaling.minReplicas 0 needs router.replicas above 0: routers hold requests until a worker is ready"
 _HAS_ROUTERS = (

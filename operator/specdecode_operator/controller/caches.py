@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.controller.pod_status import worker_of, workload_of
-from specdecode_operator.kube.children import ChildRecord, project_child
+from specdecode_operator.controller.pods import worker_of, workload_of
+from specdecode_operator.controller.training_jobs import job_of, job_view
+from specdecode_operator.kube.apply import ChildRecord, project_child
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.informer_set import InformerSet
+from specdecode_operator.kube.informer import InformerSet
 from specdecode_operator.kube.kinds import (
     BUDGETS,
     CONFIG_MAPS,
@@ -28,7 +29,6 @@ from specdecode_operator.kube.kinds import (
     Child,
 )
 from specdecode_operator.manifests import ROLE_LABEL, Role
-from specdecode_operator.training_jobs.job_views import job_of, job_view
 from specdecode_operator.types import Key, TrainingJob, Worker, Workload
 from specdecode_worker.contract.demand import HeldRequests, read_demand
 

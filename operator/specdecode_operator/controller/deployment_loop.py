@@ -23,12 +23,11 @@ from specdecode_operator import manifests, metrics
 from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.controller.admin_tokens import AdminTokens
 from specdecode_operator.controller.caches import Caches
-from specdecode_operator.controller.event_recorder import record_events
-from specdecode_operator.controller.events import event_notices
-from specdecode_operator.controller.mount_problems import add_mount_problems
-from specdecode_operator.controller.pod_status import workload_of
+from specdecode_operator.controller.events import event_notices, record_events
+from specdecode_operator.controller.pods import add_mount_problems, workload_of
 from specdecode_operator.controller.resource import deployment_of, status_of_resource
 from specdecode_operator.controller.status import failed_status, status_of
+from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.decision.materialise_stage import template_of
 from specdecode_operator.errors import ClusterError, EvictionBlocked, Refused, SpecError
@@ -39,7 +38,6 @@ from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.polling import Poller, WorkerAccess, WorkerCalls
 from specdecode_operator.times import back_off
-from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import ChildProblem, Decision, Defaults, Deployment, Key, Observation, Outcome
 from specdecode_worker.contract import Plan
 

@@ -1,15 +1,24 @@
-"""Events of a deployment: one for each decision, and one for each condition that became bad or recovered. Pure.
-
-A lost Event does no harm, because status has the same history and conditions.
-"""
+"""Events of a deployment: one for each decision, and one for each condition that became bad or recovered."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from specdecode_operator.api.v1alpha1 import Condition, ConditionType, Decision, Status
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION, Condition, ConditionType, Decision, Status
 from specdecode_operator.controller.status.build import named_pods
+from specdecode_operator.errors import ClusterError
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.kinds import EVENTS
+from specdecode_operator.times import iso
+from specdecode_operator.types import Key
+
+log = logging.getLogger(__name__)
+
+# Events of a deployment: one for each decision, and one for each condition that became bad or recovered. Pure.
+#
+# A lost Event does no harm, because status has the same history and conditions.
 
 BAD = {
     ConditionType.stalled: "True",
@@ -100,3 +109,41 @@ def _is_same(old: Condition | None, new: Condition) -> bool:
     pods = named_pods(new.message)
     varies = new.type == ConditionType.workers_healthy or new.reason in REPEATED_REASONS
     return bool(pods) and varies and pods <= named_pods(old.message)
+
+
+# Writing of Kubernetes Events. A lost Event does no harm: status has the same history and conditions.
+
+MAX_MESSAGE = 1024
+"""Longest message of an Event, in characters."""
+
+
+async def record_events(client: KubeClient, key: Key, uid: str, notices: Iterable[EventNotice], now: float) -> None:
+    """Create one Event for each notice. An error of the API server is logged and not raised."""
+    for index, notice in enumerate(notices):
+        try:
+            await client.create(EVENTS, _event(key, uid, f"{int(now * 1000):x}{index:x}", notice, now))
+        except ClusterError as error:
+            log.warning("%s/%s: no Event was written: %s", *key, error)
+
+
+def _event(key: Key, uid: str, suffix: str, notice: EventNotice, now: float) -> dict[str, Any]:
+    namespace, name = key
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{name}.{suffix}", "namespace": namespace},
+        "involvedObject": {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": KIND,
+            "namespace": namespace,
+            "name": name,
+            "uid": uid,
+        },
+        "type": notice.type,
+        "reason": notice.reason,
+        "message": notice.message[:MAX_MESSAGE],
+        "source": {"component": "specdecode-operator"},
+        "firstTimestamp": iso(now),
+        "lastTimestamp": iso(now),
+        "count": 1,
+    }

@@ -18,6 +18,7 @@ from specdecode_operator.controller.admin_tokens import AdminTokens, TokenKeys, 
 from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.deployment_loop import DeploymentLoop, Shared
 from specdecode_operator.controller.readiness import Readiness, serve_probes
+from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.errors import ClusterError, NotLeader
 from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.client import KubeClient
@@ -26,7 +27,6 @@ from specdecode_operator.settings import Settings
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.polling import WorkerCalls
 from specdecode_operator.telemetry.worker_client import WorkerClient
-from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import Defaults, Key
 
 KEY_RETRY_SECONDS = 2.0

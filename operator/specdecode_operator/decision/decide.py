@@ -14,22 +14,20 @@ from typing import NamedTuple
 from specdecode_operator import manifests
 from specdecode_operator.decision import in_use
 from specdecode_operator.decision.drift_stage import watch_drift
-from specdecode_operator.decision.learn_stage import Learnt, learn
-from specdecode_operator.decision.materialise_stage import Materialised, materialise
+from specdecode_operator.decision.learn_stage import Learnt, learn, stale_workers
+from specdecode_operator.decision.materialise_stage import Materialised, materialise, settle_revisions
 from specdecode_operator.decision.merge_stage import choose_merges
 from specdecode_operator.decision.plan_stage import Planned, plan
 from specdecode_operator.decision.record_stage import Recorded, is_urgent, record
-from specdecode_operator.decision.revisions import settle_revisions
 from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
 from specdecode_operator.health.remediation import Remediation, heal_from
 from specdecode_operator.merging.credit import own_acceptance
 from specdecode_operator.planning import acceptance_model, loads, task_bounds
 from specdecode_operator.planning import figures as measurements
 from specdecode_operator.rollout.rollout_step import step_rollout
-from specdecode_operator.rollout.run_events import jobs_to_delete
+from specdecode_operator.rollout.runs import jobs_to_delete
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
-from specdecode_operator.telemetry import staleness
 from specdecode_operator.types import Decision, Defaults, Deployment, Figures, Observation
 from specdecode_worker.contract import Buckets
 
@@ -203,7 +201,7 @@ def _decision(
         pinned=learned.pin,
         model_revision=learned.revisions.get(deployment.spec.model.uri),
         pin_problem=planned.pin.problem,
-        silent=staleness.stale(observed, session, now),
+        silent=stale_workers(observed, session, now),
         urgent=is_urgent(observed.session.learned, learned),
         learnt=learnt.delta is not None and not learnt.delta.idle,
     )

@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdecode_operator.decision import history
 from specdecode_operator.health import pod_health
 from specdecode_operator.health.pod_health import WorkerDelta
 from specdecode_operator.planning import learning
 from specdecode_operator.planning.figures import saved_seconds
-from specdecode_operator.state.draft_estimates import with_promoted_draft
-from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.state.session import WINDOW_SECONDS, Baseline, Silence
-from specdecode_operator.telemetry import staleness
+from specdecode_operator.state.learned import LearnedState, with_promoted_draft
+from specdecode_operator.state.session import WINDOW_SECONDS, Baseline, Session, Silence
 from specdecode_operator.telemetry.deltas import Delta, difference, fleet
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import Buckets, Method, Report
+
+# Ready workers without a report: counted by rounds of readings, stale after a while. Pure.
+
+STALE_SECONDS, STALE_LOOKS = 30.0, 3
+"""A worker is stale after this time and this many rounds without a report. One missed report means nothing."""
+
+
+def silent_workers(observed: Observation, now: float) -> dict[str, Silence]:
+    """Return the ready workers without a report in this round, by uid, with the time since when."""
+    known = observed.session.silent
+    silent = [worker for worker in observed.workers if worker.ready and not worker.leaving and worker.report is None]
+    return {worker.uid: _longer(known.get(worker.uid), worker, now) for worker in silent}
+
+
+def stale_workers(observed: Observation, session: Session, now: float) -> dict[str, str]:
+    """Return the names of the workers whose reports are stale, with the reason."""
+    return {
+        worker.name: silence.problem
+        for worker in observed.workers
+        if (silence := session.silent.get(worker.uid)) is not None
+        and silence.looks >= STALE_LOOKS
+        and now - silence.since >= STALE_SECONDS
+    }
+
+
+def _longer(known: Silence | None, worker: Worker, now: float) -> Silence:
+    if known is None:
+        return Silence(since=now, looks=1, problem=worker.report_problem or "no report")
+    return replace(known, looks=known.looks + 1)
+
+
+# Stage 1, learn: reports become differences, and differences move the estimates. Pure.
 
 MIN_INTERVAL_SECONDS = 2.0
 """Least time between two readings that are subtracted; a shorter interval is merged into the next one."""
@@ -107,7 +137,7 @@ def count_silent(observed: Observation, now: float) -> Mapping[str, Silence]:
     """Count the silent workers once for every round of readings, however often the planner runs in between."""
     known = observed.session.silent
     if observed.round == 0 or observed.round != observed.session.round:
-        return staleness.counted(observed, now)
+        return silent_workers(observed, now)
     still = {worker.uid for worker in observed.workers if worker.report is None}
     return {uid: silence for uid, silence in known.items() if uid in still}
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import SpeculationSpec, TaskSpec
-from specdecode_operator.decision import history, overrides
+from specdecode_operator.decision import history
+from specdecode_operator.decision.plan_stage import read_pin_state
 from specdecode_operator.decision.size_stage import kv_tokens
 from specdecode_operator.merging import choice, credit, texts
 from specdecode_operator.merging.choice import Limits, Step
@@ -20,8 +21,7 @@ from specdecode_operator.planning import loads, plan_rows, task_bounds, workload
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.tuning import TUNING as PLANNING
-from specdecode_operator.state.cells import MergeChoice
-from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.learned import LearnedState, MergeChoice
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, Observation
@@ -211,7 +211,7 @@ def _mode(speculation: SpeculationSpec, task: TaskSpec) -> str:
 
 def _is_held(stage: _Stage, learned: LearnedState, task: str) -> bool:
     """Return whether nothing may change: the deployment is paused, or a pin says what the task runs."""
-    pin = overrides.read_pin_state(stage.deployment, learned.pin).pin
+    pin = read_pin_state(stage.deployment, learned.pin).pin
     return stage.deployment.spec.paused or (pin is not None and pin.shape_of(task) is not None)
 
 

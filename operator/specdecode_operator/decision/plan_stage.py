@@ -1,26 +1,108 @@
-"""Stage 2, plan: the rows of the speculation plan under mode and pin, and the reason of every change. Pure."""
+"""Stage 4, plan: rows, pins and capture rules become the plan of the workers. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specdecode_operator.api.pins import Pin
+from pydantic import ValidationError
+
+from specdecode_operator.api.pins import Pin, pin_text, read_pin
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.decision import history, overrides
-from specdecode_operator.decision.capture_rules import capture_rules
+from specdecode_operator.api.v1alpha1 import seconds_of
+from specdecode_operator.decision import history
 from specdecode_operator.decision.in_use import held_back_loads
-from specdecode_operator.decision.overrides import PinState
 from specdecode_operator.decision.size_stage import kv_tokens
+from specdecode_operator.errors import SpecError
 from specdecode_operator.planning import loads, plan_rows, task_bounds, workload
 from specdecode_operator.planning.decision_rule import Change
 from specdecode_operator.planning.loads import bucket_text
 from specdecode_operator.planning.plan_rows import Chosen
-from specdecode_operator.rollout.assignment import assignment_of
+from specdecode_operator.rollout.observed_events import assignment_of
+from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, Observation
 from specdecode_worker.contract import Buckets, Plan, TreeShape
+from specdecode_worker.contract.capture import CaptureRules
+
+# Pins: shapes that the user prescribes, laid over what was measured. Pure.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinState:
+    """The pin in force."""
+
+    pin: Pin | None
+    text: str
+    """Text of the pin; empty without one."""
+    problem: str | None = None
+    """Reason why the present pin cannot be used. The last valid pin stays in force."""
+
+
+def read_pin_state(deployment: Deployment, last: str) -> PinState:
+    """Read the pins of the spec.
+
+    Args:
+        deployment: The deployment with its spec.
+        last: Text of the pin that was in force so far.
+    """
+    speculation = deployment.spec.speculation
+    if deployment.spec.paused:
+        return PinState(pin=None, text=last)
+    text = pin_text(speculation)
+    try:
+        return PinState(pin=read_pin(text, speculation), text=text)
+    except SpecError as error:
+        problem = str(error)
+    try:
+        return PinState(pin=read_pin(last, speculation), text=last, problem=problem)
+    except SpecError:  # the spec has changed since the pin was valid
+        return PinState(pin=None, text="", problem=problem)
+
+
+def without_pinned(chosen: Iterable[RowState], known: Iterable[RowState], pin: Pin | None) -> tuple[RowState, ...]:
+    """Return the rows to persist: those of pinned tasks as they were, because what does not run teaches nothing."""
+    if pin is None:
+        return tuple(chosen)
+    before = {(row.task, row.concurrency, row.context): row for row in known}
+    return tuple(
+        row if pin.shape_of(row.task) is None else before.get((row.task, row.concurrency, row.context), row)
+        for row in chosen
+    )
+
+
+# Capture of requests in the plan, from the spec and the stored rollout of drafts. Pure.
+
+_FIELDS = {"share": "percent", "task_shares": "percentByTask", "max_age_seconds": "maxAge", "redact": "redact"}
+"""Field of the spec by field of the plan, for errors."""
+
+
+def capture_rules(deployment: Deployment, record: DraftRecord) -> CaptureRules | None:
+    """Return the capture that the plan switches on; None where the spec has none.
+
+    Raises:
+        SpecError: A value is out of range. The message names the field.
+    """
+    capture = deployment.spec.distillation.capture
+    if capture is None:
+        return None
+    try:
+        return CaptureRules(
+            share=capture.percent / 100,
+            task_shares={task: percent / 100 for task, percent in sorted(capture.percent_by_task.items())},
+            max_age_seconds=seconds_of(capture.max_age),
+            redact=capture.redact,
+            consent=capture.consent,
+            delete_before=record.captures_deleted_before,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = _FIELDS.get(str(first["loc"][0]), str(first["loc"][0]))
+        raise SpecError(f"distillation.capture.{name}: {first['msg']} (it is {first['input']})") from error
+
+
+# Stage 2, plan: the rows of the speculation plan under mode and pin, and the reason of every change. Pure.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +124,7 @@ def plan(
     deployment: Deployment, observed: Observation, learned: LearnedState, buckets: Buckets, *, now: float
 ) -> Planned:
     """Choose the rows and make the plan. A paused deployment keeps its plan; mode Advisory changes nothing either."""
-    pinned = overrides.read_pin_state(deployment, learned.pin)
+    pinned = read_pin_state(deployment, learned.pin)
     chosen = _choose(deployment, observed, learned, buckets, now)
     speculation, pin = deployment.spec.speculation, pinned.pin
     follows = task_bounds.follows(speculation) and not deployment.spec.paused
@@ -57,7 +139,7 @@ def plan(
             recommended=recommended,
             pin=pinned,
         )
-    rows = overrides.without_pinned(chosen.rows, learned.rows, pin) if follows else learned.rows
+    rows = without_pinned(chosen.rows, learned.rows, pin) if follows else learned.rows
     moved = [change for change in chosen.changes if pin is None or pin.shape_of(change.row.task) is None]
     return Planned(
         plan=_next_plan(deployment, observed, learned, buckets, rows, pin),

@@ -1,30 +1,281 @@
-"""Detection of stale drafts: a sequential detector of rising cost per token, task by task.
-
-A batch of requests gives one number, the log cost of a token: steps per token of a chain of three (`chain_cost`: from
-the main-path counters, so that it does not move with the planned depth) times the known cost of a step. A step counts
-as long as in the baseline, so its cost cancels out: a higher load or a slower node is no stale draft. The detector
-watches how far the cost exceeds the baseline of that half hour.
-
-It is a Shiryaev-Roberts e-detector: M_n = sum over j of the product of e-values from batch j to n, which is updated as
-M_n = (M_(n-1) + 1) x e_n, and raises an alarm at M_n >= A. As long as the loss does not exceed the accepted one,
-M_n - n is a supermartingale, so that A batches pass on average before a false alarm. A is the number of batches in a
-month. `evidence` has the e-values; they assume symmetric noise around the baseline, not its size.
-
-References:
-    Shin, Ramdas and Rinaldo, "E-detectors: a nonparametric framework for sequential change detection", 2022 (arXiv
-    2203.03532).
-    Pollak, "Optimal detection of a change in distribution", Annals of Statistics 13, 1985.
-"""
+"""Drift of a draft: its baseline, the evidence against it, and whether training is worth it. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from functools import lru_cache
 
-from specdecode_operator.drafts.baseline import Baseline
-from specdecode_operator.drafts.evidence import TILTS, increments, log_mean
+from specdecode_operator.drafts.crossover import TILTS, increments, log_mean
+
+# Normal cost of a task by half hour of the day.
+#
+# It is learnt over days and then frozen, until draft, target or image changes.
+
+DAY_SECONDS = 86_400
+SLOTS = 48
+"""Half hours of a day."""
+LEARNING_DAYS = 7
+"""Whole days from which a baseline is learnt unless the spec says otherwise: one of each weekday."""
+LEARNING_SECONDS = LEARNING_DAYS * DAY_SECONDS
+LEAST_BATCHES = 30
+"""Batches that a baseline needs. With fewer, learning goes on after the set time: the deviation of a batch, which is
+the unit of all evidence, would err by more than an eighth."""
+NEIGHBOUR_WEIGHT = 8.0
+"""Weight, in batches, of the half hours around one, so that a quiet half hour is not judged by a few batches."""
+FIRST_DEVIATION = 0.1
+"""Standard deviation of a batch's log cost where no half hour has two batches."""
+_EMPTY = (0.0,) * SLOTS
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Frozen baseline of a task: log cost by half hour, and how far batches and days lie from it."""
+
+    costs: tuple[float, ...]
+    """Log cost per token of each half hour of the day."""
+    deviation: float
+    """Standard deviation of a batch's log cost within its half hour."""
+    day_deviation: float
+    """Standard deviation of the daily means of log cost."""
+    batches_per_month: float
+
+    def expected(self, at: float) -> float:
+        """Return the log cost that is normal at this time of the day."""
+        return self.costs[slot_of(at)]
+
+
+@dataclass(frozen=True, slots=True)
+class LearningBaseline:
+    """Sums of log cost by half hour. ``began`` is the time of the first batch in seconds since the epoch."""
+
+    began: float | None = None
+    counts: tuple[float, ...] = _EMPTY
+    sums: tuple[float, ...] = _EMPTY
+    squares: tuple[float, ...] = _EMPTY
+    days: tuple[tuple[float, float], ...] = ()
+    """Count and sum of log cost of each day since ``began``."""
+
+    def add(self, at: float, log_cost: float, seconds: float = LEARNING_SECONDS) -> LearningBaseline:
+        """Learn one batch that ended at ``at``, in a baseline of ``seconds``.
+
+        Batches of a complete baseline are ignored, because their day would count as a whole one.
+        """
+        if self.is_complete(at, seconds):
+            return self
+        slot = slot_of(at)
+        began = at if self.began is None else self.began
+        days = list(self.days)
+        days += [(0.0, 0.0)] * (int((at - began) / DAY_SECONDS) + 1 - len(days))
+        count, total = days[-1]
+        days[-1] = count + 1, total + log_cost
+        return LearningBaseline(
+            began,
+            _with(self.counts, slot, 1.0),
+            _with(self.sums, slot, log_cost),
+            _with(self.squares, slot, log_cost * log_cost),
+            tuple(days),
+        )
+
+    def is_complete(self, now: float, seconds: float = LEARNING_SECONDS) -> bool:
+        """Return whether ``seconds`` have passed since the first batch, and there were LEAST_BATCHES."""
+        if self.began is None or now - self.began < seconds:
+            return False
+        return sum(self.counts) >= LEAST_BATCHES
+
+    def freeze(self, seconds: float = LEARNING_SECONDS) -> Baseline:
+        """Return the baseline that was learnt in ``seconds``. At least one batch must have been learnt."""
+        return Baseline(
+            costs=tuple(self._cost(slot) for slot in range(SLOTS)),
+            deviation=self._deviation(),
+            day_deviation=self._day_deviation(),
+            batches_per_month=sum(self.counts) * 30 * DAY_SECONDS / seconds,
+        )
+
+    def _cost(self, slot: int) -> float:
+        """Return the mean log cost of a half hour, drawn towards that of the half hours around it."""
+        near = [(slot + step) % SLOTS for step in (-2, -1, 1, 2)]
+        around_count = sum(self.counts[index] for index in near)
+        if around_count == 0:
+            near = list(range(SLOTS))
+            around_count = sum(self.counts)
+        around = sum(self.sums[index] for index in near) / around_count
+        return (self.sums[slot] + NEIGHBOUR_WEIGHT * around) / (self.counts[slot] + NEIGHBOUR_WEIGHT)
+
+    def _deviation(self) -> float:
+        """Return the standard deviation within half hours, pooled over the day."""
+        within, freedom = 0.0, 0.0
+        for count, total, square in zip(self.counts, self.sums, self.squares, strict=True):
+            if count > 1:
+                within += max(0.0, square - total * total / count)
+                freedom += count - 1
+        return max(math.sqrt(within / freedom), 1e-3) if freedom else FIRST_DEVIATION
+
+    def _day_deviation(self) -> float:
+        """Return the standard deviation of the daily means."""
+        means = [total / count for count, total in self.days if count]
+        if len(means) < 2:
+            return 0.0
+        centre = sum(means) / len(means)
+        return math.sqrt(sum((mean - centre) ** 2 for mean in means) / (len(means) - 1))
+
+
+def slot_of(at: float) -> int:
+    """Return the half hour of the day (UTC) of a time."""
+    return int(at % DAY_SECONDS * SLOTS / DAY_SECONDS)
+
+
+def _with(values: tuple[float, ...], slot: int, more: float) -> tuple[float, ...]:
+    """Return the values with ``more`` added at one slot."""
+    return (*values[:slot], values[slot] + more, *values[slot + 1 :])
+
+
+# Worth of a distillation run: device time that it is expected to save, against the device time that it takes.
+
+COST_FACTOR = 2.0
+"""Least ratio of saved to spent device time. The saving is an estimate, and the run competes with serving."""
+FIRST_RECOVERY = 0.5
+"""Share of a loss that a run is expected to recover before any run of this deployment showed a figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskLoss:
+    """A task that got slower. ``share`` is that of decode device time, ``loss`` the part of it that is lost."""
+
+    task: str
+    share: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """The sum behind a decision to train. Times are device seconds over the payback period."""
+
+    lost_seconds: float
+    saved_seconds: float
+    needed_seconds: float
+
+    @property
+    def is_worth_it(self) -> bool:
+        """True if the expected saving exceeds what is needed."""
+        return self.saved_seconds > self.needed_seconds
+
+    def sentence(self) -> str:
+        """Return the sum in words, as `explain` prints it."""
+        relation = "more" if self.is_worth_it else "not more"
+        return (
+            f"stale drafts cost {_hours(self.lost_seconds)} of device time within the payback period; a run is "
+            f"expected to save {_hours(self.saved_seconds)}, {relation} than twice the last run's device time "
+            f"({_hours(self.needed_seconds)})"
+        )
+
+
+def worth_of_run(
+    losses: Sequence[TaskLoss],
+    *,
+    recovery: float,
+    decode_seconds_per_day: float,
+    payback_days: float,
+    run_seconds: float,
+) -> Worth:
+    """Return the worth of a run: share x loss x recovery x decode device time, against twice the last run's time.
+
+    Args:
+        losses: Tasks with a shown loss. Shares and losses are clamped to 0..1.
+        recovery: Share of the loss that the last runs recovered, or FIRST_RECOVERY.
+        decode_seconds_per_day: Device seconds of decoding a day, all workers together.
+        payback_days: Days within which the run must pay (spec: payback).
+        run_seconds: Device seconds of the last run, or of its limit before the first.
+    """
+    lost = sum(_clamped(task.share) * _clamped(task.loss) for task in losses)
+    seconds = min(lost, 1.0) * max(decode_seconds_per_day, 0.0) * max(payback_days, 0.0)
+    return Worth(seconds, seconds * _clamped(recovery), COST_FACTOR * max(run_seconds, 0.0))
+
+
+def _clamped(share: float) -> float:
+    """Return a share within 0 and 1; a value that is no number counts as 0."""
+    return min(max(share, 0.0), 1.0) if share == share else 0.0
+
+
+def _hours(seconds: float) -> str:
+    """Return a duration in hours with one digit."""
+    return f"{seconds / 3600:.1f} h"
+
+
+# Times of a cron expression of five fields, in UTC: minute, hour, day of the month, month, day of the week.
+#
+# A field is `*`, a number, a range `a-b`, each with `/step` if wanted, or several of these with commas. Sunday is 0 or
+# 7. If both days are restricted, either is enough, as in cron.
+
+_FIELDS = (("minute", 0, 59), ("hour", 0, 23), ("day of the month", 1, 31), ("month", 1, 12), ("day of the week", 0, 7))
+_PART = re.compile(r"(?:\*|(\d{1,2})(?:-(\d{1,2}))?)(?:/(\d{1,2}))?")
+_DAYS = 8 * 366
+"""Days within which every date of the calendar comes; eight years pass between 29 February 1896 and 1904."""
+
+
+@lru_cache(maxsize=256)
+def next_time(expression: str, after: float) -> float:
+    """Return the first time of the expression after ``after``, in seconds since the epoch.
+
+    Raises:
+        ValueError: The expression is not valid, or no date matches it.
+    """
+    minutes, hours, days, months, weekdays = _parsed(expression)
+    restricted = [not field.startswith("*") for field in expression.split()]
+    first = datetime.fromtimestamp(after, UTC).replace(second=0, microsecond=0) + timedelta(minutes=1)
+    for offset in range(_DAYS):
+        date = first.replace(hour=0, minute=0) + timedelta(days=offset)
+        of_month, of_week = date.day in days, date.isoweekday() % 7 in weekdays
+        is_day = of_month or of_week if restricted[2] and restricted[4] else of_month and of_week
+        if date.month not in months or not is_day:
+            continue
+        times = (date.replace(hour=hour, minute=minute) for hour in sorted(hours) for minute in sorted(minutes))
+        if (time := next((time for time in times if time >= first), None)) is not None:
+            return time.timestamp()
+    raise ValueError(f"{expression!r} matches no date")
+
+
+def _parsed(expression: str) -> list[set[int]]:
+    fields = expression.split()
+    if len(fields) != len(_FIELDS):
+        raise ValueError(f"{expression!r} has {len(fields)} fields instead of five")
+    minutes, hours, days, months, weekdays = (
+        {number for part in text.split(",") for number in _numbers(part, *field)}
+        for text, field in zip(fields, _FIELDS, strict=True)
+    )
+    return [minutes, hours, days, months, {day % 7 for day in weekdays}]
+
+
+def _numbers(part: str, name: str, least: int, most: int) -> Iterator[int]:
+    match = _PART.fullmatch(part)
+    first, last, step = (int(group) if group else None for group in (match.groups() if match else ("1", "0", None)))
+    start = least if first is None else first
+    end = last if last is not None else most if first is None or step else start
+    if step == 0 or not least <= start <= end <= most:
+        raise ValueError(f"{part!r} is no {name}: {least} to {most}, such as *, {least}, {least}-{most} or */2")
+    yield from range(start, end + 1, step or 1)
+
+
+# Detection of stale drafts: a sequential detector of rising cost per token, task by task.
+#
+# A batch of requests gives one number, the log cost of a token: steps per token of a chain of three (`chain_cost`: from
+# the main-path counters, so that it does not move with the planned depth) times the known cost of a step. A step counts
+# as long as in the baseline, so its cost cancels out: a higher load or a slower node is no stale draft. The detector
+# watches how far the cost exceeds the baseline of that half hour.
+#
+# It is a Shiryaev-Roberts e-detector: M_n = sum over j of the product of e-values from batch j to n, which is updated
+# as M_n = (M_(n-1) + 1) x e_n, and raises an alarm at M_n >= A. As long as the loss does not exceed the accepted one,
+# M_n - n is a supermartingale, so that A batches pass on average before a false alarm. A is the number of batches in a
+# month. `evidence` has the e-values; they assume symmetric noise around the baseline, not its size.
+#
+# References:
+#     Shin, Ramdas and Rinaldo, "E-detectors: a nonparametric framework for sequential change detection", 2022 (arXiv
+#     2203.03532).
+#     Pollak, "Optimal detection of a change in distribution", Annals of Statistics 13, 1985.
 
 BATCH_REQUESTS = 20
 """Finished requests of a task in one batch. The log evidence of a batch is at most one half, so batches are small.

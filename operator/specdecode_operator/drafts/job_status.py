@@ -1,10 +1,8 @@
-"""Status of a distillation Job, read from the manifests of the Job and its pods. Pure.
-
-The words of the scheduler, the kernel (through the kubelet) and the Job controller are passed on as they are.
-"""
+"""Training runs as Jobs show them: state, reason, verdict, and where they write."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +10,80 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from specdecode_operator.api.v1alpha1 import Spec
+from specdecode_operator.drafts.lifecycle import Phase
+from specdecode_worker.contract import Artifact
 from specdecode_worker.contract.distillation import JOB_CONTAINER, DistillationVerdict
+
+# Places of training runs and of their drafts on the claim of ``distillation.storage``. Pure.
+
+_HASH = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*")
+"""Form of a draft's hash. It is the name of one folder, so it has no slash and does not begin with a dot."""
+
+
+def published_prefix(place: str, deployment: str) -> str:
+    """Return the URI below which a deployment's new drafts lie, each in a folder with its hash as the name.
+
+    Args:
+        place: URI of the claim or of the place in a bucket.
+        deployment: Name of the deployment.
+    """
+    return f"{place}/drafts/{deployment}"
+
+
+def run_folder(deployment: str, run: str) -> str:
+    """Return the folder of a run's checkpoints and data, relative to the claim."""
+    return f"distillation/{deployment}/{run}"
+
+
+def deletion_id(run: str) -> str:
+    """Return the id of the Job that deletes a run's folder, in its label."""
+    return f"{run}-delete"
+
+
+def published_hash(uri: str, prefix: str) -> str:
+    """Return the hash in the URI of a published draft; empty for other URIs."""
+    place, _, name = uri.rstrip("/").rpartition("/")
+    return name if place == prefix and _HASH.fullmatch(name) else ""
+
+
+def problem_of_draft(draft: Artifact | None, prefix: str) -> str:
+    """Return why workers must not take a Job's draft; empty if they may."""
+    if draft is None:
+        return "the verdict is better and names no draft"
+    if not _HASH.fullmatch(draft.hash):
+        return f"the verdict names a draft with the hash {draft.hash!r}, which is none"
+    if draft.uri != f"{prefix}/{draft.hash}":
+        return f"the verdict names the draft {draft.uri}, which is not {prefix}/{draft.hash}"
+    return ""
+
+
+# Refusal of a training run by the spec and the phase, in the words of the operator and of the plugin. Pure.
+
+
+def obstacle_in_spec(spec: Spec) -> str:
+    """Return why no training run can begin with this spec; empty if one can."""
+    if spec.speculation.method != "eagle3" or spec.speculation.draft is None:
+        return f"speculation.method is {spec.speculation.method}; only eagle3 drafts can be trained"
+    if spec.distillation.capture is None:
+        return "distillation.capture is absent, so there are no requests to train from"
+    if spec.distillation.storage is None:
+        return "distillation.storage is absent; name a claim that all workers can mount, or a bucket"
+    if spec.speculation.mode == "Off":
+        return "speculation.mode is Off, so no draft is used"
+    return ""
+
+
+def obstacle_in_phase(phase: str) -> str:
+    """Return why no training run can begin in this phase; empty if one can."""
+    if phase in (Phase.SERVING, Phase.COOLDOWN):
+        return ""
+    return f"the phase is {phase}; a run begins in phase {Phase.SERVING} or {Phase.COOLDOWN}"
+
+
+# Status of a distillation Job, read from the manifests of the Job and its pods. Pure.
+#
+# The words of the scheduler, the kernel (through the kubelet) and the Job controller are passed on as they are.
 
 MAX_REASON = 500
 """Longest reason, in characters."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specdecode_operator.health import pod_health
-from specdecode_operator.health.tuning import TUNING
+from specdecode_operator.health.pod_health import TUNING
 from specdecode_operator.planning import task_bounds
 from specdecode_operator.state.learned import LearnedState, PodState
 from specdecode_operator.types import Deployment, Observation, UnhealthyWorker, Worker

@@ -2,20 +2,147 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specdecode_operator.api.v1alpha1 import KIND
 from specdecode_operator.errors import ClusterError, Refused
-from specdecode_operator.kube.children import ChildRecord, project_child
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.digests import ours_digest, text_digest
-from specdecode_operator.kube.kinds import APPLIED, Child
-from specdecode_operator.kube.ownership import is_orphan, obstacle
+from specdecode_operator.kube.informer import NAME_LABEL
+from specdecode_operator.kube.kinds import APPLIED, FIELD_MANAGER, Child, Kind
 from specdecode_operator.times import back_off
 from specdecode_operator.types import ChildProblem, Key, Manifest
+
+log = logging.getLogger(__name__)
+
+# Digests by which a child that needs no apply is recognised.
+
+
+def text_digest(document: object) -> str:
+    """Return a digest of a document that can be written as JSON. The order of keys does not matter."""
+    return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def ours_digest(resource: Mapping[str, Any]) -> str:
+    """Return a digest of the API server's record of the fields that the operator applied to an object.
+
+    Another client that changes such a field takes it out of this record, so the digest changes with every drift.
+    """
+    entries = resource["metadata"].get("managedFields") or []
+    ours = [
+        entry
+        for entry in entries
+        if entry.get("manager") == FIELD_MANAGER and entry.get("operation") == "Apply" and "subresource" not in entry
+    ]
+    return text_digest(ours)
+
+
+# Records of children: what an informer stores of an object to tell whether it needs an apply, and whose it is.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildRecord:
+    """Metadata of one child, as the API server has it."""
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    controller_uid: str | None = None
+    """Uid of the controlling owner. None if the object has none."""
+    controller_kind: str = ""
+    controller_name: str = ""
+    ours_digest: str = ""
+    """Digest of the record of the fields that the operator applied."""
+    deployment: str = ""
+    """Value of the label specdecode.io/name, empty without the label."""
+    deleting: bool = False
+    """The object has a deletion timestamp."""
+
+    @property
+    def labelled(self) -> bool:
+        """True if the object has the label with the name of a deployment."""
+        return bool(self.deployment)
+
+    @property
+    def child(self) -> Child:
+        return self.kind, self.namespace, self.name
+
+
+def project_child(kind: Kind) -> Callable[[Mapping[str, Any]], ChildRecord]:
+    """Return the function that makes a ChildRecord of an object of this kind; the object's metadata suffices."""
+
+    def project(resource: Mapping[str, Any]) -> ChildRecord:
+        metadata = resource["metadata"]
+        controller = controller_of(metadata) or {}
+        return ChildRecord(
+            kind=kind.kind,
+            namespace=sys.intern(metadata["namespace"]),
+            name=metadata["name"],
+            uid=metadata["uid"],
+            controller_uid=controller.get("uid"),
+            controller_kind=sys.intern(controller.get("kind", "")),
+            controller_name=controller.get("name", ""),
+            ours_digest=ours_digest(resource),
+            deployment=(metadata.get("labels") or {}).get(NAME_LABEL, ""),
+            deleting="deletionTimestamp" in metadata,
+        )
+
+    return project
+
+
+def controller_of(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the owner reference of the object's controller, or None."""
+    owners = metadata.get("ownerReferences") or []
+    return next((owner for owner in owners if owner.get("controller")), None)
+
+
+# Rules on whose an object is: which objects the operator may apply to, and why not to others.
+
+
+def obstacle(record: ChildRecord, manifest: Manifest, owner_uid: str) -> ChildProblem | None:
+    """Return why a manifest must not be applied to the object that has its name. None if it may be.
+
+    Args:
+        record: The object.
+        manifest: Child of a SpecDecodeDeployment, with its owner reference.
+        owner_uid: Uid of that SpecDecodeDeployment.
+    """
+    deployment = (controller_of(manifest["metadata"]) or {}).get("name", "")
+    what = f'{record.kind} "{record.name}"'
+    if record.deleting:
+        return ChildProblem(record.kind, record.name, "Unavailable", f"{what} is still being deleted")
+    if record.controller_uid == owner_uid:
+        return None
+    if (record.controller_kind, record.controller_name) == (KIND, deployment):
+        message = f"{what} of a deleted {KIND} of the same name is still being deleted"
+        return ChildProblem(record.kind, record.name, "Unavailable", message)
+    if is_orphan(record) and record.deployment == deployment:
+        return None
+    owner = (
+        "has no controller"
+        if record.controller_uid is None
+        else f'is controlled by {record.controller_kind} "{record.controller_name}"'
+    )
+    message = (
+        f"{what} exists already and {owner}, so it is not changed; "
+        f'rename the {KIND} "{deployment}", or delete the {record.kind}'
+    )
+    return ChildProblem(record.kind, record.name, "NotOwned", message)
+
+
+def is_orphan(record: ChildRecord) -> bool:
+    """Return whether the object was a child of a deployment that was deleted without its children."""
+    return record.controller_uid is None and record.labelled
+
+
+# Apply of children: only where something differs, never to objects of others, and with back-off after a refusal.
 
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 """Pause before a failed apply is repeated; it doubles from failure to failure."""
@@ -26,8 +153,6 @@ SETTLED_SECONDS = 120.0
 """Time without an apply after which earlier repairs no longer count."""
 CACHE_LAG_SECONDS = 3.0
 """Time after an apply within which an informer that still has the state from before it is not believed."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

@@ -1,52 +1,224 @@
-"""Client of the Kubernetes API: one method per verb, each with a deadline, and errors as ClusterError.
-
-Requests go by path. The kinds are fixed, so nothing is discovered, and the API server may be away at start.
-"""
+"""Client of the API server: connection, errors, requests with deadlines and guard, watches, and status."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import logging
+import re
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-from kubernetes.aio.client import ApiClient, ApiException
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, ApiException, Configuration
 from kubernetes.aio.dynamic import DynamicClient
 
-from specdecode_operator.errors import ClusterError, Conflict, NotFound, Refused, Unavailable
-from specdecode_operator.kube.api_errors import translate, watch_error
-from specdecode_operator.kube.connection import open_connection, read_lines
-from specdecode_operator.kube.declared_fields import DeclaredFields
+from specdecode_operator.errors import (
+    ClusterError,
+    Conflict,
+    EvictionBlocked,
+    Gone,
+    NotFound,
+    Refused,
+    Unavailable,
+)
 from specdecode_operator.kube.kinds import (
     APPLIED,
-    CONFIG_MAPS,
     DEPLOYMENTS,
-    EVENTS,
     EVICTION,
     FIELD_MANAGER,
-    PERMISSIONS,
     PODS,
     RULES_REVIEWS,
-    SECRETS,
-    WORKLOADS,
     Kind,
 )
 
-__all__ = [
-    "APPLIED",
-    "CONFIG_MAPS",
-    "DEPLOYMENTS",
-    "EVENTS",
-    "PERMISSIONS",
-    "PODS",
-    "SECRETS",
-    "WORKLOADS",
-    "Kind",
-    "KubeClient",
-]
+log = logging.getLogger(__name__)
+
+# Translation of the API server's error answers into ClusterError.
+
+_BY_STATUS: Mapping[int, type[ClusterError]] = {
+    404: NotFound,
+    409: Conflict,
+    410: Gone,
+    **dict.fromkeys((400, 403, 405, 413, 415, 422), Refused),
+}
+"""All other codes are Unavailable. This includes 500 and 503 of an admission webhook that cannot be called."""
+
+BUDGET_CAUSE = "DisruptionBudget"
+
+
+def translate(error: ApiException, request: str) -> ClusterError:
+    """Return the ClusterError for an answer of the API server, with the server's own message.
+
+    Args:
+        error: Answer with a status other than 2xx.
+        request: Method and path, which start the message.
+    """
+    status = _status_object(error)
+    sentence = str(status.get("message") or f"{error.status} {error.reason}")
+    budgets = [cause for cause in _causes(status) if cause.get("reason") == BUDGET_CAUSE]
+    if error.status == 429 and budgets:
+        sentence = " ".join([sentence, *(str(cause.get("message", "")) for cause in budgets)]).strip()
+        return EvictionBlocked(f"{request}: {sentence}", sentence)
+    return _BY_STATUS.get(error.status, Unavailable)(f"{request}: {sentence}", sentence)
+
+
+def watch_error(status: Mapping[str, Any], request: str) -> ClusterError:
+    """Return the ClusterError for an ERROR event of a watch, whose object is a Status."""
+    error = Gone if status.get("code") == 410 else Unavailable
+    return error(f"{request}: {status.get('message', status)}")
+
+
+def _status_object(error: ApiException) -> Mapping[str, Any]:
+    """Return the Status in the body, or an empty mapping: proxies and rate limits answer with plain text."""
+    try:
+        status = json.loads(error.body)
+    except (TypeError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def _causes(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [cause for cause in (status.get("details") or {}).get("causes") or [] if isinstance(cause, dict)]
+
+
+# Connection pool to the API server: credentials, proxy, and TCP keepalive.
+
+KEEPALIVE_IDLE_SECONDS = 10
+KEEPALIVE_INTERVAL_SECONDS = 3
+KEEPALIVE_PROBES = 3
+"""An idle connection whose peer is gone is closed after 10 + 3 * 3 = 19 seconds."""
+UNACKNOWLEDGED_SECONDS = 20
+"""A connection on which sent data is not acknowledged for this long is closed."""
+READ_BUFFER_BYTES = 2**21
+"""Events of a watch can exceed aiohttp's default buffer of 64 KiB."""
+
+
+async def open_connection(kubeconfig: str | None = None) -> ApiClient:
+    """Connect with the pod's service account, or else with a kubeconfig.
+
+    Args:
+        kubeconfig: Path of the file. None means the user's own, as kubectl chooses it.
+    """
+    configuration = Configuration()
+    try:
+        config.load_incluster_config(configuration)
+    except config.ConfigException:
+        await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+    configuration.proxy = configuration.proxy or environment_proxy(configuration.host)
+    api = ApiClient(configuration)
+    # No limit on connections: each watch occupies one, and there is a watch per kind and namespace.
+    connector = aiohttp.TCPConnector(ssl=api.rest_client.ssl_context, limit=0, socket_factory=keepalive_socket)
+    # With trust_env the session would look for a proxy and a netrc file in a thread, at every request, which takes half
+    # of a request's time.
+    api.rest_client.pool_manager = aiohttp.ClientSession(
+        connector=connector, trust_env=False, read_bufsize=READ_BUFFER_BYTES
+    )
+    return api
+
+
+def keepalive_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a TCP socket that notices a dead peer within about 20 seconds.
+
+    Args:
+        address: Address information as getaddrinfo returns it.
+    """
+    family, type_, protocol, *_ = address
+    made = socket.socket(family=family, type=type_, proto=protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": KEEPALIVE_IDLE_SECONDS,
+        "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_SECONDS,
+        "TCP_KEEPCNT": KEEPALIVE_PROBES,
+        "TCP_USER_TIMEOUT": UNACKNOWLEDGED_SECONDS * 1000,
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):  # not every system has all of them
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
+
+
+def environment_proxy(url: str) -> str | None:
+    """Return the proxy that the environment names for a URL, or None."""
+    parts = urlsplit(url)
+    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
+
+
+async def read_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield lines of any length; aiohttp's own readline fails on objects beyond its buffer."""
+    rest: list[bytes] = []
+    async for chunk in response.content.iter_any():
+        first, *others = chunk.split(b"\n")
+        rest.append(first)
+        for piece in others:
+            line = b"".join(rest)
+            rest = [piece]
+            if line.strip():
+                yield line
+
+
+# Fields that the API server's CRD declares: a CRD that is older than the operator lacks fields of its status.
+#
+# A server-side apply with one undeclared field is refused as a whole, whatever the field validation of the request, so
+# such fields are left out.
+
+REMEMBER_SECONDS = 600.0
+"""Time after which undeclared fields are sent again, in case the CRD was upgraded."""
+
+_UNDECLARED = re.compile(r"(?:^|\s)\.status\.(\S+): field not declared in schema")
+_ELEMENT = re.compile(r"\[[^\]]*\]")
+
+Path = tuple[str, ...]
+
+
+class DeclaredFields:
+    """Status fields that the API server refused, which are left out of later writes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._undeclared: dict[Path, float] = {}
+        """Time until which a field is left out."""
+
+    def declared(self, status: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the status without the fields that are known to be undeclared."""
+        now = self._clock()
+        self._undeclared = {path: until for path, until in self._undeclared.items() if now < until}
+        remaining: Any = dict(status)
+        for path in self._undeclared:
+            remaining = _without(remaining, path)
+        return dict(remaining)
+
+    def note_refusal(self, message: str) -> bool:
+        """Note the fields that the message of the API server names as undeclared. Return whether one is new."""
+        paths = {tuple(_ELEMENT.sub("", text).split(".")) for text in _UNDECLARED.findall(message)}
+        new = paths - self._undeclared.keys()
+        if new:
+            names = ", ".join(sorted("status." + ".".join(path) for path in new))
+            log.warning("the CRD is older than this operator and lacks %s: upgrade the CRD; it is left out", names)
+        self._undeclared.update(dict.fromkeys(new, self._clock() + REMEMBER_SECONDS))
+        return bool(new)
+
+
+def _without(value: Any, path: Path) -> Any:
+    """Return the value without the field at ``path``. In lists, the field is left out of every element."""
+    if isinstance(value, (list, tuple)):
+        return [_without(item, path) for item in value]
+    if not isinstance(value, Mapping) or path[0] not in value:
+        return value
+    if len(path) == 1:
+        return {name: item for name, item in value.items() if name != path[0]}
+    return {**value, path[0]: _without(value[path[0]], path[1:])}
+
+
+# Client of the Kubernetes API: one method per verb, each with a deadline, and errors as ClusterError.
+#
+# Requests go by path. The kinds are fixed, so nothing is discovered, and the API server may be away at start.
 
 Guard = Callable[[], float | None]
 """Check before a write. It raises NotLeader, or returns the seconds (above 0) within which the write must end."""

@@ -1,24 +1,107 @@
-"""In-memory copy of the objects of one kind, which a list and a watch keep current.
-
-An informer holds only what its ``project`` function returns of each object, so ten thousand pods fit in a few
-megabytes. A watch lasts about five minutes. It is resumed where it ended, also after an error; objects are listed again
-only when the API server does not know that place any more, or has refused the watch.
-"""
+"""Informers: lists and watches of one kind, and what is stored of its objects."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+import sys
 import time
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.errors import ClusterError, Gone, Refused, Unavailable
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import Kind
-from specdecode_operator.kube.object_store import ObjectStore
 from specdecode_operator.types import Key
+
+log = logging.getLogger(__name__)
+
+# Store of an informer: what is kept of each object, indexed by name and by the deployment that it belongs to.
+
+NAME_LABEL = f"{GROUP}/name"
+"""Label with the name of the deployment that an object belongs to."""
+
+T = TypeVar("T")
+
+
+class StoredObject(NamedTuple, Generic[T]):
+    """One object in the store."""
+
+    value: T
+    uid: str
+    version: str
+    key: Key | None
+
+
+def parent_key(metadata: Mapping[str, Any]) -> Key | None:
+    """Return the key of the deployment that an object belongs to by its label, or None."""
+    name = (metadata.get("labels") or {}).get(NAME_LABEL)
+    return (metadata["namespace"], name) if name else None
+
+
+class ObjectStore(Generic[T]):
+    """Objects by namespace and name, and by key."""
+
+    def __init__(self) -> None:
+        self._objects: dict[tuple[str, str], StoredObject[T]] = {}
+        self._by_key: dict[Key, dict[tuple[str, str], StoredObject[T]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def get(self, namespace: str, name: str) -> T | None:
+        stored = self._objects.get((namespace, name))
+        return None if stored is None else stored.value
+
+    def of(self, key: Key) -> tuple[T, ...]:
+        """Return the values with this key, in the order of their names."""
+        return tuple(stored.value for _, stored in sorted(self._by_key.get(key, {}).items(), key=lambda item: item[0]))
+
+    def keys(self) -> tuple[Key, ...]:
+        return tuple(self._by_key)
+
+    def names(self) -> set[tuple[str, str]]:
+        """Return namespace and name of every object."""
+        return set(self._objects)
+
+    def is_current(self, metadata: Mapping[str, Any]) -> bool:
+        """Return whether exactly this version of the object is stored."""
+        stored = self._objects.get((metadata["namespace"], metadata["name"]))
+        return stored is not None and (stored.uid, stored.version) == (metadata["uid"], metadata["resourceVersion"])
+
+    def put(self, metadata: Mapping[str, Any], value: T) -> tuple[Key, ...]:
+        """Store an object. Return the keys that are affected: two if the object moved to another deployment."""
+        place = sys.intern(metadata["namespace"]), metadata["name"]
+        before = self.remove(*place)
+        key = parent_key(metadata)
+        if key is not None:
+            key = sys.intern(key[0]), sys.intern(key[1])
+        stored = StoredObject(value, metadata["uid"], metadata["resourceVersion"], key)
+        self._objects[place] = stored
+        if key is not None:
+            self._by_key.setdefault(key, {})[place] = stored
+        return tuple(dict.fromkeys([*before, *([key] if key else [])]))
+
+    def remove(self, namespace: str, name: str) -> tuple[Key, ...]:
+        """Remove an object. Return the keys that are affected, at most one."""
+        stored = self._objects.pop((namespace, name), None)
+        if stored is None or stored.key is None:
+            return ()
+        siblings = self._by_key[stored.key]
+        del siblings[namespace, name]
+        if not siblings:
+            del self._by_key[stored.key]
+        return (stored.key,)
+
+
+# In-memory copy of the objects of one kind, which a list and a watch keep current.
+#
+# An informer holds only what its ``project`` function returns of each object, so ten thousand pods fit in a few
+# megabytes. A watch lasts about five minutes. It is resumed where it ended, also after an error; objects are listed
+# again only when the API server does not know that place any more, or has refused the watch.
 
 MIN_WATCH_SECONDS, MAX_WATCH_SECONDS = 240, 300
 """Length of one watch, drawn at random so that the watches of several kinds do not end together. The client notices a
@@ -29,9 +112,6 @@ SHORT_WATCH_SECONDS = 1.0
 """A watch that ends earlier than this without any event counts as an error."""
 MAX_SHORT_WATCHES = 2
 """Such watches in a row after which objects are listed again: the server may not know the resource version."""
-
-T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 class Informer(Generic[T]):
@@ -191,3 +271,95 @@ class Informer(Generic[T]):
         self._progressed = False
         await asyncio.sleep(self._pause * random.uniform(0.5, 1.5))
         self._pause = min(MAX_RETRY_SECONDS, self._pause * 2)
+
+
+# Informers of one kind in several namespaces with one reading interface.
+
+
+class InformerSet(Generic[T]):
+    """One informer for each watched namespace. It is read like a single informer."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        kind: Kind,
+        namespaces: Sequence[str],
+        *,
+        labels: str,
+        project: Callable[[dict[str, Any]], T],
+        metadata_only: bool,
+        on_change: Callable[[Key], None],
+    ) -> None:
+        """Prepare the informers; without namespaces, a single one for all namespaces of the cluster.
+
+        The other arguments are those of Informer.
+        """
+        self.synced = asyncio.Event()
+        """Set when the first list of every namespace is complete."""
+        self._informers = {
+            namespace: Informer(
+                client,
+                kind,
+                namespace,
+                labels=labels,
+                project=project,
+                metadata_only=metadata_only,
+                on_change=on_change,
+            )
+            for namespace in (tuple(namespaces) or (None,))
+        }
+
+    @property
+    def last_contact(self) -> float:
+        """Time of the oldest last contact of all namespaces, in seconds of the monotonic clock."""
+        return min(informer.last_contact for informer in self._informers.values())
+
+    async def wait_answered(self) -> None:
+        """Wait until the first list of every namespace is complete or refused."""
+        for informer in self._informers.values():
+            await informer.answered.wait()
+
+    @property
+    def problem(self) -> str:
+        """Reason why a first list is not complete: refused, or not answered yet. Empty if all lists are complete."""
+        waiting = [informer for informer in self._informers.values() if not informer.synced.is_set()]
+        return next((informer.refusal for informer in waiting if informer.refusal), "no answer yet" if waiting else "")
+
+    @property
+    def is_answered(self) -> bool:
+        """True once the first list of every namespace is complete or refused."""
+        return all(informer.answered.is_set() for informer in self._informers.values())
+
+    def refusal(self, namespace: str) -> str:
+        """Return why the API server refuses to list a namespace; empty if it does not."""
+        informer = self._informer(namespace)
+        return "" if informer is None else informer.refusal
+
+    def get(self, namespace: str, name: str) -> T | None:
+        """Return what is stored of one object, or None."""
+        informer = self._informer(namespace)
+        return None if informer is None else informer.get(namespace, name)
+
+    def of(self, key: Key) -> tuple[T, ...]:
+        """Return what is stored of the objects with this key, in the order of their names."""
+        informer = self._informer(key[0])
+        return () if informer is None else informer.of(key)
+
+    def keys(self) -> tuple[Key, ...]:
+        """Return the keys that have objects."""
+        return tuple(chain.from_iterable(informer.keys() for informer in self._informers.values()))
+
+    def __len__(self) -> int:
+        return sum(len(informer) for informer in self._informers.values())
+
+    async def run(self) -> None:
+        """Keep the copies of all namespaces current for ever."""
+        async with asyncio.TaskGroup() as group:
+            for informer in self._informers.values():
+                group.create_task(informer.run())
+            for informer in self._informers.values():
+                await informer.synced.wait()
+            self.synced.set()
+
+    def _informer(self, namespace: str) -> Informer[T] | None:
+        return self._informers.get(namespace, self._informers.get(None))

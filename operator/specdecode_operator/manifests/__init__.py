@@ -1,13 +1,6 @@
 """Kubernetes objects of a deployment, as pure functions of its spec."""
 
 from specdecode_operator.manifests.config import is_pinned, model_uris, unpinned_uris, worker_config
-from specdecode_operator.manifests.deletion_job import deletion_job, deletion_job_name
-from specdecode_operator.manifests.distillation_job import (
-    RUN_LABEL,
-    check_job_template,
-    distillation_job,
-    job_name,
-)
 from specdecode_operator.manifests.identity import (
     NAME_LABEL,
     PLAN_KEY,
@@ -29,6 +22,14 @@ from specdecode_operator.manifests.identity import (
     tokens_name,
     worker_name,
 )
+from specdecode_operator.manifests.jobs import (
+    RUN_LABEL,
+    check_job_template,
+    deletion_job,
+    deletion_job_name,
+    distillation_job,
+    job_name,
+)
 from specdecode_operator.manifests.objects import (
     budget,
     headless_service,
@@ -38,62 +39,13 @@ from specdecode_operator.manifests.objects import (
     state_config_map,
     tokens_secret,
 )
-from specdecode_operator.manifests.router import router_budget, router_settings, router_workload
-from specdecode_operator.manifests.router_access import (
+from specdecode_operator.manifests.router import (
     demand_config_map,
     router_account,
+    router_budget,
     router_role,
     router_role_binding,
+    router_settings,
+    router_workload,
 )
-from specdecode_operator.manifests.template import pod_template, rolling_hash
-from specdecode_operator.manifests.workload import resolved_image, workload
-
-__all__ = [
-    "NAME_LABEL",
-    "PLAN_KEY",
-    "ROLE_LABEL",
-    "RUN_LABEL",
-    "SPEC_HASH_ANNOTATION",
-    "VARIANT_LABEL",
-    "Role",
-    "TokenScope",
-    "budget",
-    "check_job_template",
-    "child_names",
-    "deletion_job",
-    "deletion_job_name",
-    "demand_config_map",
-    "demand_name",
-    "distillation_job",
-    "headless_name",
-    "headless_service",
-    "is_pinned",
-    "job_name",
-    "model_uris",
-    "network_policy",
-    "plan_config_map",
-    "plan_name",
-    "pod_template",
-    "policy_name",
-    "resolved_image",
-    "rolling_hash",
-    "router_account",
-    "router_budget",
-    "router_labels",
-    "router_name",
-    "router_role",
-    "router_role_binding",
-    "router_settings",
-    "router_workload",
-    "selector",
-    "service",
-    "service_url",
-    "state_config_map",
-    "state_name",
-    "tokens_name",
-    "tokens_secret",
-    "unpinned_uris",
-    "worker_config",
-    "worker_name",
-    "workload",
-]
+from specdecode_operator.manifests.template import pod_template, resolved_image, rolling_hash, workload

@@ -1,4 +1,4 @@
-"""Routers of a deployment: their pods, settings, rollout and disruption budget."""
+"""Routers of a deployment: their pods, settings, access to the API server, rollout and disruption budget."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ from specdecode_operator.manifests.identity import (
     router_name,
     tokens_name,
 )
-from specdecode_operator.manifests.merge import merged
-from specdecode_operator.manifests.security import container_security_context, pod_security_context
+from specdecode_operator.manifests.pods import (
+    container_security_context,
+    merged,
+    pod_security_context,
+    probe,
+    secret_volume,
+)
 from specdecode_operator.manifests.template import labelled, pull_secrets
-from specdecode_operator.manifests.volumes import secret_volume
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
+
+# Routers of a deployment: their pods, settings, rollout and disruption budget.
 
 OTHER_TOKENS_DIR = "/etc/specdecode/other-tokens"
 """Folder with a folder of each other deployment that shares the traffic."""
@@ -144,9 +150,9 @@ def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         ],
         "ports": [{"name": public_port_name(deployment), "containerPort": Port.http, "protocol": "TCP"}],
         "resources": RESOURCES,
-        "startupProbe": _probe("/ready", tls=tls, period=1, failures=60),
-        "readinessProbe": _probe("/ready", tls=tls, period=2, failures=2),
-        "livenessProbe": _probe("/health", tls=tls, period=10, failures=3),
+        "startupProbe": probe("/ready", tls=tls, period=1, failures=60),
+        "readinessProbe": probe("/ready", tls=tls, period=2, failures=2),
+        "livenessProbe": probe("/health", tls=tls, period=10, failures=3),
         "securityContext": container_security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
@@ -248,10 +254,56 @@ def _spread(labels: dict[str, str]) -> dict[str, Any]:
     return {"affinity": {"podAntiAffinity": apart}, "topologySpreadConstraints": [spread]}
 
 
-def _probe(path: str, *, tls: bool, period: int, failures: int) -> dict[str, Any]:
+# Access of routers to the API server: an account, its rights, and the ConfigMap in which they report held requests.
+
+_RBAC = "rbac.authorization.k8s.io"
+
+
+def router_account(deployment: Deployment) -> Manifest:
+    """Return the ServiceAccount of the routers."""
     return {
-        "httpGet": {"path": path, "port": Port.http, **({"scheme": "HTTPS"} if tls else {})},
-        "periodSeconds": period,
-        "timeoutSeconds": 5,
-        "failureThreshold": failures,
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": router_metadata(deployment, router_name(deployment.name)),
+        "automountServiceAccountToken": False,
+    }
+
+
+def router_role(deployment: Deployment) -> Manifest:
+    """Return the rights of the routers in their namespace. The operator holds all of them, as it must to grant them."""
+    return {
+        "apiVersion": f"{_RBAC}/v1",
+        "kind": "Role",
+        "metadata": router_metadata(deployment, router_name(deployment.name)),
+        "rules": [
+            # A watch by label cannot be limited to names.
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
+            {
+                "apiGroups": [""],
+                "resources": ["configmaps"],
+                "resourceNames": [demand_name(deployment.name)],
+                "verbs": ["get", "patch"],
+            },
+        ],
+    }
+
+
+def router_role_binding(deployment: Deployment) -> Manifest:
+    """Return the binding of the role to the account."""
+    name = router_name(deployment.name)
+    return {
+        "apiVersion": f"{_RBAC}/v1",
+        "kind": "RoleBinding",
+        "metadata": router_metadata(deployment, name),
+        "roleRef": {"apiGroup": _RBAC, "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": deployment.namespace}],
+    }
+
+
+def demand_config_map(deployment: Deployment) -> Manifest:
+    """Return the ConfigMap in which routers report held requests. Its data are theirs, so the manifest has none."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": router_metadata(deployment, demand_name(deployment.name)),
     }

@@ -1,4 +1,4 @@
-"""Pod template of a worker. Every change of it replaces the pods."""
+"""Pod template of a worker, and the Deployment that runs it. Every change of the template replaces the pods."""
 
 from __future__ import annotations
 
@@ -10,23 +10,33 @@ from typing import Any, NamedTuple
 from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec, container_in, object_in, objects_in
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, unpinned_uris, worker_config
-from specdecode_operator.manifests.identity import public_port_name, selector
-from specdecode_operator.manifests.merge import merged
-from specdecode_operator.manifests.run_storage import bucket_environment
-from specdecode_operator.manifests.security import container_security_context, pod_security_context
-from specdecode_operator.manifests.volumes import (
+from specdecode_operator.manifests.identity import (
+    SPEC_HASH_ANNOTATION,
+    metadata,
+    public_port_name,
+    selector,
+    worker_name,
+)
+from specdecode_operator.manifests.pods import (
     PLAN_PATH,
     REVISIONS_PATH,
+    bucket_environment,
     cache_limit,
+    merged,
+    pod_security_context,
+    probe,
     pull_mounts,
     secret_variable,
     serving_mounts,
     torch_environment,
     volumes,
+    worker_container,
 )
 from specdecode_operator.state.learned import MAX_TEMPLATE_BYTES
-from specdecode_operator.types import Defaults, Deployment
+from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
+
+# Pod template of a worker. Every change of it replaces the pods.
 
 STARTUP_SECONDS = 3600
 """Time in which a worker must load its model, in seconds. After that the kubelet restarts it."""
@@ -171,19 +181,9 @@ def pull_secrets(spec: Spec) -> list[dict[str, str]]:
     return [{"name": secret.name} for secret in spec.image_pull_secrets]
 
 
-def _container(spec: Spec, defaults: Defaults, name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "image": spec.workers.image or defaults.worker_image,
-        "imagePullPolicy": defaults.worker_image_pull_policy,
-        "securityContext": container_security_context(),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-    }
-
-
 def _pull(spec: Spec, defaults: Defaults) -> dict[str, Any]:
     return {
-        **_container(spec, defaults, "pull"),
+        **worker_container(spec, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *model_uris(spec)],
         "env": pull_environment(spec, defaults),
         "resources": spec.workers.resources.model_dump(mode="json", exclude_defaults=True),
@@ -217,7 +217,7 @@ def _worker(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
     tls = spec.tls_secret_ref is not None
     return {
-        **_container(spec, defaults, "worker"),
+        **worker_container(spec, defaults, "worker"),
         "command": ["specdecode-worker", "serve", *spec.engine.extra_args],
         "env": _environment(deployment),
         "ports": [
@@ -225,9 +225,9 @@ def _worker(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
             {"name": "admin", "containerPort": Port.admin, "protocol": "TCP"},
         ],
         "resources": _resources(spec),
-        "startupProbe": _probe("/ready", tls=tls, period=2, failures=STARTUP_SECONDS // 2),
-        "readinessProbe": _probe("/ready", tls=tls, period=2, failures=2),
-        "livenessProbe": _probe("/health", tls=tls, period=10, failures=6),
+        "startupProbe": probe("/ready", tls=tls, period=2, failures=STARTUP_SECONDS // 2),
+        "readinessProbe": probe("/ready", tls=tls, period=2, failures=2),
+        "livenessProbe": probe("/health", tls=tls, period=10, failures=6),
         "volumeMounts": serving_mounts(spec, deployment.name),
     }
 
@@ -258,11 +258,36 @@ def _resources(spec: Spec) -> dict[str, Any]:
     return resources
 
 
-def _probe(path: str, *, tls: bool, period: int, failures: int) -> dict[str, Any]:
-    """Return a probe with a timeout of five seconds: one second fails now and then on a busy node."""
+# Child Deployment: its pods and its rollout.
+
+
+def workload(deployment: Deployment, template: Mapping[str, Any], spec_hash: str, replicas: int) -> Manifest:
+    """Return the child Deployment.
+
+    Args:
+        deployment: Owner of the child.
+        template: Pod template.
+        spec_hash: Hash of the part of the spec that the template was made from.
+        replicas: Number of workers.
+    """
+    strategy = {"maxSurge": deployment.spec.max_surge, "maxUnavailable": deployment.spec.max_unavailable}
     return {
-        "httpGet": {"path": path, "port": Port.http, **({"scheme": "HTTPS"} if tls else {})},
-        "periodSeconds": period,
-        "timeoutSeconds": 5,
-        "failureThreshold": failures,
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(deployment, worker_name(deployment.name), annotations={SPEC_HASH_ANNOTATION: spec_hash}),
+        "spec": {
+            "replicas": replicas,
+            "revisionHistoryLimit": 2,
+            "progressDeadlineSeconds": STARTUP_SECONDS + 60,
+            "selector": {"matchLabels": selector(deployment.name)},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": strategy},
+            "template": template,
+        },
     }
+
+
+def resolved_image(template: Mapping[str, Any]) -> str:
+    """Return the image of the worker container; empty if there is none."""
+    containers = (template.get("spec") or {}).get("containers") or []
+    images = (container.get("image") for container in containers if container.get("name") == "worker")
+    return str(next(images, "") or "")

@@ -21,7 +21,7 @@ from specdecode_operator.merging.subsets import Names
 from specdecode_operator.merging.tuning import TUNING
 from specdecode_operator.planning.row_states import recent_changes
 from specdecode_operator.planning.tuning import TUNING as PLANNING
-from specdecode_operator.state.cells import MergeChoice
+from specdecode_operator.state.learned import MergeChoice
 
 Because = Literal["bounds", "gain", "trial"]
 

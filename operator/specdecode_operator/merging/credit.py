@@ -8,8 +8,7 @@ from typing import Literal
 
 from specdecode_operator.merging.tuning import TUNING
 from specdecode_operator.planning import learning
-from specdecode_operator.state.cells import AcceptanceCell, CreditCell, rounded
-from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.learned import AcceptanceCell, CreditCell, LearnedState, rounded
 from specdecode_operator.telemetry.counters import Hits
 from specdecode_operator.telemetry.deltas import Delta
 

@@ -14,8 +14,7 @@ from specdecode_operator.merging.credit import COMMON, Counts, Place, counts_of
 from specdecode_operator.merging.tuning import TUNING
 from specdecode_operator.planning.acceptance_model import design_effect, task_acceptance
 from specdecode_operator.planning.draft_trees import Position, TaskAcceptance
-from specdecode_operator.state.cells import AcceptanceCell
-from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState
 from specdecode_operator.telemetry.counters import NO_HITS, Hits
 
 Names = tuple[str, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdecode_operator.merging.options import Option
 from specdecode_operator.merging.subsets import Credit, Names
-from specdecode_operator.state.cells import MergeChoice
+from specdecode_operator.state.learned import MergeChoice
 
 
 def listed(names: Names) -> str:

@@ -14,9 +14,17 @@ from specdecode_operator.planning.acceptance_model import design_effect
 from specdecode_operator.planning.estimates import joined, kept_share, rate_changed, time_changed
 from specdecode_operator.planning.loads import observed_load
 from specdecode_operator.planning.tuning import TUNING
-from specdecode_operator.state.cells import AcceptanceCell, RequestCell, StepTimeCell, TrafficCell, rounded
-from specdecode_operator.state.draft_estimates import parked_of, with_draft, with_parked
-from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.learned import (
+    AcceptanceCell,
+    LearnedState,
+    RequestCell,
+    StepTimeCell,
+    TrafficCell,
+    parked_of,
+    rounded,
+    with_draft,
+    with_parked,
+)
 from specdecode_operator.telemetry import counters
 from specdecode_operator.telemetry.counters import CellKey, Hits, Moments, RequestSums, TrafficSums
 from specdecode_operator.telemetry.deltas import Delta

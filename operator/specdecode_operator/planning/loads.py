@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from specdecode_operator.planning.tuning import TUNING
-from specdecode_operator.state.cells import rounded
-from specdecode_operator.state.learned import LoadState
+from specdecode_operator.state.learned import LoadState, rounded
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES, Buckets
 

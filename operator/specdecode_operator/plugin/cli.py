@@ -15,9 +15,8 @@ from pydantic import ValidationError
 from specdecode_operator.api.pins import Pin, pin_operations, read_pin
 from specdecode_operator.errors import OperatorError, PluginError
 from specdecode_operator.plugin.drafts import change_for, drafts
-from specdecode_operator.plugin.explain import explain
+from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.plugin.overview import detail, overview, spec_of
-from specdecode_operator.plugin.past import past
 from specdecode_operator.plugin.simulation import run_simulator
 
 if TYPE_CHECKING:

@@ -1,7 +1,4 @@
-"""Text of ``explain``: the reasons for the depth and for the number of workers, with the measurements. Pure.
-
-It is made from the spec, the status and, if the user may read it, the state that the operator stored.
-"""
+"""Text of ``explain`` and ``history``. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +7,62 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Decision, Spec, SpeculationStatus, Status
-from specdecode_operator.plugin.drafts import run_line, trial_line
-from specdecode_operator.plugin.drift import drift_lines
-from specdecode_operator.plugin.numbers import acceptance_lines, row_lines, step_lines
-from specdecode_operator.plugin.overview import measuring, mode_of, spec_of, status_of, unmet
-from specdecode_operator.plugin.text import age, figure, percent, word, wrapped
+from specdecode_operator.plugin.drafts import drift_lines, run_line, trial_line
+from specdecode_operator.plugin.overview import (
+    acceptance_lines,
+    age,
+    figure,
+    measuring,
+    mode_of,
+    percent,
+    row_lines,
+    spec_of,
+    status_of,
+    step_lines,
+    table,
+    unmet,
+    word,
+    wrapped,
+)
 from specdecode_operator.state.learned import LearnedState
 from specdecode_worker.contract import Method
+
+# Text of ``history``: the latest decisions with their expected and realised gains. Pure.
+
+HEAD = ("AGE", "KIND", "BEFORE", "AFTER", "EXPECTED", "REALISED", "LOAD")
+
+
+def past(resource: dict[str, Any], now: float) -> list[str]:
+    """Return a table of decisions, newest first; below each line its measurements and its reason."""
+    speculation = status_of(resource).speculation
+    history = speculation.history if speculation else ()
+    if not history:
+        lack = measuring(status_of(resource).conditions)
+        return [f"no decisions for {resource['metadata']['name']} yet{f', measuring: {lack}' if lack else ''}"]
+    rows = [
+        (
+            age(decision.time, now),
+            decision.kind,
+            decision.before,
+            decision.after,
+            percent(decision.expected_gain_percent),
+            percent(decision.realised_gain_percent),
+            decision.load,
+        )
+        for decision in history
+    ]
+    head, *lines = table(HEAD, rows)
+    out = [head]
+    for line, decision in zip(lines, history, strict=True):
+        out.append(line)
+        out += wrapped(f"measured: {decision.measured}", "      ") if decision.measured else []
+        out += wrapped(f"reason:   {decision.reason}", "      ")
+    return out
+
+
+# Text of ``explain``: the reasons for the depth and for the number of workers, with the measurements. Pure.
+#
+# It is made from the spec, the status and, if the user may read it, the state that the operator stored.
 
 
 def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, problem: str = "") -> list[str]:

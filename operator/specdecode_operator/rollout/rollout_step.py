@@ -6,20 +6,23 @@ The record is stored before anything that follows from it. Everything that follo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from specdecode_operator.api.draft_status import Outcome
+from specdecode_operator.api.status import Outcome
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus
-from specdecode_operator.drafts.lifecycle import Event, advance, required_actions
-from specdecode_operator.drafts.lifecycle_table import Action, EventKind, Mode, Phase
-from specdecode_operator.rollout.assignment import choose_canary
+from specdecode_operator.drafts.lifecycle import Event, EventKind, Mode, Phase, advance
 from specdecode_operator.rollout.drift_run import find_drift_run
-from specdecode_operator.rollout.observed_events import DETECTORS, OFFERS, UNKNOWN_OFFER, Detection, Facts, offer_of
-from specdecode_operator.rollout.run_deletion import find_run_deletion
-from specdecode_operator.rollout.run_end import with_run_end
-from specdecode_operator.rollout.run_events import RUN_DETECTORS, with_run
+from specdecode_operator.rollout.observed_events import (
+    DETECTORS,
+    OFFERS,
+    UNKNOWN_OFFER,
+    Detection,
+    Facts,
+    choose_canary,
+    offer_of,
+)
+from specdecode_operator.rollout.runs import RUN_DETECTORS, find_run_deletion, with_run, with_run_end
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
 from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
 from specdecode_operator.times import iso
@@ -83,18 +86,14 @@ def _advanced(detection: Detection, facts: Facts) -> tuple[DraftRecord, Decision
     before, event, now = detection.record, detection.event, facts.now
     if event is None:
         return before, None
-    transition = advance(before.lifecycle, event)
-    state = transition.state
-    if Action.ASSIGN_SPEC_DRAFT in transition.actions:
-        state = replace(state, current="", previous=None)
+    state, deletes_captures = advance(before.lifecycle, event)
     after = before.moved(state)
-    if Action.DELETE_CAPTURES in transition.actions:
+    if deletes_captures:
         after = after.model_copy(update={"captures_deleted_before": now})
     is_new = after.phase is not before.phase or after.is_confirmed != before.is_confirmed
     if is_new:
         after = after.model_copy(update={"since": now})
-    is_news = after.lifecycle != before.lifecycle or event.kind is EventKind.JOB_LOST
-    if Action.REPORT not in transition.actions or not is_news:
+    if after.lifecycle == before.lifecycle and event.kind is not EventKind.JOB_LOST:
         return after, None
     after = with_run_end(detection, _concluded(detection, event, after, now), facts.deployment.spec, now)
     keep = {after.current, after.candidate, after.previous}
@@ -158,14 +157,10 @@ def _state_text(record: DraftRecord) -> str:
 
 
 def _carried_out(record: DraftRecord, facts: Facts) -> DraftRecord:
-    """Return the record with what its phase needs, and without a trial that is over."""
-    actions = required_actions(record.lifecycle)
-    if record.trial is not None and Action.RUN_CANARY not in actions:
-        record = record.model_copy(update={"trial": None})
-    for action in actions:
-        if action in UPKEEP:
-            record = UPKEEP[action](record, facts)
-    return record
+    """Return the record with a trial in phase Canary, and without one in others."""
+    if record.phase is Phase.CANARY:
+        return _run_canary(record, facts)
+    return record if record.trial is None else record.model_copy(update={"trial": None})
 
 
 def _run_canary(record: DraftRecord, facts: Facts) -> DraftRecord:
@@ -195,7 +190,3 @@ def _run_canary(record: DraftRecord, facts: Facts) -> DraftRecord:
         "first_pair": trial.next_pair,
     }
     return record.model_copy(update={"trials": number, "trial": trial.model_copy(update=chosen)})
-
-
-UPKEEP: Mapping[Action, Callable[[DraftRecord, Facts], DraftRecord]] = {Action.RUN_CANARY: _run_canary}
-"""Changes of the record that the actions of a phase need. Assignment and estimates follow from the record itself."""

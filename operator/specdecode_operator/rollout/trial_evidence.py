@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from specdecode_operator.drafts.crossover import (
+    TILTS,
     Block,
     CellKey,
     Cost,
@@ -15,10 +16,11 @@ from specdecode_operator.drafts.crossover import (
     CrossoverTuning,
     Evidence,
     Verdict,
+    increments,
+    log_mean,
     pair_difference,
     task_differences,
 )
-from specdecode_operator.drafts.evidence import TILTS, increments, log_mean
 from specdecode_operator.state.draft_record import CountedPair, PairEvidence, TrialRecord
 from specdecode_worker.contract import TrialCost, TrialPair
 

@@ -1,20 +1,45 @@
-"""Capacity of one worker: the largest arrival rate of the observed mix at which every objective is met.
-
-At an arrival rate the number of running sequences b settles where b = rate * output * t(b) / E, with t(b) the step
-time and E the expected tokens per step; each step also reads rate * prompt * t(b) prompt tokens. Rate and prompt tokens
-both follow from b, since a step ends b * E / output requests and as many start. The search therefore goes over b. The
-draft shape is chosen again for each b, so shapes grow shallower before workers are added.
-"""
+"""Demand, and the arrival rate that one worker carries within its objectives."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from specdecode_operator.scaling.tuning import TUNING
+from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Capacity
+
+# Arrivals and arrival rates from the report differences of the last minute.
+
+
+def arrival_rate(window: Iterable[Delta], *, now: float, within: float, standard_errors: float = 0) -> float:
+    """Return the requests per second that arrived within the last ``within`` seconds.
+
+    Args:
+        window: Differences of the reports, one for each poll.
+        now: Present time, in seconds since the epoch.
+        within: Length of the period, in seconds.
+        standard_errors: Distance of a lower confidence bound from the mean, for Poisson arrivals: n arrivals have a
+            standard error of sqrt(n). With 0 the mean is returned.
+    """
+    recent = [delta for delta in window if delta.at > now - within]
+    seconds, count = sum(delta.seconds for delta in recent), arrivals(recent)
+    return max(0.0, count - standard_errors * math.sqrt(count)) / seconds if seconds > 0 else 0.0
+
+
+def arrivals(window: Iterable[Delta]) -> float:
+    """Return the number of requests that arrived in ``window``."""
+    return sum(max(0.0, sums.arrivals) for delta in window for sums in delta.traffic.values())
+
+
+# Capacity of one worker: the largest arrival rate of the observed mix at which every objective is met.
+#
+# At an arrival rate the number of running sequences b settles where b = rate * output * t(b) / E, with t(b) the step
+# time and E the expected tokens per step; each step also reads rate * prompt * t(b) prompt tokens. Rate and prompt
+# tokens both follow from b, since a step ends b * E / output requests and as many start. The search therefore goes over
+# b. The draft shape is chosen again for each b, so shapes grow shallower before workers are added.
 
 Limit = Literal["slots", "itl", "ttft", "cache"]
 """The limit that a worker reaches first, as in types.Capacity."""

@@ -1,23 +1,38 @@
-"""Scaling to zero and back: no workers after a time without requests, and one again for requests that routers hold.
-
-A deployment rests only if every serving worker has reported and none has a request. A worker that was given a request
-meanwhile drains, and its routers hold what it could not finish, which starts a worker again.
-"""
+"""Scaling to zero, and the time that a worker needs to start."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.scaling.demand import arrivals
-from specdecode_operator.scaling.placement import Placement
-from specdecode_operator.scaling.replicas import Demand, ScaleResult, scale
+from specdecode_operator.scaling.capacity import arrivals
+from specdecode_operator.scaling.replicas import Demand, Placement, ScaleResult, scale
 from specdecode_operator.scaling.tuning import TUNING
 from specdecode_operator.state.learned import ScalingState
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Worker
+
+# Start-up time of a worker, from the pods that are ready.
+
+
+def update_startup_seconds(smoothed: float | None, workers: Iterable[Worker]) -> float | None:
+    """Return the smoothed start-up time in seconds. Return None until one was measured.
+
+    The quickest worker counts: one that lost readiness and became ready again looks like a slow start.
+    """
+    measured = [worker.startup_seconds for worker in workers if worker.startup_seconds is not None]
+    if measured:
+        latest = min(measured)
+        smoothed = latest if smoothed is None else smoothed + TUNING.startup_weight * (latest - smoothed)
+    return smoothed and float(f"{smoothed:.3g}")
+
+
+# Scaling to zero and back: no workers after a time without requests, and one again for requests that routers hold.
+#
+# A deployment rests only if every serving worker has reported and none has a request. A worker that was given a request
+# meanwhile drains, and its routers hold what it could not finish, which starts a worker again.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,27 +1,229 @@
-"""Replicas that follow demand.
-
-Demand in workers is the arrival rate over the capacity of one worker, plus the backlog over the time in which it is to
-drain, and at least the running requests over those that one worker runs at its capacity. While the capacity is unknown,
-demand is the running and waiting requests over 0.8 of the sequences that one worker may run.
-
-Workers are added after two polls with more demand than workers, or at once if requests wait too long. The arrival rate
-counts with its lower confidence bound, so a burst adds no worker; if it lasts, requests run or wait soon, which does.
-Workers are removed one at a time, after demand with headroom was below the workers for the whole scale-down window, and
-only down to its highest value within that window. In it polls without a report of every placed worker, and polls during
-rollouts, do not count. A forecast of the
-arrival rate may raise the lower bound.
-"""
+"""Number of workers: who sets it, where demand and bounds lead it, and what stops it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.scaling.placement import Placement, follow_placement, upper_bound
 from specdecode_operator.scaling.tuning import TUNING
 from specdecode_operator.state.learned import ScalingState
-from specdecode_operator.types import Capacity
+from specdecode_operator.types import Capacity, ScalingLimit, Worker, Workload
+
+# Hand-over of the replicas between the operator and spec.replicas, without a change of the running number.
+
+
+def take_over(
+    state: ScalingState,
+    *,
+    spec_replicas: int,
+    running: int | None,
+    is_owner: bool,
+    is_spec_observed: bool,
+) -> ScalingState:
+    """Return ``state`` with the replicas that the next decision starts from.
+
+    The running number stays until the owner changes it. With an external owner, or without ``spec.scaling``, that is
+    a change of spec.replicas: a value that was written before the operator scaled is not followed.
+
+    Args:
+        state: State after the previous decision; its defaults if there was none or it was lost.
+        spec_replicas: spec.replicas of the deployment.
+        running: Replicas of the child Deployment. None if there is none yet.
+        is_owner: The operator sets the replicas.
+        is_spec_observed: Status was written for this spec, so spec.replicas has not changed since.
+    """
+    if state.replicas is None or state.spec_replicas is None:
+        replicas = _without_state(state, spec_replicas, running, is_owner=is_owner, is_spec_observed=is_spec_observed)
+    elif not is_owner and spec_replicas != state.spec_replicas:
+        replicas = spec_replicas
+    else:
+        replicas = state.replicas
+    if is_owner != state.owned:
+        state = ScalingState()
+    return state.model_copy(update={"replicas": replicas, "spec_replicas": spec_replicas, "owned": is_owner})
+
+
+def _without_state(
+    state: ScalingState, spec_replicas: int, running: int | None, *, is_owner: bool, is_spec_observed: bool
+) -> int:
+    """Return the replicas of a new deployment, or of one whose state was lost or written by an older version.
+
+    A changed spec may be a scaling by its owner, so spec.replicas is followed then.
+    """
+    if is_owner:
+        known = spec_replicas if state.replicas is None else state.replicas
+        return known if running is None else running
+    return spec_replicas if running is None or not is_spec_observed else running
+
+
+# Reasons why replicas do not follow demand.
+
+UNSCHEDULABLE = "Unschedulable"
+"""Reason that the scheduler gives for a pod without a suitable node."""
+
+
+def placement_problem(workload: Workload | None, workers: Iterable[Worker]) -> str | None:
+    """Return why workers have no node, in the words of the scheduler or the ReplicaSet. Return None if all have one."""
+    staying = [worker for worker in workers if worker.trouble and not worker.leaving]
+    troubles = [(worker.placed, worker.trouble or "") for worker in staying]
+    unplaced = [trouble for placed, trouble in troubles if not placed or trouble.startswith(UNSCHEDULABLE)]
+    if unplaced:
+        return f"{len(unplaced)} pods cannot be scheduled: {unplaced[0]}"
+    if workload and workload.replica_failure and workload.replicas < workload.wanted:
+        return f"{workload.wanted - workload.replicas} pods cannot be created: {workload.replica_failure}"
+    return None
+
+
+def scaling_limit(
+    spec: ScalingSpec, wanted: int, capacity: Capacity | None, *, placement_problems: Sequence[str | None] = ()
+) -> ScalingLimit | None:
+    """Return why replicas do not follow demand. Return None if they do.
+
+    Args:
+        spec: Bounds of the replicas.
+        wanted: Workers that demand asks for.
+        capacity: Capacity of one worker. None while it is unknown.
+        placement_problems: Reasons why workers have no node; the first one that is not None counts.
+    """
+    for problem in placement_problems:
+        if problem is not None:
+            return ScalingLimit("Unschedulable", problem)
+    if wanted > spec.max_replicas:
+        return ScalingLimit("AtMaximum", f"demand asks for {wanted} workers, maxReplicas is {spec.max_replicas}")
+    if capacity is not None and not capacity.attainable:
+        step = f"a step takes {1000 * capacity.step_seconds:.0f} ms"
+        message = f"one sequence alone misses the objective ({capacity.limited_by}): {step}"
+        return ScalingLimit("ObjectiveOutOfReach", message)
+    return None
+
+
+# Workers without a node: whether readings are complete without them, when to withdraw them and when to try again.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Numbers of workers with and without a node. The default has none without."""
+
+    placed: int = 0
+    unplaced: int = 0
+    """Pods without a node, and replicas whose pods the ReplicaSet could not create."""
+    oldest_created_at: float | None = None
+    """Creation time of the oldest pod without a node, in seconds since the epoch."""
+    is_node_held: bool = False
+    """A terminating worker still holds its node, which a pod without a node may be waiting for."""
+
+
+def placement_of(workload: Workload | None, workers: Sequence[Worker]) -> Placement:
+    """Return how many workers have a node."""
+    staying = [worker for worker in workers if not worker.leaving]
+    pending = [worker for worker in staying if not worker.placed]
+    uncreated = max(0, workload.wanted - workload.replicas) if workload and workload.replica_failure else 0
+    created = [worker.created_at for worker in pending if worker.created_at is not None]
+    return Placement(
+        placed=len(staying) - len(pending),
+        unplaced=len(pending) + uncreated,
+        oldest_created_at=min(created, default=None),
+        is_node_held=any(worker.leaving and worker.placed for worker in workers),
+    )
+
+
+def is_complete(workload: Workload | None, workers: Sequence[Worker]) -> bool:
+    """Return whether every placed worker is ready and has reported, and no rollout or scaling is under way.
+
+    Workers without a node are not waited for.
+    """
+    if workload is None or workload.observed_generation < workload.generation:
+        return False
+    staying = [worker for worker in workers if not worker.leaving]
+    pending = sum(not worker.placed for worker in staying)
+    uncreated = max(0, workload.wanted - workload.replicas) if workload.replica_failure else 0
+    return (
+        workload.updated == workload.replicas == workload.wanted - uncreated
+        and workload.available + pending == workload.replicas
+        and all(worker.ready and worker.report is not None for worker in staying if worker.placed)
+    )
+
+
+def follow_placement(
+    spec: ScalingSpec, state: ScalingState, placement: Placement, *, replicas: int, now: float
+) -> ScalingState:
+    """Withdraw workers that had no node for the time-out; they are tried again later, with back-off.
+
+    Args:
+        spec: Bounds of the replicas; no worker below the lower one is withdrawn.
+        state: State after the previous decision.
+        placement: Workers with and without a node.
+        replicas: Replicas that are set at present.
+        now: Present time, in seconds since the epoch.
+
+    Returns:
+        The state with the remaining replicas.
+    """
+    state = state.model_copy(update={"replicas": replicas})
+    if placement.unplaced == 0:
+        return _without_unplaced(state, placement)
+    since = placement.oldest_created_at
+    if since is None:
+        since = now if state.unplaced_since is None else state.unplaced_since
+    remaining = max(spec.min_replicas, placement.placed)
+    is_overdue = now - since >= TUNING.placement_timeout_seconds and not placement.is_node_held
+    if not is_overdue or remaining >= replicas:
+        return state.model_copy(update={"unplaced_since": since})
+    return state.model_copy(
+        update={
+            "replicas": remaining,
+            "above_polls": 0,
+            "unplaced_since": None,
+            "placed_limit": remaining,
+            "retry_at": now + _retry_seconds(state.withdrawals),
+            "withdrawals": state.withdrawals + 1,
+        }
+    )
+
+
+def upper_bound(spec: ScalingSpec, state: ScalingState, now: float) -> int:
+    """Return the most replicas that may be set now: maxReplicas, or fewer until withdrawn workers are tried again."""
+    if state.placed_limit is None or state.retry_at is None or now >= state.retry_at:
+        return spec.max_replicas
+    return min(spec.max_replicas, max(spec.min_replicas, state.placed_limit))
+
+
+def withdrawal_message(spec: ScalingSpec, state: ScalingState, wanted: int, now: float) -> str | None:
+    """Return why fewer than the ``wanted`` workers are set, if withdrawn workers are not tried again yet."""
+    bound = upper_bound(spec, state, now)
+    if wanted <= bound or bound == spec.max_replicas or state.retry_at is None:
+        return None
+    retry = datetime.fromtimestamp(state.retry_at, UTC).strftime("%H:%M")
+    return f"demand asks for {wanted} workers, but only {bound} could be placed; the next attempt is at {retry} UTC"
+
+
+def _retry_seconds(withdrawals: int) -> float:
+    """Return the back-off after so many withdrawals in a row."""
+    return min(TUNING.max_retry_seconds, TUNING.retry_seconds * 2.0 ** min(withdrawals, 10))
+
+
+def _without_unplaced(state: ScalingState, placement: Placement) -> ScalingState:
+    """Return the state after every worker got a node; more workers than the limit end the back-off."""
+    state = state.model_copy(update={"unplaced_since": None})
+    if state.placed_limit is None or placement.placed <= state.placed_limit:
+        return state
+    return state.model_copy(update={"placed_limit": None, "retry_at": None, "withdrawals": 0})
+
+
+# Replicas that follow demand.
+#
+# Demand in workers is the arrival rate over the capacity of one worker, plus the backlog over the time in which it is
+# to drain, and at least the running requests over those that one worker runs at its capacity. While the capacity is
+# unknown, demand is the running and waiting requests over 0.8 of the sequences that one worker may run.
+#
+# Workers are added after two polls with more demand than workers, or at once if requests wait too long. The arrival
+# rate counts with its lower confidence bound, so a burst adds no worker; if it lasts, requests run or wait soon, which
+# does. Workers are removed one at a time, after demand with headroom was below the workers for the whole scale-down
+# window, and only down to its highest value within that window. In it polls without a report of every placed worker,
+# and polls during rollouts, do not count. A forecast of the arrival rate may raise the lower bound.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,8 @@ from dataclasses import fields
 from pydantic import Field
 
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus, DraftRunEndStatus
-from specdecode_operator.drafts.lifecycle import Lifecycle
-from specdecode_operator.drafts.lifecycle_table import Mode, Phase
-from specdecode_operator.state.cells import Stored
+from specdecode_operator.drafts.lifecycle import Lifecycle, Mode, Phase
+from specdecode_operator.state.learned import Stored
 
 LINEAGE = 10
 """Number of candidates in the lineage; status shows all of them."""

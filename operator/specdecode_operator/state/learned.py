@@ -1,54 +1,480 @@
-"""Learned state of one deployment, of records of ``cells``, and its text in the ConfigMap ``<name>-state``. Pure."""
+"""Learned state of one deployment: its records, parked drafts, and its text in the ConfigMap ``<name>-state``. Pure."""
 
 from __future__ import annotations
 
 import base64
+import math
 import zlib
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from specdecode_operator.api.v1alpha1 import Decision
-from specdecode_operator.state.cells import (
-    AcceptanceCell,
-    CreditCell,
-    DraftEstimates,
-    ForecastState,
-    GainMeasurement,
-    LoadState,
-    MergeChoice,
-    PodState,
-    PodTaskState,
-    RequestCell,
-    RowState,
-    ScalingState,
-    StepTimeCell,
-    Stored,
-    TemplateState,
-    TrafficCell,
-)
-from specdecode_operator.state.drift_state import DriftState
-from specdecode_worker.contract import Plan
+from specdecode_operator.drafts.crossover import ChainCounts
+from specdecode_operator.drafts.drift import Baseline, DriftDetector, LearningBaseline
+from specdecode_operator.telemetry.counters import CellKey
+from specdecode_worker.contract import Plan, TreeShape
 
-__all__ = [
-    "MAX_TEMPLATE_BYTES",
-    "AcceptanceCell",
-    "DraftEstimates",
-    "ForecastState",
-    "GainMeasurement",
-    "LearnedState",
-    "LoadState",
-    "PodState",
-    "PodTaskState",
-    "RequestCell",
-    "RowState",
-    "ScalingState",
-    "StepTimeCell",
-    "TemplateState",
-    "TrafficCell",
-    "parse_state",
-    "render_state",
-]
+# Records that make up the learned state of one deployment: estimates, rows, load, scaling, pods, template. Pure.
+
+DIGITS = 6
+"""Significant digits of estimates. Fewer would lose variances, which are small differences of large sums."""
+
+
+def rounded(value: float) -> float:
+    """Return ``value`` at DIGITS significant digits."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+class Stored(BaseModel):
+    """Base of all persisted records. Fields that a newer operator added are ignored on reading."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class AcceptanceCell(Stored):
+    """Acceptance of one task at one depth: decayed numbers of accepted and of all drafted tokens.
+
+    The newest of them are also counted apart, until there are enough to test whether they contradict the older ones.
+    """
+
+    task: str
+    depth: int
+    hits: float
+    """Drafted tokens that were the target's choice."""
+    total: float
+    """All drafted tokens."""
+    at: float
+    """Time of the last update, in seconds since the epoch (the operator's clock, as all times here)."""
+    new_hits: float = 0
+    new_total: float = 0
+    changed_at: float = 0
+    """Time when new evidence last contradicted the older evidence."""
+    parent: Literal["main", "sibling"] = "main"
+    """``main`` if every token on the path to the parent had rank 0."""
+    ranks: tuple[float, ...] = ()
+    """Counts of target tokens that had rank 1, 2, ... in the draft; trailing zeros are left out."""
+
+
+class CreditCell(AcceptanceCell):
+    """Acceptance of one draft, in its own order, in the trees of a task that merges drafts."""
+
+    draft: str = ""
+    """Hash of the draft; empty for the common order of all drafts, at the same nodes."""
+
+
+class MergeChoice(Stored):
+    """Drafts that are merged with the draft of one task. Without a choice all declared ones are."""
+
+    task: str
+    drafts: tuple[str, ...]
+    """Names of the drafts that take part, in the order of the spec."""
+    declared: tuple[str, ...]
+    """Names of all drafts in ``merge`` of the task."""
+    hashes: tuple[str, ...] = ()
+    """Hashes of the task's own draft and of the declared ones; empty where no worker reported it."""
+    since: float = 0
+    """Time of the last change; 0 before the first."""
+    before: tuple[str, ...] | None = None
+    """Drafts that took part before the trial that runs now. None without a trial."""
+    moves: tuple[float, ...] = ()
+    """Times of the changes within the last hour; the end of a trial does not count."""
+    loss: float = 0
+    """Relative time per token that the dropped drafts cost, as far as it was measured."""
+    reason: str = ""
+    """Reason why drafts are left out; empty if all take part."""
+
+
+class TrafficCell(Stored):
+    """Decayed sums of one task's traffic, in the order of TrafficSums."""
+
+    task: str
+    sums: tuple[float, float, float, float, float]
+
+
+class RequestCell(Stored):
+    """Decayed sums of one task's finished requests, in the order of RequestSums."""
+
+    task: str
+    sums: tuple[float, float, float, float, float, float]
+
+
+class StepTimeCell(Stored):
+    """Decayed moments of the times of one kind of step. ``values`` is in the order of counters.Moments."""
+
+    tokens_bucket: int
+    draft_passes: int
+    prefill: bool
+    context_bucket: int
+    values: tuple[float, ...]
+    at: float
+    new_values: tuple[float, ...] = ()
+    """The newest steps apart, until there are enough to test whether they contradict the older ones."""
+    polls: float = 1
+    """Decayed number of polls that the steps came from."""
+    changed_at: float = 0
+    """Time when new steps last contradicted the older ones."""
+    made_up: float = 0
+    """Decayed number of steps that a worker ran to measure their time. Their emitted tokens are not counted."""
+
+
+class RowState(Stored):
+    """State of one plan row: its shape, and the times of its last changes. planning.row_states reads its state."""
+
+    concurrency: int
+    context: int
+    task: str
+    depth: int
+    since: float = 0
+    """Time of the last change, or of the joint choice that left the row as it was; 0 if it follows other rows."""
+    trial: bool = False
+    """True while a shape runs to be timed: one that never was, or speculation again after plain decoding."""
+    parents: tuple[int, ...] = ()
+    """Parents of a tree's nodes; empty for the chain of ``depth``."""
+    moves: tuple[float, ...] = ()
+    """Times of the changes within the last hour; the end of a trial does not count."""
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Load of the row: its buckets of concurrency and context."""
+        return self.concurrency, self.context
+
+    @property
+    def shape(self) -> TreeShape:
+        return _shape(self.parents, self.depth)
+
+    def running(self, shape: TreeShape, **more: Any) -> RowState:
+        """Return this row with another shape, and with ``more`` fields replaced."""
+        parents = () if shape.is_chain else shape.parents
+        return self.model_copy(update={"depth": shape.depth, "parents": parents, **more})
+
+
+@lru_cache(maxsize=512)
+def _shape(parents: tuple[int, ...], depth: int) -> TreeShape:
+    """Return the shape, cached, because validation is slow and rows are asked for their shapes all the time."""
+    return TreeShape(parents) if parents else TreeShape.chain(depth)
+
+
+class DraftEstimates(Stored):
+    """Everything measured with one draft that is not in use, and its rows."""
+
+    draft: str
+    acceptance: tuple[AcceptanceCell, ...] = ()
+    requests: tuple[RequestCell, ...] = ()
+    costs: tuple[StepTimeCell, ...] = ()
+    """Step times with at least one draft pass."""
+    rows: tuple[RowState, ...] = ()
+
+
+class LoadState(Stored):
+    """The last observed load. It names the row that status shows while the deployment is idle."""
+
+    sequences: float = 1
+    context_bucket: int = 0
+    task: str = "other"
+    at: float = 0
+
+
+class GainMeasurement(Stored):
+    """A plan change whose gain is being measured. ``time``, ``before`` and ``after`` identify its decisions."""
+
+    time: str
+    before: str
+    after: str
+    rows: tuple[tuple[int, int, str], ...]
+    """Concurrency bucket, context bucket and task of the rows that changed."""
+    before_seconds: float = 0
+    """Time that the tokens emitted since would have taken with the old shape, in sequence-seconds."""
+    seconds: float = 0
+    """Time that they took."""
+    drafts: float = 0
+    """Steps of a sequence since the change."""
+
+
+class ScalingState(Stored):
+    """State of the replica decision: recent demand, owner of the replicas, and workers without a node.
+
+    Times are in seconds since the epoch.
+    """
+
+    replicas: int | None = None
+    """Replicas that were set last."""
+    spec_replicas: int | None = None
+    """spec.replicas at that decision. None before the first one."""
+    owned: bool = False
+    """The operator owned the replicas at that decision."""
+    wanted: int | None = None
+    """Workers that demand asked for, without bounds."""
+    above_polls: int = 0
+    """Consecutive polls with more demand than workers."""
+    below_since: float | None = None
+    """Start of the period with less demand than workers; polls without complete readings move it forward."""
+    low_needs: tuple[tuple[float, int], ...] = ()
+    """Workers for the demand in that period, within the scale-down window: times with numbers, each higher than all
+    later ones. The first is the highest."""
+    unplaced_since: float | None = None
+    """Time since which some workers have no node."""
+    placed_limit: int | None = None
+    """Upper bound of the replicas until ``retry_at``, after workers without a node were withdrawn."""
+    retry_at: float | None = None
+    """Time at which more workers are tried again."""
+    withdrawals: int = 0
+    """Consecutive withdrawals; each doubles the time until the next try."""
+    idle_since: float | None = None
+    """Start of the present period without requests, where minReplicas is 0."""
+
+
+class ForecastState(Stored):
+    """Arrivals per second: level, trend, and pattern by time of day."""
+
+    level: float = 0
+    trend: float = 0
+    """Change of the level per second."""
+    error: float = 0
+    """Mean absolute error of a forecast one sample ahead."""
+    seasons: tuple[float, ...] = ()
+    """By half hour of the day (UTC); -1 where nothing was observed."""
+    at: float | None = None
+    arrivals: float = 0
+    """Arrivals since the last sample, in ``seconds``."""
+    seconds: float = 0
+
+
+class PodTaskState(Stored):
+    """Acceptance of the first drafted token of one task on one pod: recent and past."""
+
+    task: str
+    hits: float = 0
+    total: float = 0
+    past_hits: float = 0
+    past_total: float = 0
+
+
+class PodState(Stored):
+    """Recent figures of one pod, compared with its own past."""
+
+    uid: str
+    boot: str = ""
+    draft: str = ""
+    tasks: tuple[PodTaskState, ...] = ()
+    requests: tuple[float, float, float, float, float, float] = (0, 0, 0, 0, 0, 0)
+    """Decayed sums of its finished requests over all tasks, in the order of RequestSums."""
+    pace: float | None = None
+    """Logarithm of its step times relative to the fleet."""
+    doubts: int = 0
+    """Consecutive polls that indicate a collapse of acceptance."""
+    noticed: bool = False
+    """True if it seems worse than its past and its peers. Its figures are then not added to its past."""
+    collapsed_since: float | None = None
+    slow_since: float | None = None
+    at: float = 0
+
+
+class TemplateState(Stored):
+    """The applied pod template, and the hash of the part of the spec that it was made from."""
+
+    spec_hash: str
+    template: dict[str, Any]
+    image: str
+
+
+# Stored drift of a deployment's draft: baseline and detector of each task, as the section `drift` has them. Pure.
+
+ALL_TASKS = ""
+"""``task`` of the record of all tasks together, by which a changed mix shows."""
+DRIFT_DIGITS = 9
+"""Significant digits of the sums. A week adds thousands of values to each; six digits would lose their variance."""
+
+
+class TaskDrift(Stored):
+    """Baseline and detector of one task."""
+
+    task: str
+    requests: float = 0.0
+    """Finished requests of the batch that is being collected."""
+    hits: tuple[float, ...] = ()
+    """Accepted tokens of that batch at depths 1, 2 and 3 of the main path."""
+    totals: tuple[float, ...] = ()
+    """All drafted tokens there."""
+    known_hits: tuple[float, ...] = ()
+    """Accepted tokens of all batches of the baseline, for the ratios of the depths."""
+    known_totals: tuple[float, ...] = ()
+    began: float = 0.0
+    """Time of the first batch, in seconds since the epoch; 0 before."""
+    counts: tuple[float, ...] = ()
+    """Batches by half hour of the day while the baseline is learnt, then empty, as the next four fields."""
+    sums: tuple[float, ...] = ()
+    squares: tuple[float, ...] = ()
+    day_counts: tuple[float, ...] = ()
+    day_sums: tuple[float, ...] = ()
+    costs: tuple[float, ...] = ()
+    """Log cost by half hour of the frozen baseline; empty while it is learnt."""
+    deviation: float = 0.0
+    day_deviation: float = 0.0
+    batches_per_month: float = 0.0
+    logs: tuple[float, ...] = ()
+    """Evidence that the task is slower than its baseline. It stays as it is while the drift lasts."""
+    batches: int = 0
+    ending_logs: tuple[float, ...] = ()
+    """Evidence that the task is as fast as its baseline again, since the drift began."""
+    ending_batches: int = 0
+    recent: float = 0.0
+    """Decayed sum of log cost above the baseline, of the last batches."""
+    recent_weight: float = 0.0
+    threshold: float = 0.0
+    """Evidence at which the alarm is raised: batches between two false ones."""
+    since: float = 0.0
+    """Time when the drift was found, in seconds since the epoch; 0 without one."""
+    steps: float = 0.0
+    """Decayed number of decoding steps of the task's sequences."""
+
+    @property
+    def is_learning(self) -> bool:
+        """True until the baseline is frozen."""
+        return not self.costs
+
+    @property
+    def counted(self) -> ChainCounts:
+        """Counts of the batch that is being collected."""
+        return ChainCounts(self.hits, self.totals) if self.hits else ChainCounts()
+
+    @property
+    def known(self) -> ChainCounts:
+        """Counts of the baseline."""
+        return ChainCounts(self.known_hits, self.known_totals) if self.known_hits else ChainCounts()
+
+    @property
+    def learning(self) -> LearningBaseline:
+        """The baseline that is being learnt."""
+        if not self.counts:
+            return LearningBaseline()
+        days = tuple(zip(self.day_counts, self.day_sums, strict=True))
+        return LearningBaseline(self.began, self.counts, self.sums, self.squares, days)
+
+    @property
+    def baseline(self) -> Baseline:
+        """The frozen baseline."""
+        return Baseline(self.costs, self.deviation, self.day_deviation, self.batches_per_month)
+
+    @property
+    def detector(self) -> DriftDetector:
+        """The detector of a loss."""
+        return DriftDetector(self.logs, self.batches) if self.batches else DriftDetector()
+
+    @property
+    def ending(self) -> DriftDetector:
+        """The detector of the end of a loss."""
+        return DriftDetector(self.ending_logs, self.ending_batches) if self.ending_batches else DriftDetector()
+
+    @property
+    def excess(self) -> float:
+        """Mean log cost above the baseline over the last batches."""
+        return self.recent / self.recent_weight if self.recent_weight else 0.0
+
+    @property
+    def loss(self) -> float:
+        """Share of the speed that is lost against the baseline; negative where the task is faster."""
+        return -math.expm1(-self.excess)
+
+    @property
+    def evidence(self) -> float:
+        """Evidence of the detector over its threshold; 1 raises the alarm."""
+        if self.is_learning or not self.batches or self.threshold <= 0:
+            return 0.0
+        return math.exp(min(50.0, self.detector.log_evidence - math.log(self.threshold)))
+
+    def tokens(self, at: float) -> tuple[float, float]:
+        """Return the tokens per step of a chain of three: of the baseline at this time of the day, and now."""
+        expected = self.baseline.expected(at)
+        return math.exp(-expected), math.exp(-expected - self.excess)
+
+    def with_learning(self, learning: LearningBaseline) -> TaskDrift:
+        """Return the record with another state of the baseline that is being learnt."""
+        return self.model_copy(
+            update={
+                "began": learning.began or 0.0,
+                "counts": learning.counts,
+                "sums": rounded_sums(learning.sums),
+                "squares": rounded_sums(learning.squares),
+                "day_counts": tuple(count for count, _ in learning.days),
+                "day_sums": rounded_sums(tuple(total for _, total in learning.days)),
+            }
+        )
+
+    def frozen(self, now: float) -> TaskDrift:
+        """Return the record with a baseline that is frozen now."""
+        baseline = self.learning.freeze(now - self.began)
+        empty = dict.fromkeys(("counts", "sums", "squares", "day_counts", "day_sums"), ())
+        return self.model_copy(
+            update={
+                **empty,
+                "costs": rounded_sums(baseline.costs),
+                "deviation": baseline.deviation,
+                "day_deviation": baseline.day_deviation,
+                "batches_per_month": baseline.batches_per_month,
+            }
+        )
+
+
+class DriftState(Stored):
+    """Drift of one draft on one target in one image."""
+
+    draft: str = ""
+    target: str = ""
+    image: str = ""
+    began: float = 0.0
+    """Time from which these three hold, in seconds since the epoch."""
+    renewed: str = ""
+    """Change that began a new baseline; empty for the first one."""
+    tasks: tuple[TaskDrift, ...] = Field(default=(), max_length=32)
+    decode_seconds: float = 0.0
+    """Decayed sum of the seconds of decoding steps, all workers together."""
+    decode_days: float = 0.0
+    """Decayed days in which they were counted."""
+    at: float = 0.0
+    """Time of the last measurement."""
+    run_seconds: float = 0.0
+    """Device seconds of the last training run; 0 before the first. It is a copy of the rollout's, for the worth."""
+    recovery: float | None = None
+    """Share of the loss that the last run recovered, likewise."""
+    schedule: str = ""
+    """Schedule of the spec that ``scheduled_from`` belongs to."""
+    scheduled_from: float = 0.0
+    """Time after which the next time of the schedule counts."""
+
+    def task(self, name: str) -> TaskDrift:
+        """Return the record of a task; a new one if there is none."""
+        return next((task for task in self.tasks if task.task == name), TaskDrift(task=name))
+
+    @property
+    def own_tasks(self) -> tuple[TaskDrift, ...]:
+        """Records of single tasks."""
+        return tuple(task for task in self.tasks if task.task != ALL_TASKS)
+
+    @property
+    def watched(self) -> tuple[TaskDrift, ...]:
+        """Tasks with a baseline."""
+        return tuple(task for task in self.own_tasks if not task.is_learning)
+
+    @property
+    def stale(self) -> tuple[TaskDrift, ...]:
+        """Tasks that became slower."""
+        return tuple(task for task in self.own_tasks if task.since)
+
+    @property
+    def mix(self) -> TaskDrift | None:
+        """Record of all tasks together if they became slower and no task did."""
+        return None if self.stale else next((one for one in self.tasks if one.task == ALL_TASKS and one.since), None)
+
+
+def rounded_sums(values: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the values at DRIFT_DIGITS significant digits."""
+    return tuple(float(f"{value:.{DRIFT_DIGITS}g}") for value in values)
+
+
+# The whole state, and its text.
 
 FORMAT = 1
 STATE_KEY = "state"
@@ -145,3 +571,76 @@ def parse_state(data: Mapping[str, str], uid: str) -> LearnedState | None:
     if learned.format > FORMAT:
         raise ValueError(f"format {learned.format} is of a newer operator; this one reads {FORMAT}")
     return learned if learned.uid == uid else None
+
+
+# Estimates of drafts, parked and restored in the learned state. Pure.
+#
+# Estimates belong to a draft. When the current draft changes, those of the old draft are parked, and those of the new
+# draft are restored if they are known, so that a rollback or a canary loses nothing.
+
+
+def with_parked(learned: LearnedState, estimates: DraftEstimates) -> LearnedState:
+    """Return ``learned`` with these estimates as those of the most recently used parked draft."""
+    others = (parked for parked in learned.parked if parked.draft != estimates.draft)
+    return learned.model_copy(update={"parked": (estimates, *others)[:MAX_PARKED_DRAFTS]})
+
+
+def parked_of(learned: LearnedState, draft: str) -> DraftEstimates:
+    """Return the parked estimates of a draft; empty ones if there are none."""
+    return next((parked for parked in learned.parked if parked.draft == draft), DraftEstimates(draft=draft))
+
+
+def with_draft(learned: LearnedState, draft: str) -> LearnedState:
+    """Return ``learned`` with ``draft`` as the current draft: restored if it is parked, else from nothing.
+
+    Step times without draft passes stay. After a pause, tests for change points and hourly limits begin again.
+    """
+    new, learned = parked_of(learned, draft), _with_old_parked(learned)
+    return _with_current(learned, draft, new.rows, new)
+
+
+def with_promoted_draft(learned: LearnedState, draft: str) -> LearnedState:
+    """Return ``learned`` with ``draft`` as the current draft, which takes over what was learnt with the old one.
+
+    Rows and step times move to the new hash, because both drafts have the same shapes. What was measured with the new
+    draft itself goes before. A draft that had rows of its own, such as after a rollback, gets these back.
+    """
+    new = parked_of(learned, draft)
+    if new.rows:
+        return with_draft(learned, draft)
+    costs = {CellKey.of(cell): cell for cell in (*learned.costs, *new.costs)}
+    taken = DraftEstimates(
+        draft=draft,
+        acceptance=new.acceptance or learned.acceptance,
+        requests=new.requests or learned.requests,
+        costs=tuple(cell for cell in costs.values() if cell.draft_passes),
+    )
+    return _with_current(_with_old_parked(learned), draft, learned.rows, taken)
+
+
+def _with_old_parked(learned: LearnedState) -> LearnedState:
+    again = {"changed_at": 0.0}
+    old = DraftEstimates(
+        draft=learned.draft,
+        acceptance=tuple(c.model_copy(update={**again, "new_hits": 0.0, "new_total": 0.0}) for c in learned.acceptance),
+        requests=learned.requests,
+        costs=tuple(c.model_copy(update={**again, "new_values": ()}) for c in learned.costs if c.draft_passes),
+        rows=tuple(row.model_copy(update={"moves": ()}) for row in learned.rows),
+    )
+    if old.draft and (old.acceptance or old.requests or old.costs or old.rows):
+        return with_parked(learned, old)
+    return learned
+
+
+def _with_current(learned: LearnedState, draft: str, rows: tuple[RowState, ...], new: DraftEstimates) -> LearnedState:
+    plain: tuple[StepTimeCell, ...] = tuple(cell for cell in learned.costs if not cell.draft_passes)
+    return learned.model_copy(
+        update={
+            "draft": draft,
+            "rows": rows,
+            "acceptance": new.acceptance,
+            "requests": new.requests,
+            "costs": tuple(sorted((*plain, *new.costs), key=CellKey.of)),
+            "parked": tuple(parked for parked in learned.parked if parked.draft != draft),
+        }
+    )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specdecode_operator.kube.digests import text_digest
+from specdecode_operator.kube.apply import text_digest
 from specdecode_operator.kube.kinds import CONFIG_MAPS, Kind
 from specdecode_operator.manifests import state_config_map, state_name
 from specdecode_operator.state.draft_record import UNUSED, DraftRecord, parse_drafts, render_drafts

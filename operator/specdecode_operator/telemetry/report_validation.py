@@ -1,8 +1,4 @@
-"""Validation of reports: an invalid one is refused by the name of its field.
-
-A report is refused if it is too large, is not JSON, has a field of another type, a negative or infinite number, or a
-contract version that is not supported. Unknown fields come from a newer worker and are ignored. Pure.
-"""
+"""Validation of reports: their size, contract version and counters."""
 
 from __future__ import annotations
 
@@ -14,8 +10,43 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from specdecode_operator.errors import BadReport
-from specdecode_operator.telemetry.contract_versions import newer_note, version_problem
-from specdecode_worker.contract import CONTRACT_VERSION, FEATURES, MAX_REPORT_BYTES, Received, Report
+from specdecode_worker.contract import (
+    CONTRACT_VERSION,
+    FEATURES,
+    MAX_REPORT_BYTES,
+    SUPPORTED_CONTRACT_VERSIONS,
+    Received,
+    Report,
+)
+
+# Contract versions of workers: which ones the operator reads, and what to do about the others. Pure.
+
+
+def version_problem(version: int, supported: range = SUPPORTED_CONTRACT_VERSIONS) -> str | None:
+    """Return why reports of this contract version cannot be read, and what helps. Return None if they can."""
+    if version in supported:
+        return None
+    versions = f"this operator's {supported.start}..{supported.stop - 1}"
+    if version >= supported.stop:
+        return f"contract {version} is newer than {versions}: upgrade the operator"
+    # A restart alone is not enough: with updatePolicy OnSpecChange the pods would start from the same image again.
+    return (
+        f"contract {version} is older than {versions}: roll out newer workers "
+        "(set spec.workers.image, or spec.workers.updatePolicy: Automatic)"
+    )
+
+
+def newer_note(version: int) -> str:
+    """Return a note for an invalid report of a newer worker, which may use values that this operator cannot know."""
+    if version <= CONTRACT_VERSION:
+        return ""
+    return f" (contract {version}, this operator writes {CONTRACT_VERSION}; upgrade the operator)"
+
+
+# Validation of reports: an invalid one is refused by the name of its field.
+#
+# A report is refused if it is too large, is not JSON, has a field of another type, a negative or infinite number, or a
+# contract version that is not supported. Unknown fields come from a newer worker and are ignored. Pure.
 
 _TRIANGLE = len(FEATURES) * (len(FEATURES) + 1) // 2
 """Numbers in the upper triangle of a step cell's moment matrix."""

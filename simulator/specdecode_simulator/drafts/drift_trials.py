@@ -8,8 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from specdecode_operator.drafts.baseline import DAY_SECONDS, LEARNING_DAYS, Baseline, LearningBaseline
-from specdecode_operator.drafts.drift import BATCH_REQUESTS, DriftDetector, batches_between_alarms, excess_loss
+from specdecode_operator.drafts.drift import (
+    BATCH_REQUESTS,
+    DAY_SECONDS,
+    LEARNING_DAYS,
+    Baseline,
+    DriftDetector,
+    LearningBaseline,
+    batches_between_alarms,
+    excess_loss,
+)
 from specdecode_simulator.drafts.request_costs import DEFAULT_NOISE, CostNoise, draw_requests
 
 MIN_LOSS = 0.05

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.kube.apply import ChildApplier
-from specdecode_operator.kube.children import ChildRecord, project_child
+from specdecode_operator.kube.apply import ChildApplier, ChildRecord, project_child
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.kinds import CONFIG_MAPS, SERVICES, Child

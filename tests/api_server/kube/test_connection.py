@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.kube import connection
-from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
-from specdecode_operator.kube.connection import keepalive_socket
+from specdecode_operator.kube import client as connection
+from specdecode_operator.kube.client import KubeClient, keepalive_socket
+from specdecode_operator.kube.kinds import CONFIG_MAPS
 from support.kube import Cluster
 
 

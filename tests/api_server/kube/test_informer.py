@@ -12,8 +12,9 @@ import pytest
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.errors import Gone, Unavailable
 from specdecode_operator.kube import informer as informer_module
-from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
+from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer import Informer
+from specdecode_operator.kube.kinds import CONFIG_MAPS
 from specdecode_operator.types import Key
 from support.kube import Cluster as Kubectl
 from support.operators.kube_objects import config_map, seconds_until

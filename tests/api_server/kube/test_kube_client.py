@@ -16,8 +16,8 @@ from specdecode_operator.errors import (
     Refused,
     Unavailable,
 )
-from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
-from specdecode_operator.kube.kinds import PODS
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.kinds import CONFIG_MAPS, PODS
 from support.kube import Cluster as Kubectl
 from support.operators.kube_objects import config_map
 from support.operators.tcp_proxy import TcpProxy

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from specdecode_operator.errors import NotLeader
-from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.kinds import CONFIG_MAPS
 from specdecode_operator.kube.leader_election import LeaderElector
 from support.kube import Cluster
 from support.operators.kube_objects import config_map, seconds_until

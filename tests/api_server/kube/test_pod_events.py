@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+from specdecode_operator.controller.pods import mount_problem
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.pod_events import mount_problem
 from support.kube import Cluster
 
 

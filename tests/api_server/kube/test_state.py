@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.kinds import CONFIG_MAPS
 from specdecode_operator.state.learned import parse_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore

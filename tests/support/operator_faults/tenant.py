@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from specdecode_operator.manifests.merge import merged
+from specdecode_operator.manifests.pods import merged
 from support.kube import Manifest, wait_for
 from support.operator_faults.api_client import Api, ApiError
 from support.operator_faults.installation import is_ready

@@ -10,8 +10,7 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.drift_state import DriftState, TaskDrift
-from specdecode_operator.state.learned import LearnedState, parse_state, render_state
+from specdecode_operator.state.learned import DriftState, LearnedState, TaskDrift, parse_state, render_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import (

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from specdecode_operator.controller.deployment_loop import DeploymentLoop, Shared
+from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.errors import ClusterError
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DEPLOYMENTS, Kind
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.polling import WorkerAccess, WorkerPoll
 from specdecode_operator.telemetry.worker_client import Reading
-from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import ChildProblem, Key, Worker
 from specdecode_worker.contract import Plan, Report
 from support.operators.fleet import DEFAULTS, SPEC, deep

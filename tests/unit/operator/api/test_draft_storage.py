@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from specdecode_operator.api.distillation import DistillationSpec, DistillationStorageSpec
-from specdecode_operator.api.draft_rollout import DraftCandidateSpec
+from specdecode_operator.api.distillation import DistillationSpec, DistillationStorageSpec, DraftCandidateSpec
 
 
 @pytest.mark.parametrize(

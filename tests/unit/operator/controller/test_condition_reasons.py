@@ -8,14 +8,7 @@ from typing import get_args, get_type_hints
 
 from specdecode_operator.api.reasons import CONDITIONS, REASONS
 from specdecode_operator.api.v1alpha1 import ConditionType
-from specdecode_operator.controller.status import (
-    build,
-    conditions,
-    draft_freshness,
-    draft_rollout,
-    progress,
-    router_progress,
-)
+from specdecode_operator.controller.status import build, conditions, drafts
 from specdecode_operator.types import ScalingLimit, UnhealthyWorker
 
 NO_REASONS = {
@@ -30,8 +23,10 @@ NO_REASONS = {
     "Refused",
     "Unavailable",
     "CrashLoopBackOff",
+    "Pinned",
+    "Absent",
 }
-"""Capitalised words of the code that are statuses, kinds and foreign names."""
+"""Capitalised words of the code that are statuses, kinds, words of other fields of status, and foreign names."""
 
 
 GIVEN_ELSEWHERE: set[str] = set()
@@ -39,10 +34,7 @@ GIVEN_ELSEWHERE: set[str] = set()
 
 
 def reasons() -> set[str]:
-    sources = "".join(
-        Path(module.__file__).read_text()
-        for module in (build, conditions, draft_freshness, draft_rollout, progress, router_progress)
-    )
+    sources = "".join(Path(module.__file__).read_text() for module in (build, conditions, drafts))
     literals = set(re.findall(r"\"([A-Z][a-z]+(?:[A-Z][a-z]+)*)\"", sources)) - NO_REASONS
     foreign = {
         reason for kind in (ScalingLimit, UnhealthyWorker) for reason in get_args(get_type_hints(kind)["reason"])

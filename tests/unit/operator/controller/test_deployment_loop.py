@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 from specdecode_operator.controller import deployment_loop as module
 from specdecode_operator.controller.deployment_loop import DeploymentLoop, next_turn
 from specdecode_operator.errors import NotLeader, Unavailable
-from specdecode_operator.kube.children import ChildRecord
+from specdecode_operator.kube.apply import ChildRecord
 from specdecode_operator.types import PolicyPeers
 from support.operators.fleet import SimulatedWorker, Truth
 from support.operators.loop_bench import KEY, POD, Bench, Cluster, until

@@ -9,7 +9,7 @@ import pytest
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Condition, Status
-from specdecode_operator.controller.pod_status import worker_of
+from specdecode_operator.controller.pods import worker_of
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session

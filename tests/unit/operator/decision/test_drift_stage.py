@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.decision.drift_batches import MAX_LEARNING
-from specdecode_operator.drafts.baseline import LEARNING_DAYS
-from specdecode_operator.drafts.lifecycle_table import Phase
-from specdecode_operator.rollout.drift_worth import decode_seconds_per_day
+from specdecode_operator.decision.drift_stage import MAX_LEARNING
+from specdecode_operator.drafts.drift import LEARNING_DAYS
+from specdecode_operator.drafts.lifecycle import Phase
+from specdecode_operator.rollout.drift_run import decode_seconds_per_day
 from specdecode_operator.state.draft_record import DraftRecord
-from specdecode_operator.state.drift_state import ALL_TASKS, DriftState
-from specdecode_operator.state.learned import STATE_KEY, render_state
+from specdecode_operator.state.learned import ALL_TASKS, STATE_KEY, DriftState, render_state
 from specdecode_worker.contract import TrialState
 from support.operators.drifting import SLOWER, USUAL, Drifting, Pod, drifting
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import ModelStatus, Status
-from specdecode_operator.controller.pod_status import worker_of
+from specdecode_operator.controller.pods import worker_of
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.revisions import settle_revisions
+from specdecode_operator.decision.materialise_stage import settle_revisions
 from specdecode_operator.manifests import pod_template
 from specdecode_operator.state.learned import parse_state, render_state
 from specdecode_operator.state.session import Session

@@ -16,10 +16,10 @@ from specdecode_operator.drafts.crossover import (
     CrossoverTuning,
     Evidence,
     Verdict,
+    increments,
     pair_difference,
     task_differences,
 )
-from specdecode_operator.drafts.evidence import increments
 from specdecode_worker.contract import candidate_first
 
 TUNING = CrossoverTuning()

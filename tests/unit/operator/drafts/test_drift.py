@@ -7,15 +7,19 @@ import random
 
 import pytest
 
-from specdecode_operator.drafts.baseline import DAY_SECONDS, LEARNING_DAYS, Baseline, LearningBaseline
 from specdecode_operator.drafts.drift import (
+    DAY_SECONDS,
+    LEARNING_DAYS,
+    Baseline,
     Cause,
     DriftDetector,
+    LearningBaseline,
+    TaskLoss,
     batches_between_alarms,
     cause_of_loss,
     excess_loss,
+    worth_of_run,
 )
-from specdecode_operator.drafts.worth import TaskLoss, worth_of_run
 
 
 def cost_at(at: float) -> float:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from specdecode_operator.drafts.schedule import next_time
+from specdecode_operator.drafts.drift import next_time
 
 WEDNESDAY = datetime(2026, 11, 25, 3, 45, 30, tzinfo=UTC)
 

@@ -8,8 +8,7 @@ import pytest
 
 from specdecode_operator.api.v1alpha1 import KIND
 from specdecode_operator.errors import ClusterError, NotLeader, Refused, Unavailable
-from specdecode_operator.kube.apply import ChildApplier
-from specdecode_operator.kube.children import ChildRecord, project_child
+from specdecode_operator.kube.apply import ChildApplier, ChildRecord, project_child
 from specdecode_operator.kube.kinds import CONFIG_MAPS, FIELD_MANAGER, Child
 from specdecode_operator.types import ChildProblem
 from support.operators.kube_objects import config_map, owned

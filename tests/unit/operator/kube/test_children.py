@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import KIND
-from specdecode_operator.kube.children import project_child
+from specdecode_operator.kube.apply import project_child
 from specdecode_operator.kube.kinds import CONFIG_MAPS, FIELD_MANAGER
 from support.operators.kube_objects import config_map, owned
 

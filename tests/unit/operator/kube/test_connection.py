@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from specdecode_operator.kube.connection import environment_proxy, keepalive_socket
+from specdecode_operator.kube.client import environment_proxy, keepalive_socket
 from support.tiers import skip_reason
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.errors import Unavailable
-from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.declared_fields import REMEMBER_SECONDS, DeclaredFields
+from specdecode_operator.kube.client import REMEMBER_SECONDS, DeclaredFields, KubeClient
 
 STATUS = {
     "replicas": 1,

@@ -12,10 +12,8 @@ import pytest
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.errors import Gone, Refused, Unavailable
 from specdecode_operator.kube import informer as informer_module
-from specdecode_operator.kube.informer import Informer
-from specdecode_operator.kube.informer_set import InformerSet
+from specdecode_operator.kube.informer import Informer, InformerSet, ObjectStore
 from specdecode_operator.kube.kinds import PODS
-from specdecode_operator.kube.object_store import ObjectStore
 from specdecode_operator.types import Key
 
 A, B = ("ns", "a"), ("ns", "b")

@@ -20,9 +20,8 @@ from specdecode_operator.errors import (
     Refused,
     Unavailable,
 )
-from specdecode_operator.kube.api_errors import translate, watch_error
-from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
-from specdecode_operator.kube.kinds import LEASES
+from specdecode_operator.kube.client import KubeClient, translate, watch_error
+from specdecode_operator.kube.kinds import CONFIG_MAPS, LEASES
 from support.operators.kube_objects import config_map
 
 

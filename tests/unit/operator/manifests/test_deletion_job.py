@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from specdecode_operator.manifests import identity
-from specdecode_operator.manifests.deletion_job import deletion_job, deletion_job_name
-from specdecode_operator.manifests.distillation_job import GRACE_SECONDS, RUN_LABEL, distillation_job
-from specdecode_operator.rollout.run_end import POD_END_SECONDS
+from specdecode_operator.manifests.jobs import (
+    GRACE_SECONDS,
+    RUN_LABEL,
+    deletion_job,
+    deletion_job_name,
+    distillation_job,
+)
+from specdecode_operator.rollout.runs import POD_END_SECONDS
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Manifest
 from specdecode_worker.__main__ import main

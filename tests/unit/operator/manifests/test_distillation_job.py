@@ -9,7 +9,7 @@ import pytest
 
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests import identity
-from specdecode_operator.manifests.distillation_job import (
+from specdecode_operator.manifests.jobs import (
     DEADLINE_MARGIN_SECONDS,
     check_job_template,
     distillation_job,

@@ -13,7 +13,7 @@ from specdecode_operator.merging.choice import Limits, all_declared, next_step, 
 from specdecode_operator.merging.options import Option
 from specdecode_operator.merging.subsets import subsets_of
 from specdecode_operator.merging.tuning import TUNING
-from specdecode_operator.state.cells import MergeChoice
+from specdecode_operator.state.learned import MergeChoice
 
 NOW = 10_000.0
 DECLARED = ("lookup", "head")

@@ -13,8 +13,15 @@ from specdecode_operator.merging.credit import COMMON, carried, counts_of, learn
 from specdecode_operator.merging.subsets import Credit, TaskDrafts, subsets_of
 from specdecode_operator.merging.tuning import TUNING
 from specdecode_operator.planning.loads import buckets
-from specdecode_operator.state.cells import CreditCell, MergeChoice
-from specdecode_operator.state.learned import STATE_KEY, AcceptanceCell, LearnedState, parse_state, render_state
+from specdecode_operator.state.learned import (
+    STATE_KEY,
+    AcceptanceCell,
+    CreditCell,
+    LearnedState,
+    MergeChoice,
+    parse_state,
+    render_state,
+)
 from specdecode_operator.telemetry.counters import Hits
 from specdecode_operator.telemetry.deltas import Delta, difference, fleet
 from specdecode_operator.types import Observation

@@ -17,8 +17,7 @@ from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import Bounds
 from specdecode_operator.planning.workload import tasks_at
-from specdecode_operator.state.cells import CreditCell
-from specdecode_operator.state.learned import LearnedState, RowState
+from specdecode_operator.state.learned import CreditCell, LearnedState, RowState
 from specdecode_worker.contract import TreeShape
 from support.operators.estimates import FULL, chances, spec
 

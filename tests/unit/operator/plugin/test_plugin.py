@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.plugin.explain import explain
-from specdecode_operator.plugin.overview import HEAD, detail, mode_of, overview
-from specdecode_operator.plugin.past import past
+from specdecode_operator.plugin.explain import explain, past
+from specdecode_operator.plugin.overview import HEAD, age, detail, figure, mode_of, overview, percent, table
 from specdecode_operator.plugin.simulation import document
-from specdecode_operator.plugin.text import age, figure, percent, table
 from specdecode_operator.state.learned import AcceptanceCell, DraftEstimates
 from specdecode_operator.telemetry.counters import CellKey, Moments
 from support.operators.fleet import Loop, Truth, loop_over, with_pause, with_pin

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from specdecode_operator.decision.record_stage import is_urgent
-from specdecode_operator.drafts.lifecycle_table import Phase
+from specdecode_operator.drafts.lifecycle import Phase
 from specdecode_operator.errors import SpecError
-from specdecode_operator.rollout.drift_worth import first_run_seconds, worth_of_drift
+from specdecode_operator.rollout.drift_run import first_run_seconds, worth_of_drift
 from specdecode_operator.state.draft_record import UNUSED, DraftRecord, RunRecord, parse_drafts, render_drafts
 from support.operators.drifting import SLOWER, Drifting, drifting
 

@@ -13,9 +13,8 @@ from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.events import event_notices
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.drift_metrics import DRIFT_EVIDENCE, DRIFT_LOSS
-from specdecode_operator.plugin.explain import explain
-from specdecode_operator.plugin.past import past
+from specdecode_operator.metrics import DRIFT_EVIDENCE, DRIFT_LOSS
+from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.types import Observation, Outcome
 from support.operators.drifting import DAY, SLOWER, USUAL, Drifting, drifting
 from support.operators.fleet import DEFAULTS, workload_with

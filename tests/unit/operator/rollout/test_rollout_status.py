@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator import metrics, run_metrics
+from specdecode_operator import metrics
+from specdecode_operator import metrics as run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
 from specdecode_operator.controller.events import event_notices
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.plugin.drafts import drafts
-from specdecode_operator.plugin.explain import explain
-from specdecode_operator.plugin.past import past
+from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.state.draft_record import UNUSED
 from specdecode_operator.types import Observation, Outcome
 from support.operators.canary import CANDIDATE, NEW, OLD, Canary, canary_with, refusal_of, resource_of, trying

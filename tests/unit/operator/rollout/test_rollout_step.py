@@ -9,8 +9,8 @@ import pytest
 from specdecode_operator.drafts.crossover import Crossover, CrossoverTuning, Evidence
 from specdecode_operator.rollout.rollout_step import MAX_PAIRS
 from specdecode_operator.rollout.trial_evidence import count_pairs, gain_of, verdict_of
-from specdecode_operator.state.cells import AcceptanceCell, RowState, StepTimeCell
 from specdecode_operator.state.draft_record import UNUSED, TrialRecord
+from specdecode_operator.state.learned import AcceptanceCell, RowState, StepTimeCell
 from specdecode_worker.contract import Artifact, TrialState
 from support.operators.canary import CANDIDATE, NEW, OLD, Canary, Pod, canary_with, pair, trying
 from support.operators.fleet import deployment_with, with_pause

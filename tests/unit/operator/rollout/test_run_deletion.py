@@ -10,8 +10,7 @@ import pytest
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.drafts.job_status import JobState, JobStatus
-from specdecode_operator.rollout.run_deletion import FIRST_RETRY_SECONDS, needed_drafts
-from specdecode_operator.rollout.run_end import POD_END_SECONDS
+from specdecode_operator.rollout.runs import FIRST_DELETION_RETRY_SECONDS, POD_END_SECONDS, needed_drafts
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.types import Observation, Outcome
 from support.operators.canary import CANDIDATE, DISTILLATION, NEW, OLD, TRAINED, Canary, distilling, verdict
@@ -116,7 +115,7 @@ def test_a_deletion_that_fails_is_repeated_later_and_the_status_says_why() -> No
     canary.tick()
     assert canary.jobs == []
     assert "which failed: Read-only file system" in reason_of(canary)
-    canary.tick(FIRST_RETRY_SECONDS - 10)
+    canary.tick(FIRST_DELETION_RETRY_SECONDS - 10)
     assert len(deletions(canary)) == 1
     canary.tick(10)
     assert len(deletions(canary)) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.drafts.job_status import JobState, JobStatus
-from specdecode_operator.rollout.run_end import recovery_of
+from specdecode_operator.rollout.runs import recovery_of
 from specdecode_worker.contract import Artifact, CaptureRules
 from support.operators.canary import CANDIDATE, DISTILLATION, OLD, TRAINED, Canary, capturing, distilling, verdict
 from support.operators.fleet import with_pause

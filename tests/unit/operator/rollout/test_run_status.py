@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator import metrics, run_metrics
+from specdecode_operator import metrics
+from specdecode_operator import metrics as run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.drafts.job_status import JobState, JobStatus

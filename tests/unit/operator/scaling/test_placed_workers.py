@@ -8,7 +8,7 @@ import pytest
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.scaling import TUNING, Placement, is_complete, placement_of, placement_problem
-from specdecode_operator.scaling.placement import follow_placement
+from specdecode_operator.scaling.replicas import follow_placement
 from specdecode_operator.state.learned import ScalingState
 from specdecode_operator.types import Worker
 from support.operators.fleet import SimulatedWorker, Truth, workload_with

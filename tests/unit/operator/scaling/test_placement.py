@@ -19,7 +19,7 @@ from specdecode_operator.scaling import (
     ServiceLoad,
     scale,
 )
-from specdecode_operator.scaling.placement import follow_placement, upper_bound
+from specdecode_operator.scaling.replicas import follow_placement, upper_bound
 from specdecode_operator.state.learned import ScalingState
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Capacity, Worker

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.controller.pod_status import worker_of
+from specdecode_operator.controller.pods import worker_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Observation, Worker

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.state.cells import CreditCell, MergeChoice
 from specdecode_operator.state.learned import (
     AcceptanceCell,
+    CreditCell,
     DraftEstimates,
     LearnedState,
+    MergeChoice,
     PodState,
     PodTaskState,
     RequestCell,

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from specdecode_operator.decision.learn_stage import count_silent
+from specdecode_operator.decision.learn_stage import STALE_LOOKS, count_silent, stale_workers
 from specdecode_operator.state.session import Session
-from specdecode_operator.telemetry.staleness import STALE_LOOKS, stale
 from specdecode_operator.types import Observation, Worker
 from specdecode_worker.contract import DraftState, Report
 
@@ -38,7 +37,7 @@ def after(*rounds: Round, ticks: int = 1, worker: Worker = POD) -> dict[str, str
             read_worker = replace(worker, report=read.report, report_problem=read.problem)
             observed = Observation(workload=None, workers=(read_worker,), session=session, round=read.number)
             session = replace(session, silent=count_silent(observed, read.at), round=read.number)
-    return stale(observed, session, rounds[-1].at)
+    return stale_workers(observed, session, rounds[-1].at)
 
 
 def test_a_worker_is_stale_after_rounds_and_time() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.errors import ClusterError, Conflict, Refused
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import Kind
-from specdecode_operator.training_jobs.job_writer import JobWriter
 from specdecode_operator.types import TrainingJob
 
 KEY = ("ns", "demo")

@@ -1,24 +1,45 @@
-"""Events of a training run: a request, enough captured requests, and the state of the Job. Pure.
-
-A run has an id that is never used twice. The Job of a run is created while ``job_uid`` of the stored run is empty, and
-is lost if it was seen and is gone. Both follow from the record and from what is in the cluster, so that an operator
-that was killed at any write creates no second Job.
-"""
+"""Training runs: when one begins, what ends it, and what is deleted after it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from specdecode_operator.api.v1alpha1 import DistillationCaptureSpec, Spec, seconds_of
-from specdecode_operator.drafts.lifecycle import Event
-from specdecode_operator.drafts.lifecycle_table import EventKind, Phase
-from specdecode_operator.drafts.run_obstacle import obstacle_in_phase, obstacle_in_spec
-from specdecode_operator.drafts.run_places import deletion_id, problem_of_draft, published_prefix
-from specdecode_operator.rollout.observed_events import Detection, Detector, Facts, begun_from, spec_hash_of
+from specdecode_operator.api.status import RunOutcome
+from specdecode_operator.api.v1alpha1 import (
+    DistillationCaptureSpec,
+    DraftLineageStatus,
+    DraftRunEndStatus,
+    Spec,
+    seconds_of,
+)
+from specdecode_operator.drafts.job_status import (
+    deletion_id,
+    obstacle_in_phase,
+    obstacle_in_spec,
+    problem_of_draft,
+    published_hash,
+    published_prefix,
+)
+from specdecode_operator.drafts.lifecycle import Event, EventKind, Phase
+from specdecode_operator.rollout.observed_events import (
+    Detection,
+    Detector,
+    Facts,
+    begun_from,
+    candidate_name,
+    spec_hash_of,
+)
 from specdecode_operator.state.draft_record import DraftRecord, RunRecord
+from specdecode_operator.times import back_off, iso
 from specdecode_operator.types import Deployment, Observation, TrainingJob
 from specdecode_worker.contract.distillation import DistillationVerdict
+
+# Events of a training run: a request, enough captured requests, and the state of the Job. Pure.
+#
+# A run has an id that is never used twice. The Job of a run is created while ``job_uid`` of the stored run is empty,
+# and is lost if it was seen and is gone. Both follow from the record and from what is in the cluster, so that an
+# operator that was killed at any write creates no second Job.
 
 LOSS_LIMIT = 3
 """Losses of a run's Job after which the run fails."""
@@ -234,3 +255,161 @@ def find_run_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
 
 RUN_DETECTORS: tuple[Detector, ...] = (find_run_request, find_run_event, find_run_time_over)
 """Detectors of training runs, in their order. They run for deployments without a rollout too."""
+
+
+# Deletion of what runs and drafts leave on the claim: the folder of a run without a verdict, and old drafts. Pure.
+#
+# A Job deletes its text before it writes a verdict, and everything of earlier runs before it begins. A Job that was
+# killed deletes nothing, and the next run may be far away. Therefore another Job deletes the folder of such a run.
+
+FIRST_DELETION_RETRY_SECONDS, MAX_DELETION_RETRY_SECONDS = 600.0, 86_400.0
+"""Pause after a Job that could not delete the folder; it doubles from failure to failure."""
+
+
+def find_run_deletion(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Take note of the end of the Job that deletes the folder of a run."""
+    run = record.undeleted_run
+    if run is None:
+        return None
+    job = next(jobs_with_id(facts.observed.jobs, facts.deployment, deletion_id(run.id)), None)
+    if job is None or job.deleting or not job.status.state.is_final or facts.now < run.retry_at:
+        return None
+    if job.status.completed:
+        return Detection(record=record.model_copy(update={"undeleted_run": None}))
+    failures = run.losses + 1
+    pause = back_off(failures, first=FIRST_DELETION_RETRY_SECONDS, most=MAX_DELETION_RETRY_SECONDS)
+    noted = {"losses": failures, "reason": job.status.reason, "retry_at": facts.now + pause}
+    return Detection(record=record.model_copy(update={"undeleted_run": run.model_copy(update=noted)}))
+
+
+def run_to_delete(deployment: Deployment, observed: Observation, now: float) -> RunRecord | None:
+    """Return the run whose folder a Job is to delete now; None without one, and while a Job of it exists."""
+    run = observed.session.drafts.undeleted_run
+    if run is None or now < run.retry_at or observed.jobs_problem:
+        return None
+    mine = (job for one in (run.id, deletion_id(run.id)) for job in jobs_with_id(observed.jobs, deployment, one))
+    return run if next(mine, None) is None else None
+
+
+def needed_drafts(deployment: Deployment, record: DraftRecord, place: str, uris: Iterable[str]) -> tuple[str, ...]:
+    """Return the hashes of the published drafts that a Job must not delete.
+
+    Args:
+        deployment: The resource.
+        record: Its stored rollout.
+        place: URI below which the drafts lie.
+        uris: URIs of all drafts of the spec.
+    """
+    candidate = deployment.spec.draft_rollout.candidate
+    known = {record.current, record.candidate, record.previous or "", record.spec_hash}
+    known |= {entry.hash for entry in record.lineage} | set(record.uris)
+    if candidate is not None:
+        known.add(candidate_name(candidate))
+    prefix = published_prefix(place, deployment.name)
+    named = {
+        published_hash(uri, prefix) for uri in (*uris, *record.uris.values(), *([candidate.uri] if candidate else []))
+    }
+    return tuple(sorted((known | named) - {""}))
+
+
+# End of a training run in the stored record: its outcome, its numbers, and the lineage of a draft without a trial.
+
+_OUTCOMES: dict[EventKind, RunOutcome] = {
+    EventKind.JOB_BETTER: "Better",
+    EventKind.JOB_NOT_BETTER: "NotBetter",
+    EventKind.JOB_FAILED: "Failed",
+    EventKind.CAPTURES_POISONED: "Poisoned",
+    EventKind.TIME_OVER: "Expired",
+    EventKind.USER_REJECT: "Rejected",
+    EventKind.USER_ROLLBACK: "Rejected",
+    EventKind.DRAFT_CHANGED: "Superseded",
+    EventKind.TARGET_CHANGED: "Superseded",
+}
+"""Outcome of a run by the event that ended it."""
+_WITHOUT_TEXT = ("Better", "NotBetter", "Poisoned")
+"""Outcomes of runs whose Job deleted their text before it wrote its verdict."""
+POD_END_SECONDS = 180.0
+"""Time in which the pods of a deleted Job have ended: their grace period and a minute."""
+
+
+def with_run_end(detection: Detection, after: DraftRecord, spec: Spec, now: float) -> DraftRecord:
+    """Return the record after an event with the end of its run, if the event ended one.
+
+    Args:
+        detection: The event, with the record before it.
+        after: Record after it.
+        spec: Spec of the deployment.
+        now: Operator's clock, in seconds.
+    """
+    before, event, verdict = detection.record, detection.event, detection.verdict
+    if event is None or before.phase not in RUN_PHASES or after.phase in RUN_PHASES:
+        return after
+    outcome = _OUTCOMES.get(event.kind, "Failed")
+    ended = _ended(before, outcome, detection, spec, now)
+    update: dict[str, object] = {
+        "run": None,
+        "last_run": ended,
+        "last_verdict": f"run {ended.id}: {outcome}: {detection.reason}"[:1000],
+        "run_outcomes": {**before.run_outcomes, outcome: before.run_outcomes.get(outcome, 0) + 1},
+    }
+    if (
+        before.run is not None
+        and before.run.claim
+        and before.phase is Phase.DISTILLING
+        and outcome not in _WITHOUT_TEXT
+    ):
+        # Its Job may have left captured text. A Job of its own deletes it, as soon as the pods have ended.
+        wait = {"job_uid": "", "losses": 0, "reason": "", "retry_at": now + POD_END_SECONDS}
+        update["undeleted_run"] = before.run.model_copy(update=wait)
+    if outcome in ("Better", "NotBetter"):
+        update["runs_not_better"] = 0 if outcome == "Better" else before.runs_not_better + 1
+        update["run_device_seconds"] = ended.device_seconds
+    if outcome == "Better" and verdict is not None and before.run is not None:
+        recovery = recovery_of(verdict, before.run.loss)
+        update["recovery"] = before.recovery if recovery is None else recovery
+    if after.phase is Phase.PROMOTING:
+        entry = DraftLineageStatus(
+            hash=after.current,
+            uri=after.uris.get(after.current),
+            time=iso(now),
+            outcome="Promoted",
+            gain_percent=ended.gain_percent,
+            reason=f"mode Direct: {detection.reason}"[:1000],
+        )
+        after = after.with_ended(entry)
+    return after.model_copy(update=update)
+
+
+def recovery_of(verdict: DistillationVerdict, loss: float) -> float | None:
+    """Return the share of a loss that a new draft recovers: the device time that it saves, over the time lost.
+
+    None if the loss is unknown or the verdict has no gain.
+    """
+    if verdict.gain is None or loss <= 0:
+        return None
+    gain = max(verdict.gain.estimate, 0.0)
+    return min(1.0, gain / (1 + gain) / loss)
+
+
+def _ended(before: DraftRecord, outcome: RunOutcome, detection: Detection, spec: Spec, now: float) -> DraftRunEndStatus:
+    verdict = detection.verdict
+    ended = DraftRunEndStatus(
+        id=before.run.id if before.run else "-", time=iso(now), outcome=outcome, reason=detection.reason[:1000]
+    )
+    if verdict is None:
+        return ended
+    gain = verdict.gain
+    return ended.model_copy(
+        update={
+            "hash": verdict.draft.hash if verdict.draft else None,
+            "gain_percent": _percent(gain.estimate) if gain else None,
+            "least_gain_percent": _percent(gain.lower) if gain else None,
+            "most_gain_percent": _percent(gain.upper) if gain else None,
+            "conversations": verdict.conversations,
+            "device_seconds": round(verdict.seconds * max(1, spec.distillation.job_devices), 1),
+        }
+    )
+
+
+def _percent(share: float) -> float:
+    return round(100 * share, 1)

@@ -1,9 +1,4 @@
-"""Job that distils a draft: a Job of batch/v1 around ``specdecode-worker distill --job``.
-
-It is created once and never applied again, because Kueue changes it: it sets ``suspend`` and adds node selectors.
-Checkpoints and data lie in the run's folder on the claim of new drafts, so that a new pod goes on where the last one
-was. With a bucket they lie in a folder of the pod, and a new pod begins anew.
-"""
+"""Jobs of batch/v1: one that trains a draft, and one that deletes the folder of a run that ended without a verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, DistillationCaptureSpec, object_in, seconds_of, without_devices
-from specdecode_operator.drafts.run_places import published_prefix
+from specdecode_operator.drafts.job_status import deletion_id, published_prefix, run_folder
 from specdecode_operator.manifests.config import CACHE_DIR, TLS_DIR, unpinned_uris, whole_cores
 from specdecode_operator.manifests.identity import (
     NAME_LABEL,
@@ -24,9 +19,24 @@ from specdecode_operator.manifests.identity import (
     metadata,
     tokens_name,
 )
-from specdecode_operator.manifests.merge import merged
-from specdecode_operator.manifests.run_storage import bucket_environment, run_mount, run_out, run_volume
-from specdecode_operator.manifests.security import container_security_context, pod_security_context
+from specdecode_operator.manifests.pods import (
+    CLAIMS_DIR,
+    REVISIONS_PATH,
+    bucket_environment,
+    claim_volume,
+    merged,
+    pod_security_context,
+    pull_mounts,
+    run_mount,
+    run_out,
+    run_volume,
+    secret_variable,
+    secret_volume,
+    torch_environment,
+    torch_mounts,
+    volumes,
+    worker_container,
+)
 from specdecode_operator.manifests.template import (
     FLEET_TEMPLATE,
     labelled,
@@ -34,19 +44,16 @@ from specdecode_operator.manifests.template import (
     pull_secrets,
     user_settings,
 )
-from specdecode_operator.manifests.volumes import (
-    REVISIONS_PATH,
-    pull_mounts,
-    secret_variable,
-    secret_volume,
-    torch_environment,
-    torch_mounts,
-    volumes,
-)
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
 from specdecode_worker.contract.distillation import JOB_CONTAINER
+
+# Job that distils a draft: a Job of batch/v1 around ``specdecode-worker distill --job``.
+#
+# It is created once and never applied again, because Kueue changes it: it sets ``suspend`` and adds node selectors.
+# Checkpoints and data lie in the run's folder on the claim of new drafts, so that a new pod goes on where the last one
+# was. With a bucket they lie in a folder of the pod, and a new pod begins anew.
 
 RUN_LABEL = f"{GROUP}/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -184,23 +191,12 @@ def job_pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     }
 
 
-def job_container(deployment: Deployment, defaults: Defaults, name: str) -> dict[str, Any]:
-    """Return the fields that all containers of Jobs have."""
-    return {
-        "name": name,
-        "image": deployment.spec.workers.image or defaults.worker_image,
-        "imagePullPolicy": defaults.worker_image_pull_policy,
-        "securityContext": container_security_context(),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-    }
-
-
 def _pull(deployment: Deployment, run: RunRecord, defaults: Defaults) -> dict[str, Any]:
     """Return the init container that fetches target and draft, as in a worker."""
     spec = deployment.spec
     uris = dict.fromkeys([spec.model.target, run.draft_uri])
     return {
-        **job_container(deployment, defaults, "pull"),
+        **worker_container(deployment.spec, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *uris],
         "env": pull_environment(spec, defaults),
         "resources": without_devices(spec.distillation.job_resources),
@@ -226,7 +222,7 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: S
         *bucket_environment(spec),
     ]
     return {
-        **job_container(deployment, defaults, JOB_CONTAINER),
+        **worker_container(deployment.spec, defaults, JOB_CONTAINER),
         "command": ["specdecode-worker", "distill", *arguments(deployment, run, keep)],
         "env": env,
         "resources": {},
@@ -285,3 +281,55 @@ def _prompts(deployment: Deployment) -> list[dict[str, Any]]:
     reference = deployment.spec.distillation.prompts_config_map_ref
     items = [{"key": key, "path": key} for key in (GOLDEN, REPLAY)]
     return [{"configMap": {"name": reference.name, "items": items}}] if reference else []
+
+
+# Job that deletes the folder of a training run that ended without a verdict, with the captured text in it.
+#
+# It runs where the training ran and with the same user, so that it can mount the claim and write to it, and needs no
+# device. Containers and volumes of the user's template are left out: they are those of the training.
+
+DEADLINE_SECONDS = 1800
+"""Time for all pods of the Job, with pulling the image."""
+_RESOURCES = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "512Mi"}}
+
+
+def deletion_job_name(deployment: str, run: str) -> str:
+    """Return the name of the Job."""
+    return job_label(f"{deployment}-delete-{run}")
+
+
+def deletion_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> Manifest:
+    """Return the Job. It has no queue: a queue that is full must not keep captured text."""
+    made = metadata(deployment, deletion_job_name(deployment.name, run.id))
+    labels = job_labels(made["labels"], deployment, deletion_id(run.id))
+    folder = f"{CLAIMS_DIR}/{run.claim}"
+    container = {
+        **worker_container(deployment.spec, defaults, JOB_CONTAINER),
+        "command": ["specdecode-worker", "capture", "prune", f"{folder}/{run_folder(deployment.name, run.id)}"],
+        "env": [{"name": "HOME", "value": "/tmp"}],
+        "resources": _RESOURCES,
+        "volumeMounts": [{"name": claim_volume(run.claim), "mountPath": folder}],
+    }
+    volume = {"name": claim_volume(run.claim), "persistentVolumeClaim": {"claimName": run.claim}}
+    pod = {**job_pod(deployment, defaults), "containers": [container], "volumes": [volume]}
+    template = deployment.spec.distillation.job_template
+    given = object_in(object_in(template, "metadata"), "labels")
+    users = {
+        "metadata": {
+            **object_in(template, "metadata"),
+            "labels": {name: value for name, value in given.items() if name != QUEUE_LABEL},
+        },
+        "spec": without_containers(object_in(template, "spec")),
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {**made, "labels": labels},
+        "spec": {
+            "backoffLimit": BACKOFF_LIMIT,
+            "activeDeadlineSeconds": DEADLINE_SECONDS,
+            "completions": 1,
+            "parallelism": 1,
+            "template": job_template(pod, labels, users, defaults),
+        },
+    }
