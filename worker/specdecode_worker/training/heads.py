@@ -181,7 +181,7 @@ def new_draft_model(target: CausalLM, layers: int) -> CausalLM:
 
 
 @dataclass(frozen=True, slots=True)
-class NewDraft:
+class TrainableKind:
     """Kind of draft that training can start from the target's weights.
 
     ``make`` gets the target, the draft vocabulary, the number of layers and the depth. The draft has a vocabulary of
@@ -193,13 +193,13 @@ class NewDraft:
     distilled: bool = False
 
 
-NEW_DRAFTS: dict[Method, NewDraft] = {
-    "eagle3": NewDraft(lambda target, known, layers, _: new_head(target, known, layers), True, True),
-    "peagle": NewDraft(lambda target, known, layers, _: new_peagle(target, known, layers), True, True),
-    "dflash": NewDraft(lambda target, _, layers, depth: new_dflash(target, layers, depth), distilled=True),
-    "eagle": NewDraft(lambda target, _, layers, __: new_eagle(target, layers)),
-    "medusa": NewDraft(lambda target, known, _, depth: new_medusa(target, known, depth), True),
-    "draft-model": NewDraft(lambda target, _, layers, __: new_draft_model(target, max(2, layers))),
+NEW_DRAFTS: dict[Method, TrainableKind] = {
+    "eagle3": TrainableKind(lambda target, known, layers, _: new_head(target, known, layers), True, True),
+    "peagle": TrainableKind(lambda target, known, layers, _: new_peagle(target, known, layers), True, True),
+    "dflash": TrainableKind(lambda target, _, layers, depth: new_dflash(target, layers, depth), distilled=True),
+    "eagle": TrainableKind(lambda target, _, layers, __: new_eagle(target, layers)),
+    "medusa": TrainableKind(lambda target, known, _, depth: new_medusa(target, known, depth), True),
+    "draft-model": TrainableKind(lambda target, _, layers, __: new_draft_model(target, max(2, layers))),
 }
 """Drafts that can be trained, by method."""
 
