@@ -43,7 +43,7 @@ from specdecode_worker.contract import (
 from specdecode_worker.core.messages import Sampling, Submit
 from specdecode_worker.guided.guide import Guide
 from specdecode_worker.models.fetch import default_cache_dir
-from specdecode_worker.sampling.masks import TokenMasks
+from specdecode_worker.sampling.sampler import TokenMasks
 
 LOOKUP = "lookup"
 """Name of the draft that looks up the prompt."""

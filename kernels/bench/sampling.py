@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from timing import DEVICE, buffers, seconds
 
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.top_k.op import top_k
 from specdecode_kernels.verify.op import choose
 
@@ -21,7 +22,7 @@ def measure(rows: int, rate: float, vocabulary: int = VOCABULARY) -> dict[str, A
     many = [logits, *(logits.clone() for _ in range(buffers(logits.nbytes) - 1))]
     drafts, ids = [one[:, :proposed].contiguous() for one in many], torch.arange(proposed, device=DEVICE) * 4
     temperature, seeds = torch.ones(rows, device=DEVICE), torch.arange(rows, device=DEVICE)
-    cuts = (torch.full((rows,), 50, device=DEVICE), torch.full((rows,), 0.95, device=DEVICE), 0 * temperature)
+    cuts = Truncation(torch.full((rows,), 50, device=DEVICE), torch.full((rows,), 0.95, device=DEVICE), 0 * temperature)
     law = {"temperature_R": temperature, "seed_R": seeds, "position_R": seeds, "vocab_size": vocabulary}
     greedy = 0 * temperature
     took = seconds(*(partial(choose, one, temperature, seeds, seeds) for one in many))

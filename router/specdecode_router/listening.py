@@ -18,7 +18,7 @@ from specdecode_router.frontend.application import build_application
 from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.settings import RouterSettings
-from specdecode_worker.http_edge.tls import TlsCertificate, UnusableCertificate
+from specdecode_worker.http_edge import TlsCertificate, UnusableCertificate
 
 log = logging.getLogger(__name__)
 

@@ -43,8 +43,7 @@ from specdecode_router.workers.load_poller import LoadPoller
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract import Env
-from specdecode_worker.http_edge.body_budget import BodyBudget
-from specdecode_worker.http_edge.tls import TlsCertificate
+from specdecode_worker.http_edge import BodyBudget, TlsCertificate
 
 log = logging.getLogger(__name__)
 

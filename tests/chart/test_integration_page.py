@@ -16,7 +16,6 @@ HEALTH_KEY = f"resource.customizations.health.{GROUP}_{KIND}"
 FOREIGN = {
     ("v1", "ConfigMap"),
     ("argoproj.io/v1alpha1", "Application"),
-    ("kustomize.toolkit.fluxcd.io/v1", "Kustomization"),
     ("keda.sh/v1alpha1", "ScaledObject"),
     ("cert-manager.io/v1", "ClusterIssuer"),
     ("cert-manager.io/v1", "Certificate"),

@@ -115,7 +115,7 @@ CUTS = (torch.tensor([0, 50, 0, 20] * (ROWS // 4)), torch.tensor([0.95, 1.0, 1.0
 
 def rows_of(dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
     """Return (logits, temperature, truncation, seeds, positions)."""
-    truncation = (CUTS[0].to(CUDA), CUTS[1].to(CUDA), torch.full((ROWS,), 1e-4, device=CUDA))
+    truncation = sample_reference.Truncation(CUTS[0].to(CUDA), CUTS[1].to(CUDA), torch.full((ROWS,), 1e-4, device=CUDA))
     seeds = torch.arange(ROWS, device=CUDA) * 2**40 + 7
     return 3 * random(ROWS, VOCABULARY, dtype=dtype), TEMPERATURE.to(CUDA), truncation, seeds, seeds % 10_007
 

@@ -208,7 +208,7 @@ def test_rows_are_sampled_as_in_the_reference(vocab: int, cuts: bool, mapped: bo
         "temperature_R": temperature_R,
         "seed_R": torch.tensor([3, 5, 2**40, 5]),
         "position_R": torch.tensor([7, 7, 2**33, 7]),
-        "truncation": tuple(truncation) if cuts else None,
+        "truncation": reference.Truncation(*truncation) if cuts else None,
     }
     logits = logits_of(len(rows), vocab, 2, dtype)
     for noise in (None, gumbel(fields["seed_R"], fields["position_R"], vocab)):

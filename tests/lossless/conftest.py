@@ -25,11 +25,10 @@ from specdecode_worker.core.paged_attention import PagedCache
 from specdecode_worker.drafts.base import Drafter, LoadedDraft
 from specdecode_worker.drafts.draft_model import ModelDrafter
 from specdecode_worker.drafts.eagle import EagleDrafter
-from specdecode_worker.drafts.lookup import NgramDrafter, SuffixDrafter
+from specdecode_worker.drafts.lookup import NgramDrafter, SuffixDrafter, SuffixStore
 from specdecode_worker.drafts.medusa import MedusaDrafter
 from specdecode_worker.drafts.parallel import DFlashDrafter, PEagleDrafter
 from specdecode_worker.drafts.registry import DraftRegistry, paged_cache
-from specdecode_worker.drafts.suffix_index import SuffixStore
 from specdecode_worker.engine.cuda_graphs import EagerBackend, StepGraphs
 from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.scheduler import Limits, Scheduler

@@ -23,7 +23,7 @@ from specdecode_worker.engine.stats import RowResult, StepRecorder
 from specdecode_worker.guided import grammars
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.guided.guide import Guide
-from specdecode_worker.sampling.masks import TokenMasks
+from specdecode_worker.sampling.sampler import TokenMasks
 from support.char_tokenizer import END, tokenizer_json
 from support.lossless.draft_names import DRAFTS
 from support.lossless.guided_decoding import GuidedDecoding

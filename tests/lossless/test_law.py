@@ -200,7 +200,8 @@ def _reused_coin(patch: pytest.MonkeyPatch) -> None:
     """Use the same random number for all children of a node, and the same noise at every position."""
     right, noise = verify.uniform, chosen_module.gumbel
     patch.setattr(verify, "uniform", lambda *args: right(*args)[:, :1].expand(-1, args[2]))
-    patch.setattr(chosen_module, "gumbel", lambda seed, position, size: noise(seed, position * 0, size))
+    for module in (chosen_module, sampler_module):
+        patch.setattr(module, "gumbel", lambda seed, position, *rest: noise(seed, position * 0, *rest))
 
 
 def _coin_of_the_draft(patch: pytest.MonkeyPatch) -> None:

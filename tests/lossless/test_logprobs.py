@@ -10,7 +10,7 @@ import torch
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
 from specdecode_worker.core.messages import Logprobs, Sampling, Submit, Tokens
-from specdecode_worker.engine import logprobs
+from specdecode_worker.engine import launched_step
 from specdecode_worker.engine.captured_step import LogprobOutputs
 from support.lossless.plain_decoding import PlainDecoding
 
@@ -177,7 +177,7 @@ def test_logprobs_of_a_wrong_node_are_detected(
     plan_of, *_ = lossless
     engine = make_engine("copy")
     engine.set_plan(plan_of([SHAPES[0]] * 4))
-    monkeypatch.setattr(logprobs, "nodes_of", lambda out, depth: torch.arange(depth + 1).expand(len(out), -1))
+    monkeypatch.setattr(launched_step, "nodes_of", lambda out, depth: torch.arange(depth + 1).expand(len(out), -1))
     requests = [request(i) for i in range(4)]
     messages_by_request = run(engine, requests)
     assert not all(all_correct(plain, submit, messages_by_request[submit.request_id]) for submit in requests)

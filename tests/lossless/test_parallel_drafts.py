@@ -31,8 +31,8 @@ class CheckedProposals:
 
     def __init__(self, engine: Engine, pair: Any) -> None:
         self._drafter = engine._drafts._drafts[""].drafter
-        self._propose, self._state, self._pair = engine._drafts.propose, engine._state, pair
-        engine._drafts.propose = self.propose  # type: ignore[method-assign]
+        self._propose, self._state, self._pair = engine._drafts.proposals.propose, engine._state, pair
+        engine._drafts.proposals.propose = self.propose  # type: ignore[method-assign]
         self.depths: list[int] = []
         """Depth of each drafted tree that was compared."""
 

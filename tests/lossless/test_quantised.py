@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from specdecode_kernels.quantised_linear.reference import Quantised, pack_int4
 from specdecode_worker.contract import MergedDraft, TaskMatch, TreeShape
-from specdecode_worker.models.linear import QuantizedWeight
+from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.linear import Linear, QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_draft, quantise_target
 
 SHAPES = ("chain:4", "tree:3,2,1,1")
@@ -21,7 +24,34 @@ TOKENS = 40
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[None, "int8", "fp8"], ids=["plain target", "int8 target", "fp8 target"])
+def store_as_checkpoints_do(target: CausalLM) -> None:
+    """Store the matrices of the blocks with scales of groups and columns in act-order.
+
+    Those of attention are int4 with zero points, those of the MLP fp8.
+    """
+    matrices = [(name, module) for name, module in target.model.layers.named_modules() if isinstance(module, Linear)]
+    for name, linear in matrices:
+        order_K = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(linear.in_features))
+        values_NK = F.pad(linear.weight[:, order_K].float(), (0, -linear.in_features % 32))
+        values_NGK = values_NK.unflatten(1, (-1, 32))
+        if "mlp" in name:
+            scale_NG = values_NGK.abs().amax(-1) / 448
+            packed = (values_NGK / scale_NG[..., None]).flatten(1)[:, : linear.in_features].to(torch.float8_e4m3fn)
+            weight = Quantised("fp8", packed, scale_NG, linear.in_features, 32, None, order_K)
+        else:
+            low_NG, high_NG = values_NGK.aminmax(dim=-1)
+            scale_NG = ((high_NG - low_NG) / 15).half()
+            zero_NG = (-low_NG / scale_NG).round().clamp(0, 15).to(torch.uint8)
+            levels_NGK = (values_NGK / scale_NG[..., None]).round() + zero_NG[..., None]
+            packed = pack_int4(levels_NGK.clamp(0, 15).to(torch.uint8))
+            weight = Quantised("int4", packed, scale_NG, linear.in_features, 32, zero_NG, order_K)
+        linear._store(QuantizedWeight(weight, linear.bias))
+
+
+@pytest.fixture(
+    params=[None, "int8", "fp8", "checkpoint"],
+    ids=["plain target", "int8 target", "fp8 target", "quantized checkpoint"],
+)
 def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
     """Return a pair with an optionally quantised target and int4 drafts.
 
@@ -35,7 +65,10 @@ def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
         peagle=copy.deepcopy(pair.peagle),
         dflash=copy.deepcopy(pair.dflash, {id(pair.target): pair.target}),
     )
-    quantise_target(quantised.target, request.param, CPU, stored=True)
+    if request.param == "checkpoint":
+        store_as_checkpoints_do(quantised.target)
+    else:
+        quantise_target(quantised.target, request.param, CPU, stored=True)
     quantise_draft(quantised.copy.llama, "int4", stored=True)
     quantise_draft(quantised.eagle, "int4", stored=True)
     quantise_draft(quantised.peagle, "int4", stored=True)

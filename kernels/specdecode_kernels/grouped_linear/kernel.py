@@ -100,6 +100,7 @@ def _grouped_kernel(
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -129,10 +130,10 @@ def _grouped_kernel(
             if SCORED:
                 x = (x.to(tl.float32) * score[:, None]).to(x.dtype)
             tile = _matrix(weight_NK, n, column, size, outputs, EVEN)
-            acc_TN = tl.dot(x, tl.trans(tile), acc_TN, input_precision="ieee")
+            acc_TN = tl.dot(x, tl.trans(tile), acc_TN, input_precision=PRECISION)
             if GATED:
                 tile = _matrix(up_NK, n, column, size, outputs, EVEN)
-                up_TN = tl.dot(x, tl.trans(tile), up_TN, input_precision="ieee")
+                up_TN = tl.dot(x, tl.trans(tile), up_TN, input_precision=PRECISION)
         if GATED:
             acc_TN = acc_TN / (1.0 + tl.exp(-acc_TN)) * up_TN
         stored = real[:, None] & (n < outputs)[None, :]
@@ -203,6 +204,7 @@ def grouped_linear(
             GATED=gated,
             RESIDUAL=residual_TN is not None,
             EVEN=size % block_k == 0,
+            PRECISION="tf32x3" if x_TK.dtype == torch.float32 else "tf32",
             BLOCK_T=groups.tile_rows,
             BLOCK_N=block_n,
             BLOCK_K=block_k,

@@ -66,18 +66,19 @@ def dequantise(weight: Quantised, dtype: torch.dtype) -> Tensor:
     int4, grouped = weight.kind == "int4", is_grouped(weight)
     # GPUs that know no fp8 get the bits.
     bits = weight.kind == "fp8" and not dispatch.has_fp8(weight.packed_NB)
+    packed_NB = weight.packed_NB.view(torch.uint8) if bits else weight.packed_NB
     block_k = weight.group if grouped else _BLOCK_K
     groups = triton.cdiv(weight.columns, block_k)
     block_n = _WEIGHTS // block_k
     out_NK = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.packed_NB.device)
     _dequantise_kernel[(triton.cdiv(weight.rows, block_n), groups)](
-        weight.packed_NB.view(torch.uint8) if bits else weight.packed_NB,
+        packed_NB,
         weight.scale_NG,
-        weight.packed_NB if weight.zero_NG is None else weight.zero_NG,
+        packed_NB if weight.zero_NG is None else weight.zero_NG,
         out_NK,
         weight.rows,
         weight.columns,
-        weight.packed_NB.stride(0),
+        packed_NB.stride(0),
         groups,
         INT4=int4,
         GROUPED=grouped,

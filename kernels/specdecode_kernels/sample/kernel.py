@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdecode_kernels.sample.reference import Truncation
+
 SLICE = 4096
 """Tokens of one slice of a row. It is the same for every batch, so that no sum depends on the batch."""
 BLOCK = 2048
@@ -344,7 +346,7 @@ def _apply_kernel(
 def cuts(
     logits_RV: Tensor,
     temperature_R: Tensor,
-    truncation: tuple[Tensor, Tensor, Tensor] | None,
+    truncation: Truncation | None,
     *,
     size: int = SLICE,
     block: int = BLOCK,
@@ -352,7 +354,7 @@ def cuts(
 ) -> Cuts:
     """Compute the thresholds of rows of temperature > 0.
 
-    ``truncation`` is (top-k, top-p, min-p) per row, int64 and fp32; None truncates nothing. All sizes and sums of a row
+    ``truncation`` None truncates nothing. All sizes and sums of a row
     are independent of the other rows of the batch. A row's logits must be contiguous.
     """
     rows, vocab_size = logits_RV.shape

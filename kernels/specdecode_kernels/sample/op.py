@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.noise.op import LARGE, gumbel, gumbel_row
+from specdecode_kernels.sample.reference import Truncation
 
 _SAFE = 1e-4
 """Below this value, 1 - top_p is too close to the rounding error of sums to derive a bound from it."""
@@ -74,7 +75,8 @@ def processed(
         from specdecode_kernels.sample import kernel
 
         least_R = torch.zeros_like(top_p_R) if min_p_R is None else min_p_R
-        row_cuts = kernel.cuts(logits_RV, temperature_R, (top_k_R, top_p_R, least_R) if truncated else None)
+        truncation = Truncation(top_k_R, top_p_R, least_R) if truncated else None
+        row_cuts = kernel.cuts(logits_RV, temperature_R, truncation)
         return kernel.processed(logits_RV, temperature_R, row_cuts)
     wide = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     scaled = wide / temperature_R.to(wide.dtype)[:, None]
@@ -94,7 +96,7 @@ def scores(
     temperature_R: Tensor,
     seed_R: Tensor,
     position_R: Tensor,
-    truncation: tuple[Tensor, Tensor, Tensor] | None,
+    truncation: Truncation | None,
     ids_V: Tensor | None = None,
     vocab_size: int = 0,
     noise_RV: Tensor | None = None,
@@ -122,7 +124,7 @@ def sampled_scores(
     temperature_R: Tensor,
     seed_R: Tensor,
     position_R: Tensor,
-    truncation: tuple[Tensor, Tensor, Tensor] | None,
+    truncation: Truncation | None,
     ids_V: Tensor | None = None,
     vocab_size: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
@@ -133,7 +135,7 @@ def sampled_scores(
     temperatures, seeds, positions = temperature_R.tolist(), seed_R.tolist(), position_R.tolist()
     for row in [row for row, temperature in enumerate(temperatures) if temperature > 0]:
         here = slice(row, row + 1)
-        cuts = (position_R[here],) * 2 if truncation is None else tuple(column[here] for column in truncation)
+        cuts = (position_R[here],) * 2 if truncation is None else truncation.of(here)
         logp_RV = processed(logits_RV[here], temperature_R[here], *cuts, truncated=truncation is not None)
         size = logits_RV.shape[1] if ids_V is None else vocab_size
         noise_V = gumbel_row(seeds[row], positions[row], size)

@@ -10,9 +10,22 @@ Tensor suffixes: R rows, V vocabulary.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Truncation(NamedTuple):
+    """Top-k, top-p and min-p of rows, int64 and floats; see `processed`."""
+
+    top_k_R: Tensor
+    top_p_R: Tensor
+    min_p_R: Tensor
+
+    def of(self, rows: slice | Tensor) -> Truncation:
+        """Return those of some rows."""
+        return Truncation(self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows])
 
 
 def adjusted(

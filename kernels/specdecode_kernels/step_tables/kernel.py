@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.step_tables.tables import PackedRows, SamplingTables, SlotState, StepRows
 
 _COLUMNS = 1024
@@ -185,7 +186,7 @@ def pack(
         num_warps=2,
     )
     token, position, place, slot, index, following, seed, top_k = ints.unbind(0)
-    truncation = None if cuts is None else (top_k, floats[1], floats[2])
+    truncation = None if cuts is None else Truncation(top_k, floats[1], floats[2])
     return PackedRows(token, position, place, slot, index, following, floats[0], seed, truncation)
 
 

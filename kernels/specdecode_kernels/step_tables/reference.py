@@ -47,7 +47,7 @@ def pack(
         next_T=position_T + 1,
         temperature_T=sampling.temperature_B1[sequence_T],
         seed_T=sampling.seed_B1[sequence_T],
-        truncation=None if sampling.truncation is None else tuple(x[sequence_T] for x in sampling.truncation),  # type: ignore[arg-type]
+        truncation=None if sampling.truncation is None else sampling.truncation.of(sequence_T),
     )
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specdecode_kernels.sample.reference import Truncation
+
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
@@ -31,11 +33,11 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTables:
-    """Sampling parameters of the rows of a step, each [B + 1]. ``truncation`` is (top-k, top-p, min-p), or None."""
+    """Sampling parameters of the rows of a step, each [B + 1]. ``truncation`` is None if no row truncates."""
 
     temperature_B1: Tensor
     seed_B1: Tensor
-    truncation: tuple[Tensor, Tensor, Tensor] | None
+    truncation: Truncation | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class PackedRows:
     next_T: Tensor
     temperature_T: Tensor
     seed_T: Tensor
-    truncation: tuple[Tensor, Tensor, Tensor] | None
+    truncation: Truncation | None
 
 
 @dataclass(frozen=True, slots=True)

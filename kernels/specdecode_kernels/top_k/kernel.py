@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdecode_kernels.noise.kernel import quick_gumbel, words
 from specdecode_kernels.sample.kernel import scaled
+from specdecode_kernels.sample.reference import Truncation
 
 SLICES = 64
 """Maximum number of slices of a row."""
@@ -136,13 +137,13 @@ def top_k(
     position_R: Tensor,
     ids_V: Tensor | None,
     sharpness: float,
-    truncation: tuple[Tensor, Tensor, Tensor] | None,
+    truncation: Truncation | None,
     *,
     block: int | None = None,
 ) -> Tensor:
     """Return k target token ids per row, [R, k] int64, best first. Rows of temperature 0 are greedy.
 
-    ``truncation`` is (top-k, top-p, min-p) per row, int64 and fp32; None truncates nothing.
+    ``truncation`` None truncates nothing.
     """
     rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row's logits must be contiguous"

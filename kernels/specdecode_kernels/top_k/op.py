@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.sample import op as sample
+from specdecode_kernels.sample.reference import Truncation
 
 
 def top_k(
@@ -19,7 +20,7 @@ def top_k(
     vocab_size: int,
     ids_V: Tensor | None = None,
     sharpness: float = 1.0,
-    truncation: tuple[Tensor, Tensor, Tensor] | None = None,
+    truncation: Truncation | None = None,
     noise_RV: Tensor | None = None,
 ) -> Tensor:
     """Propose k target token ids per row, [R, k], best first, as `reference.top_k` does.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.noise.reference import gumbel
-from specdecode_kernels.sample.reference import processed
+from specdecode_kernels.sample.reference import Truncation, processed
 
 
 def top_k(
@@ -22,7 +22,7 @@ def top_k(
     vocab_size: int,
     ids_V: Tensor | None = None,
     sharpness: float = 1.0,
-    truncation: tuple[Tensor, Tensor, Tensor] | None = None,
+    truncation: Truncation | None = None,
 ) -> Tensor:
     """Return k target token ids per row, [R, k], best first.
 
@@ -37,7 +37,7 @@ def top_k(
         vocab_size: Size of the target's vocabulary.
         ids_V: Target id of each draft token (None: the vocabularies are the same).
         sharpness: Factor of the logits of sampled rows.
-        truncation: (top-k, top-p, min-p) of sampled rows.
+        truncation: Parameters of sampled rows.
     """
     greedy_R = temperature_R == 0
     nothing = (torch.zeros_like(position_R), torch.ones_like(temperature_R), torch.zeros_like(temperature_R))

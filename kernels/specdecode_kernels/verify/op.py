@@ -13,6 +13,7 @@ from specdecode_kernels import dispatch
 from specdecode_kernels.noise.op import gumbel
 from specdecode_kernels.noise.reference import COIN_STREAM, RESIDUAL_STREAM, uniform
 from specdecode_kernels.sample import op as sample
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.verify import reference
 from specdecode_kernels.verify.reference import Accepted
 
@@ -24,7 +25,7 @@ def choose(
     temperature_R: Tensor,
     seed_R: Tensor,
     position_R: Tensor,
-    truncation: tuple[Tensor, Tensor, Tensor] | None = None,
+    truncation: Truncation | None = None,
     noise_RV: Tensor | None = None,
 ) -> Tensor:
     """Choose the tokens [R] of plain decoding as `reference.chosen_tokens` does.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.noise.reference import COIN_STREAM, RESIDUAL_STREAM, gumbel, uniform
-from specdecode_kernels.sample.reference import processed
+from specdecode_kernels.sample.reference import Truncation, processed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def chosen_tokens(
     temperature_R: Tensor,
     seed_R: Tensor,
     position_R: Tensor,
-    truncation: tuple[Tensor, Tensor, Tensor] | None = None,
+    truncation: Truncation | None = None,
 ) -> Tensor:
     """Return the tokens [R] that plain decoding emits at ``position`` from these logits.
 

@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import web
 
 from specdecode_router.errors import ApiError
-from specdecode_worker.http_edge.body_budget import BodyBudget, BodyReservation
+from specdecode_worker.http_edge import BodyBudget, BodyReservation
 
 _DISCARD_FACTOR = 16
 """A client that is still sending cannot read the response, so up to this many times the limit is read and dropped."""

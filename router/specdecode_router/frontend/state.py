@@ -11,7 +11,7 @@ from specdecode_router.queueing.admission import Admission
 from specdecode_router.queueing.tenants import TenantTable
 from specdecode_router.relay.context import RelayContext
 from specdecode_router.settings import RouterSettings
-from specdecode_worker.http_edge.body_budget import BodyBudget
+from specdecode_worker.http_edge import BodyBudget
 
 
 @dataclass(frozen=True, slots=True)

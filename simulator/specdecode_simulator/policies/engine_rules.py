@@ -1,23 +1,30 @@
 """Rules that other engines have inside: depth from batch size, acceptance or goodput, without an operator.
 
-Rules after public documentation of vLLM (dynamic speculative decoding by batch size; adaptive verification), SGLang
-(adaptive speculative decoding), TensorRT-LLM (acceptance window and threshold, one way) and TurboSpec's paper
-(arXiv 2406.14066); written for this simulator. One instance a worker. None sees tasks; what is profiled offline
-is the table of a quiet machine.
+Rules after the source of vLLM 0.33 (adaptive verification) and SGLang 0.5.23 (adaptive speculative decoding), see
+`upstream_rules`, and after public documentation of vLLM (dynamic speculative decoding by batch size), TensorRT-LLM
+(acceptance window and threshold, one way) and TurboSpec's paper (arXiv 2406.14066); written for this simulator. One
+instance a worker. None sees tasks; what is profiled offline is the table of a quiet machine.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from specdecode_simulator.records.acceptance_walks import Form, chain
+import numpy as np
+
+from specdecode_simulator.policies.upstream_rules import AcceptanceEstimator, StepCandidates, StepSlot, slot_of
+from specdecode_simulator.records.acceptance_walks import VERIFIED, Form, Records, Trim, chain
 from specdecode_simulator.records.step_times import StepTable
-from specdecode_simulator.world.segment import Group, Load, Outcome, Segment
+from specdecode_simulator.traces.trace import Kind
+from specdecode_simulator.world.segment import Load, Outcome, Segment
 
 DEEPEST = 7
 SEGMENT_STEPS = 32
+GRADED = 32
+"""Drafts of one kind that stand for all of a segment, where confidence is calibrated."""
 
 
 @dataclass(slots=True)
@@ -50,87 +57,89 @@ class BatchTable:
 
 @dataclass(slots=True)
 class AdaptiveVerification:
-    """vLLM: drafts ``drafted`` tokens always, then verifies as many as bring most tokens a second.
+    """vLLM 0.33: drafts ``drafted`` tokens always, and verifies as many of each request as bring most tokens a second.
 
-    The budget comes from cost curves profiled at start; confidence is smoothed (``alpha``). Here a request's
-    confidence is its group's measured survival: a real confidence head knows more of the single token.
+    A token's confidence is a logistic model of the draft's own probability, refitted every 100 steps. The budget comes
+    from cost curves. Where upstream weighs all tokens of a batch at once, each request here weighs its own against the
+    mean of the others in the segment before; alone, both are the same.
     """
 
     table: StepTable
+    records: Records
+    kinds: Sequence[Kind]
+    quality: Callable[[int, float], float]
     drafted: int
-    alpha: float
-    _survival: dict[Group, list[float]] = field(default_factory=dict)
+    estimator: AcceptanceEstimator = field(init=False)
+    _generator: Any = field(default_factory=lambda: np.random.default_rng(20261127))
+    _tokens: float = 1.0
+    """Tokens of a step of one request, beyond the first, in the segment before; and its verified draft tokens."""
+    _verified: float = 1.0
+    _graded: int = 0
+
+    def __post_init__(self) -> None:
+        self.estimator = AcceptanceEstimator(self.drafted)
 
     def next(self, load: Load) -> Segment:
-        depths = dict.fromkeys(load.groups, 0)
-        nodes = sorted(
-            ((-self._known(group)[level], level, group) for group in load.groups for level in range(self.drafted)),
-            key=lambda node: (node[0], node[1], node[2]),
+        others, context = load.sequences - 1, 256.0 * max(0.5, round(load.kv_tokens / load.sequences / 256))
+        verified = load.sequences + round(2 * others * self._verified) / 2
+        seconds = [
+            self.table.seconds(load.sequences, verified + count, self.drafted, context * load.sequences)
+            for count in range(self.drafted + 1)
+        ]
+        trim = Trim(
+            slope=round(self.estimator.slope, 1),
+            intercepts=tuple(round(float(each), 1) for each in self.estimator.intercepts),
+            other_tokens=round(others * (1 + self._tokens), 0 if others > 4 else 1),
+            costs=tuple(round(each / seconds[0], 3) for each in seconds),
         )
-        best, pace = dict(depths), self._pace(load, depths)
-        for _, level, group in nodes:
-            depths[group] = level + 1
-            rate = self._pace(load, depths)
-            if rate > pace:
-                best, pace = dict(depths), rate
-        return Segment({group: chain(best[group]) for group in load.groups}, SEGMENT_STEPS, drafted_depth=self.drafted)
+        form = replace(chain(self.drafted), trim=trim)
+        return Segment(dict.fromkeys(load.groups, form), SEGMENT_STEPS, drafted_depth=self.drafted)
 
     def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
-        """Learn survival by depth. Beyond the verified depth it is the draft's confidence, taken as calibrated."""
-        for group, sums in outcome.runs.items():
-            steps = max(1.0, load.groups[group] * outcome.steps)
-            weight = self.alpha ** min(outcome.steps, 8)
-            known = self._known(group)
-            fresh = [min(1.0, float(sums[level]) / steps) for level in range(self.drafted)]
-            self._survival[group] = [weight * a + (1 - weight) * b for a, b in zip(known, fresh, strict=True)]
-
-    def _known(self, group: Group) -> list[float]:
-        return self._survival.get(group) or [0.7**level for level in range(1, self.drafted + 1)]
-
-    def _pace(self, load: Load, depths: dict[Group, int]) -> float:
-        verify = sum(count * (depths[group] + 1) for group, count in load.groups.items())
-        tokens = sum(count * (1 + sum(self._known(group)[: depths[group]])) for group, count in load.groups.items())
-        return tokens / self.table.seconds(load.sequences, verify, self.drafted, load.kv_tokens)
+        """Grade as many drafts as there were, drawn from the record of each kind."""
+        steps = max(1.0, outcome.sequences * outcome.steps)
+        self._tokens = outcome.emitted / steps - 1
+        self._verified = sum(float(sums[VERIFIED]) for sums in outcome.runs.values()) / steps
+        for group, count in load.groups.items():
+            features, right = self.records.sample(
+                self.kinds[group.kind].domain, self.quality(group.kind, load.now), GRADED, self._generator
+            )
+            features = features[:, : self.drafted]
+            admitted = np.full(GRADED, max(1, round(self._verified)))
+            accepted = np.minimum(right, admitted)
+            times = count * outcome.steps / GRADED
+            self.estimator.add(features, self.estimator.predict(features), accepted, admitted, times)
+        self._graded += outcome.steps
+        if self._graded >= self.estimator.interval:
+            self._graded = 0
+            self.estimator.refit()
 
 
 @dataclass(slots=True)
-class Tiers:
-    """SGLang: a moving average of accepted tokens picks a tier, one step up or down at a time, with hysteresis."""
+class StepTiers:
+    """SGLang 0.5.23: a moving average of accepted tokens chooses the passes (or 0), apart for each size of the batch.
 
-    tiers: tuple[int, ...]
+    A segment is as long as the time between two choices.
+    """
+
+    table: Mapping[int, StepCandidates]
     alpha: float
     interval: int = 5
-    warmup: int = 10
-    down: float = -0.25
-    up: float = 0.0
-    _average: float | None = None
-    _batches: int = 0
-    _since: int = 0
-    _at: int = 0
-
-    def __post_init__(self) -> None:
-        self._at = len(self.tiers) // 2
+    _slots: dict[int, StepSlot] = field(default_factory=dict)
 
     def next(self, load: Load) -> Segment:
-        return Segment(dict.fromkeys(load.groups, chain(self.tiers[self._at])), max(self.interval, SEGMENT_STEPS // 2))
+        return Segment(dict.fromkeys(load.groups, chain(self._slot(load.sequences).steps)), self.interval)
 
     def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
-        steps = max(1.0, outcome.sequences * outcome.steps)
-        accepted = sum(float(sums[8]) for sums in outcome.runs.values()) / steps
-        weight = (1 - self.alpha) ** outcome.steps
-        self._average = accepted if self._average is None else weight * self._average + (1 - weight) * accepted
-        self._batches += outcome.steps
-        self._since += outcome.steps
-        if self._batches >= self.warmup and self._since >= self.interval:
-            self._since = 0
-            self._move(self._average)
+        accepted = sum(float(sums[8]) for sums in outcome.runs.values())
+        for _ in range(outcome.steps):
+            self._slot(load.sequences).update(accepted / max(1.0, outcome.sequences * outcome.steps))
 
-    def _move(self, average: float) -> None:
-        """Up when nearly all of this tier is accepted, down when the tier below would have held what is accepted."""
-        if self._at + 1 < len(self.tiers) and average > self.tiers[self._at] - 0.5 + self.up:
-            self._at += 1
-        elif self._at > 0 and average < self.tiers[self._at - 1] - 0.5 + self.down:
-            self._at -= 1
+    def _slot(self, sequences: int) -> StepSlot:
+        size = slot_of(sorted(self.table), sequences)
+        if size not in self._slots:
+            self._slots[size] = StepSlot(self.table[size], alpha=self.alpha, interval=self.interval)
+        return self._slots[size]
 
 
 @dataclass(slots=True)

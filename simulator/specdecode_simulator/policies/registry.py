@@ -15,11 +15,12 @@ from specdecode_simulator.policies.engine_rules import (
     Fixed,
     Goodput,
     OneWayGate,
-    Tiers,
+    StepTiers,
 )
 from specdecode_simulator.policies.operator_loop import DEEPEST, Ours
 from specdecode_simulator.policies.oracle import Clairvoyant, Constrained, accepted_tokens
 from specdecode_simulator.policies.scalers import Hpa, OutputTokens, Saturation, Scaled, Throughput, requests
+from specdecode_simulator.policies.upstream_rules import SGLANG_DEFAULT, StepCandidates
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.records.step_times import StepTable
 from specdecode_simulator.traces.trace import Trace
@@ -43,10 +44,16 @@ def judged_on(family: str) -> tuple[str, ...]:
     return (*(("ours", *SCALERS) if family == "scaling" else (*OURS, *DEPTH_POLICIES)), *ORACLES)
 
 
+SGLANG_TABLES: Mapping[str, Mapping[int, StepCandidates]] = {
+    "default": SGLANG_DEFAULT,
+    "shallow": {1: StepCandidates((0, 1, 2, 3), down=-0.25), 4: StepCandidates((0, 1, 2)), 16: StepCandidates((0, 1))},
+    "deep": {1: StepCandidates((1, 3, 5, 7), down=-0.25), 16: StepCandidates((0, 1, 3, 5)), 64: StepCandidates((0, 1))},
+}
+"""SGLang's own table of passes by batch size, and two for devices where drafts are dearer or cheaper."""
 DEFAULTS: Tuned = {
     "vllm-table": {"edges": (4, 16), "depths": (3, 2, 0)},
-    "vllm-adaptive": {"drafted": 5, "alpha": 0.8},
-    "sglang": {"tiers": (1, 3, 7), "alpha": 0.2},
+    "vllm-adaptive": {"drafted": 5},
+    "sglang": {"table": "default", "alpha": 0.2},
     "trtllm": {"depth": 3, "window": 50, "threshold": 0.5},
     "turbospec": {"alpha": 0.05, "interval": 16},
     "hpa-requests": {"target": 12.0, "down_seconds": 300.0},
@@ -61,9 +68,14 @@ class InEngine:
     """A rule inside every worker, at a given trajectory of replicas."""
 
     make: Callable[[StepTable], Pilot]
+    drafted: int = 0
+    """Set for vLLM's adaptive verification, which knows the confidence of every token."""
 
     def pilot(self, fleet: Fleet, index: int) -> Pilot:
-        return self.make(fleet.truth(index).table)
+        truth = fleet.truth(index)
+        if self.drafted:
+            return AdaptiveVerification(truth.table, truth.records, fleet.trace.kinds, truth.quality, self.drafted)
+        return self.make(truth.table)
 
     def poll(self, fleet: Fleet, now: float) -> int | None:
         return None
@@ -104,7 +116,7 @@ def controller(
     elif name == "constrained":
         chosen = Constrained(trace, library, tree=tree)
     else:
-        chosen = InEngine(_engine(name, tuned))
+        chosen = InEngine(_engine(name, tuned), _drafted(name, tuned))
     return chosen if trajectory is None else Following(chosen, trajectory)
 
 
@@ -115,12 +127,17 @@ def _engine(name: str, tuned: Tuned) -> Callable[[StepTable], Pilot]:
     if name == "vllm-table":
         return lambda table: BatchTable(tuple(given["edges"]), tuple(given["depths"]))
     if name == "vllm-adaptive":
-        return lambda table: AdaptiveVerification(table, **given)
+        return lambda table: Fixed(given["drafted"])
     if name == "sglang":
-        return lambda table: Tiers(tuple(given["tiers"]), given["alpha"])
+        return lambda table: StepTiers(SGLANG_TABLES[given["table"]], given["alpha"])
     if name == "trtllm":
         return lambda table: OneWayGate(**given)
     return lambda table: Goodput(_fitted(table), **given)
+
+
+def _drafted(name: str, tuned: Tuned) -> int:
+    """Return the draft tokens of vLLM's adaptive verification; 0 for other rules."""
+    return int({**DEFAULTS[name], **tuned.get(name, {})}["drafted"]) if name == "vllm-adaptive" else 0
 
 
 def _rule(name: str, trace: Trace, library: Library, tuned: Tuned) -> Any:

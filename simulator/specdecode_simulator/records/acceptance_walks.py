@@ -7,10 +7,10 @@ record away from the head that was recorded: above 0 so many misses become hits,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,10 +25,24 @@ _LEVELS = 0.05
 _STEPS_OF_MEAN = 48
 _MOST_WALKS = 64
 """Walks in memory: each takes up to 5 MB."""
+VERIFIED = 9
+"""Column of the verified draft tokens in the sums of a trimmed chain."""
 BESIDE = 9
 """First column of a walk's sums that counts below siblings; chains have none."""
 Path = tuple[int, ...]
 """Ranks from the root down to a node."""
+
+
+class Trim(NamedTuple):
+    """Choice of the verified length of each draft by its confidence: that of most tokens a second of the batch."""
+
+    slope: float
+    intercepts: tuple[float, ...]
+    """Of the logistic model of acceptance, by depth."""
+    other_tokens: float
+    """Tokens of a step of the other requests."""
+    costs: tuple[float, ...]
+    """Relative time of a step by the verified draft tokens of this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +52,8 @@ class Form:
     parents: tuple[int, ...]
     nodes: int
     depth: int
+    trim: Trim | None = field(default=None, kw_only=True)
+    """Set for a drafted chain that is not verified to its end."""
     shape: TreeShape = field(compare=False, repr=False)
 
 
@@ -87,6 +103,9 @@ class Records:
     """[roots] index where the answer of this root begins."""
     length: Array
     answers: Mapping[str, tuple[tuple[int, int], ...]]
+    confidence: tuple[tuple[float, float], ...] = ()
+    """Bins of equal size: probability of the draft's likeliest token, and share that is accepted."""
+    _features: dict[float, Array] = field(default_factory=dict)
     _qualities: dict[float, Array] = field(default_factory=dict)
     _walks: dict[tuple[float, Form], Walk] = field(default_factory=dict)
     _means: dict[tuple[str, float, Form], float] = field(default_factory=dict)
@@ -95,8 +114,8 @@ class Records:
     _tails: dict[tuple[str, float], Array] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Records:
-        """Return the records of a document of benchmarks/record_ranks.py."""
+    def of(cls, document: Mapping[str, Any], confidence: Sequence[tuple[float, float]] = ()) -> Records:
+        """Return the records of a document of benchmarks/record_ranks.py, with bins of confidence."""
         blocks, begin = [], 0
         answers: dict[str, list[tuple[int, int]]] = {}
         for answer in document["answers"]:
@@ -111,6 +130,7 @@ class Records:
             first=np.repeat(firsts, lengths),
             length=np.repeat(lengths, lengths),
             answers={domain: tuple(spans) for domain, spans in answers.items()},
+            confidence=tuple((top, share) for top, share in confidence),
         )
 
     def walk(self, quality: float, form: Form) -> Walk:
@@ -190,13 +210,45 @@ class Records:
         ranks = self._of_quality(quality)
         runs = np.cumprod(ranks == 0, axis=1)
         accepted, beside = _accepted(ranks, form)
-        columns = [runs, accepted[:, None]] if form.shape.is_chain else [runs, accepted[:, None], beside]
+        if form.trim is not None:
+            verified = self._verified(quality, form.trim)
+            accepted, beside = np.minimum(accepted, verified), verified[:, None]
+        columns = (
+            [runs, accepted[:, None]]
+            if form.trim is None and form.shape.is_chain
+            else [runs, accepted[:, None], beside]
+        )
         sums = np.concatenate(columns, axis=1, dtype=np.int16)
         jumps, totals = [self._jump(accepted)], [sums]
         for _ in range(_BITS - 1):
             totals.append(totals[-1] + totals[-1][jumps[-1]])
             jumps.append(jumps[-1][jumps[-1]])
         return Walk(tuple(jumps), tuple(totals))
+
+    def sample(self, domain: str, quality: float, count: int, generator: Any) -> tuple[Array, Array]:
+        """Return log-odds of drafts' likeliest tokens [count, DEPTH], and how many tokens are right [count]."""
+        key = (domain, rounded(quality))
+        roots = generator.choice(len(self.ranks), count, p=self._visited(*key))
+        return self.features(key[1])[roots], np.cumprod(self._of_quality(key[1])[roots] == 0, axis=1).sum(axis=1)
+
+    def features(self, quality: float) -> Array:
+        """[roots, DEPTH] log-odds of the draft's likeliest token, as those of right and of wrong ones are recorded."""
+        if quality not in self._features:
+            top, share = np.array(self.confidence).T
+            coins = np.random.default_rng(20261127).random(self.ranks.shape)
+            of_hits, of_misses = (np.cumsum(weights) / weights.sum() for weights in (share, 1 - share))
+            is_hit = self._of_quality(quality) == 0
+            bins = np.where(is_hit, np.searchsorted(of_hits, coins), np.searchsorted(of_misses, coins))
+            self._features[quality] = np.log(top / (1 - top))[np.minimum(bins, len(top) - 1)]
+        return self._features[quality]
+
+    def _verified(self, quality: float, trim: Trim) -> Array:
+        """[roots] draft tokens that are verified."""
+        depth = len(trim.intercepts)
+        confidence = 1 / (1 + np.exp(-(trim.slope * self.features(quality)[:, :depth] + trim.intercepts)))
+        tokens = np.cumsum(np.cumprod(confidence, axis=1), axis=1)
+        tokens = 1 + trim.other_tokens + np.hstack([np.zeros((len(tokens), 1)), tokens])
+        return np.argmax(tokens / np.array(trim.costs), axis=1)
 
     def _of_quality(self, quality: float) -> Array:
         """Deterministic: the same coins for every quality, and answers that differ in how much they change."""

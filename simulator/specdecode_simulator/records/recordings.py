@@ -13,7 +13,7 @@ from specdecode_simulator.errors import SimulatorError
 from specdecode_simulator.records.acceptance_walks import Records
 from specdecode_simulator.records.step_times import StepTable, published, recorded
 
-FILES = ("ranks-smollm2.json", "steps-smollm2-cpu.json", "steps-composed.json")
+FILES = ("ranks-smollm2.json", "steps-smollm2-cpu.json", "steps-composed.json", "confidence-smollm2.json")
 TUNED = "tuned-baselines.json"
 QUIET_STEPS = 200
 """The first steps of the recorded series, before a neighbour woke up; the whole is a world of its own."""
@@ -48,10 +48,10 @@ def library(folder: Path) -> Library:
         SimulatorError: A file is missing or wrong.
     """
     try:
-        ranks, steps, figures = (json.loads((folder / name).read_text()) for name in FILES)
+        ranks, steps, figures, confidence = (json.loads((folder / name).read_text()) for name in FILES)
         quiet = {**steps, "series": steps["series"][:QUIET_STEPS]}
         tables = {"smollm2-cpu": recorded(quiet), "smollm2-cpu-busy": recorded(steps), **published(figures)}
-        return Library(Records.of(ranks), tables)
+        return Library(Records.of(ranks, confidence["bins"]), tables)
     except (OSError, KeyError, ValueError) as error:
         raise SimulatorError(f"{folder} has no usable recordings: {error}; see benchmarks/recordings") from error
 

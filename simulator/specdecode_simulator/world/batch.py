@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specdecode_simulator.records.acceptance_walks import Form, Records
+from specdecode_simulator.records.acceptance_walks import VERIFIED, Form, Records
 from specdecode_simulator.traces.job import Job
 from specdecode_simulator.world.segment import Group
 
@@ -110,16 +110,17 @@ class Batch:
             form = forms[group]
             roots[columns], sums = records.walk(qualities[group], form).advance(roots[columns], steps)
             accepted, due = sums[:, 8], left[columns]
+            nodes = form.nodes if form.trim is None else sums[:, VERIFIED] / steps
             gained = steps + accepted
             if (gained <= due).all():  # In most segments no request ends.
                 walked.tokens[columns], drafts = gained, steps
                 walked.runs[group] = sums.sum(axis=0, dtype=float)
-                walked.verify += len(gained) * (form.nodes + 1)
+                walked.verify += float((np.ones(len(gained)) * (nodes + 1)).sum())
             else:
                 share, walked.some_end = np.minimum(1.0, due / gained), True
                 walked.tokens[columns], walked.shares[columns] = np.minimum(gained, due), share
                 walked.runs[group] = (sums * share[:, None]).sum(axis=0)
-                walked.verify += float(share.sum()) * (form.nodes + 1)
+                walked.verify += float((share * (nodes + 1)).sum())
                 accepted = (accepted * share).astype(np.int64)
                 drafts = np.maximum(1, np.rint(steps * share)).astype(np.int64)
             if form.nodes:

@@ -128,7 +128,7 @@ class Counters:
             main, beside = self._runs[group.label, group.kind]
             main[:deep, 0] += reached
             main[:deep, 1] += np.minimum(np.rint(sums[:deep]).astype(np.int64), reached)
-            beside[1:] += np.rint(sums[BESIDE:]).astype(np.int64).reshape(-1, 2) if len(sums) > BESIDE else 0
+            beside[1:] += np.rint(sums[BESIDE:]).astype(np.int64).reshape(-1, 2) if len(sums) > BESIDE + 1 else 0
 
     def timed(self, x: Features, context: int, steps: float, seconds: float, squares: float, emitted: float) -> None:
         """``steps`` steps took ``seconds`` together, with ``squares`` the sum of their squares."""

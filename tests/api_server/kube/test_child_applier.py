@@ -121,18 +121,25 @@ async def test_a_child_rests_and_is_repaired_within_two_seconds(
     assert cluster.get("configmap", "resting", namespace)["data"] == {"a": "1"}
 
 
-async def test_a_restart_applies_nothing(
-    children: Children, owner: tuple[str, str], api: KubeClient, namespace: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_restart_changes_nothing(
+    children: Children,
+    owner: tuple[str, str],
+    api: KubeClient,
+    namespace: str,
+    cluster: Kubectl,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A new process applies each child once, and what it applies is there."""
     manifest = child(namespace, "known", owner, a="1")
     await children.apply(manifest, owner[1])
     await seconds_until("the record", lambda: children.record(("ConfigMap", namespace, "known")), limit=2)
+    version = cluster.get("configmap", "known", namespace)["metadata"]["resourceVersion"]
     restarted = ChildApplier(api, children.record)
-    key = (namespace, owner[0])
-    restarted.recall(key, children.applier.digests(key, ["known"]))
     methods = requests_of(api, monkeypatch)
-    assert await restarted.apply(manifest, owner[1]) is None
-    assert methods == []
+    for _ in range(2):
+        assert await restarted.apply(manifest, owner[1]) is None
+    assert methods.count("patch") == 1
+    assert cluster.get("configmap", "known", namespace)["metadata"]["resourceVersion"] == version
 
 
 @pytest.mark.parametrize("labelled", [True, False])

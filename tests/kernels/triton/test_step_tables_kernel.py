@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.step_tables import commit_kernel, kernel, reference
 from specdecode_kernels.step_tables.tables import SamplingTables, SlotState, Verified
 
@@ -81,7 +82,7 @@ def make(trees: list[list[int]], seed: int = 0, *, cuts: bool = True) -> Step:
     live_B1 = torch.tensor([int(bool(tree)) for tree in trees] + [0])
     slots_B1 = torch.where(live_B1 > 0, torch.randperm(SLOTS - 1, generator=generator)[: batch + 1], SLOTS - 1)
     rates = torch.rand(3, batch + 1, generator=generator)
-    truncation = (ints(9, batch + 1), rates[1], rates[2]) if cuts else None
+    truncation = Truncation(ints(9, batch + 1), rates[1], rates[2]) if cuts else None
     depth = max((depth_of(tree, node) for tree in trees for node in range(len(tree))), default=0)
     return Step(state, slots_B1, live_B1, SamplingTables(rates[0], ints(99, batch + 1), truncation), trees, depth)
 

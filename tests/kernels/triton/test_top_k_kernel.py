@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.top_k import kernel, op, reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 TEMPERATURE = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.0])
-TRUNCATION = (
+TRUNCATION = Truncation(
     torch.tensor([1, 2, 0, 30, 1]),
     torch.tensor([1.0, 1.0, 0.03, 0.9, 0.1]),
     torch.tensor([0.0, 0.0, 0.0, 0.4, 0.9]),
@@ -98,7 +99,7 @@ def test_top_one_is_proposed_first() -> None:
     """With top-k 1 the target always chooses its best token, which is listed unless noise hides it."""
     logits = logits_of(200)
     logits[:, 150] = 12.0
-    cuts = (torch.ones(5, dtype=torch.int64), torch.ones(5), torch.zeros(5))
+    cuts = Truncation(torch.ones(5, dtype=torch.int64), torch.ones(5), torch.zeros(5))
     proposals = kernel.top_k(logits, 8, TEMPERATURE, SEEDS, POSITIONS, None, 1.0, cuts)
     assert (proposals[:, 0] == 150).all()
 

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdecode_kernels.sample.kernel import cuts
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.verify import kernel, op, reference, rounds
 from specdecode_kernels.verify.reference import Accepted
 
 TEMPERATURE = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.0, 1.0, 0.2])
-TRUNCATION = (
+TRUNCATION = Truncation(
     torch.tensor([0, 5, 0, 3, 0, 9, 0]),
     torch.tensor([1.0, 1.0, 0.8, 0.9, 1.0, 1.0, 1.0]),
     torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0]),

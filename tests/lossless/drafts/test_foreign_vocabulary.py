@@ -33,7 +33,7 @@ def test_unknown_tokens_are_never_proposed(make_engine: Any, lossless: Any, pair
     plan_of, submit, texts = lossless
     engine = make_engine("foreign-model")
     engine.set_plan(plan_of([TreeShape.parse("tree:8,2")]))
-    drafts, proposed = engine._drafts, set[int]()
+    drafts, proposed = engine._drafts.proposals, set[int]()
     propose = drafts.propose
 
     def recorded(*args: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from specdecode_worker.contract import WorkerConfig
 from specdecode_worker.core.errors import RankLost
@@ -22,6 +24,7 @@ from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.tensor_parallel import Assignment, LeaderTarget, RankGroup
 from specdecode_worker.models.errors import ConfigMismatch
+from support.small_llama4 import save_llama4
 from support.worker import graph_ranks
 from support.worker.small_engine import drain, plan_of, submit, texts
 from support.worker.small_folders import SHAPE, config_of, exact_config_of, write_head, write_target
@@ -75,6 +78,24 @@ def test_two_ranks_emit_the_same_tokens_as_one(
     expected = run(whole, "none", count, **sampling)
     assert run(split, shape, count, **sampling) == expected
     assert all(len(tokens) == 20 for tokens in expected.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_llama4_emit_the_same_tokens_as_one(ranks: int, tmp_path: Path) -> None:
+    """Experts are split, and there are fewer key-value heads than four ranks. Texts cross chunks of attention."""
+    save_llama4(tmp_path, torch.float64, num_attention_heads=8, head_dim=8, num_hidden_layers=4)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    fields = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    head = write_head(tmp_path / "head", target=shape, **fields)
+    expected = run(load_engine(exact_config_of(tmp_path, head, 1), Path), "none", 8)
+    engine = load_engine(exact_config_of(tmp_path, head, ranks), Path)
+    try:
+        for tree in ("none", "chain:3", "tree:3,2,1"):
+            assert run(engine, tree, 8) == expected
+        assert isinstance(engine._target, LeaderTarget)
+        assert engine._target.cache.data.shape[4] == max(2 // ranks, 1)
+    finally:
+        engine.close()
 
 
 def test_prompt_logprobs_are_equal_on_one_and_two_ranks(whole: Engine, split: Engine) -> None:

@@ -40,6 +40,7 @@ from specdecode_kernels.quantised_linear.reference import Kind, quantise
 from specdecode_kernels.rms_norm import kernel as rms_norm
 from specdecode_kernels.rope_cache import kernel as rope_cache
 from specdecode_kernels.sample import kernel as sample
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.silu_mul import kernel as silu_mul
 from specdecode_kernels.small_linear import kernel as small_linear
 from specdecode_kernels.step_tables import commit_kernel
@@ -232,7 +233,7 @@ def rope(size: int) -> None:
 def sampling(dtype: torch.dtype, *, truncated: bool) -> None:
     """Launch the sampling, choice and proposal kernels."""
     logits, row = zeros(4, VOCABULARY, dtype=dtype), floats(4)
-    truncation = (ints(4), row, row) if truncated else None
+    truncation = Truncation(ints(4), row, row) if truncated else None
     cuts = sample.cuts(logits, row, truncation)
     sample.processed(logits, row, cuts)
     verify.choose(logits, row, ints(4), ints(4), cuts)
@@ -294,7 +295,7 @@ def bookkeeping(*, cuts: bool, depth: int) -> None:
     """Launch the bookkeeping of a step of four rows."""
     state = SlotState(ints(9, 8256), ints(9), ints(9, 516), 16)
     row = floats(5)
-    sampling = SamplingTables(row, ints(5), (ints(5), row, row) if cuts else None)
+    sampling = SamplingTables(row, ints(5), Truncation(ints(5), row, row) if cuts else None)
     rows = step_tables.begin(state, ints(5), ints(5))
     for depths in (None, ints(24)):
         packed = step_tables.pack(state, rows, sampling, ints(24), ints(24), depths, 8191)

@@ -34,6 +34,7 @@ from specdecode_kernels.quantised_linear.reference import quantise
 from specdecode_kernels.rms_norm import kernel as rms_norm
 from specdecode_kernels.rope_cache import kernel as rope_cache
 from specdecode_kernels.sample import kernel as sample
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.silu_mul import kernel as silu_mul
 from specdecode_kernels.small_linear import kernel as small_linear
 from specdecode_kernels.small_linear import op as small_linear_op
@@ -119,7 +120,7 @@ def rows_of_a_pass(rows: int) -> None:
         draft_input.draft_input(floats(8, SIZE), table, x, table, floats(SIZE), floats(SIZE), 1e-5)
         noise.gumbel(table, table, VOCABULARY, 0)
         noise.gumbel(table, table, VOCABULARY, 1)
-        cuts = sample.cuts(logits, row, (table, row, row))
+        cuts = sample.cuts(logits, row, Truncation(table, row, row))
         sample.processed(logits, row, cuts)
         verify.choose(logits, row, table, table, None)
         verify.choose(logits, row, table, table, cuts)

@@ -298,7 +298,6 @@ TYPOS: list[dict[str, Any]] = [{"speculaton": {}}, {"speculation": {"dept": {"ma
 RESERVED: list[dict[str, Any]] = [
     {"engine": {"kind": "other"}},
     {"prefill": {"replicas": 1}},
-    {"model": {"adapter": "hf://org/adapter"}},
 ]
 """Fields to come, whose names no other field may take (docs/reference/api-versions.md)."""
 

@@ -11,6 +11,7 @@ Every packer is written after its source, element by element, and shares no code
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,3 +193,44 @@ def write_quantized(
     save_file(stored, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     return weights
+
+
+def write_sparse(folder: Path, form: str, **shape: Any) -> None:
+    """Write a target of real size without its numbers: a header, and a file without blocks on the disk.
+
+    ``form`` is fp8 (scales of rows) or awq (groups of 128), for the matrices of all blocks.
+    """
+    folder.mkdir(parents=True)
+    config = SHAPE | {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128} | shape
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    queries, keys = config["num_attention_heads"] * 128, config["num_key_value_heads"] * 128
+    matrices = {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+    }
+    matrices |= {"self_attn.o_proj": (width, queries), "mlp.down_proj": (width, inner)}
+    matrices |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
+    tensors: dict[str, tuple[str, list[int]]] = {"model.norm.weight": ("BF16", [width])}
+    tensors |= {f"{name}.weight": ("BF16", [config["vocab_size"], width]) for name in ("model.embed_tokens", "lm_head")}
+    for layer in range(config["num_hidden_layers"]):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = ("BF16", [width])
+        for name, (rows, columns) in matrices.items():
+            held: dict[str, tuple[str, list[int]]] = {"weight": ("F8_E4M3", [rows, columns])}
+            held["weight_scale"] = ("BF16", [rows, 1])
+            if form == "awq":
+                groups = columns // 128
+                held = {"qweight": ("I32", [columns, rows // 8]), "qzeros": ("I32", [groups, rows // 8])}
+                held["scales"] = ("F16", [groups, rows])
+            tensors |= {f"model.layers.{layer}.{name}.{suffix}": header for suffix, header in held.items()}
+    at, header = 0, {}
+    for name, (dtype, sizes) in tensors.items():
+        end = at + math.prod(sizes) * {"F8_E4M3": 1, "BF16": 2, "F16": 2, "I32": 4}[dtype]
+        header[name] = {"dtype": dtype, "shape": sizes, "data_offsets": [at, end]}
+        at = end
+    written = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(written).to_bytes(8, "little") + written)
+        file.truncate(8 + len(written) + at)
+    (folder / "config.json").write_text(json.dumps(config))

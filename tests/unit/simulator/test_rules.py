@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specdecode_simulator.policies.engine_rules import (
@@ -14,10 +15,14 @@ from specdecode_simulator.policies.engine_rules import (
     Fixed,
     Goodput,
     OneWayGate,
-    Tiers,
+    StepTiers,
 )
 from specdecode_simulator.policies.scalers import Hpa, Saturation, Throughput
-from support.small_simulation import depths_over, load_of, table_of
+from specdecode_simulator.policies.upstream_rules import SGLANG_DEFAULT, AcceptanceEstimator, draft_budget
+from specdecode_simulator.records.acceptance_walks import VERIFIED
+from specdecode_simulator.records.recordings import Library
+from specdecode_simulator.traces.trace import Kind
+from support.small_simulation import ONE, depths_over, load_of, table_of
 
 GOOD, BAD = [0.9, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45], [0.1, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0]
 
@@ -31,10 +36,17 @@ def test_the_batch_table_reads_inclusive_edges() -> None:
     assert [depths_over(rule, load_of(n), GOOD, 1)[0] for n in (1, 4, 5, 16, 17)] == [3, 3, 2, 2, 0]
 
 
-def test_tiers_climb_on_good_acceptance_and_fall_on_bad() -> None:
-    rule = Tiers((1, 3, 7), alpha=0.2)
+def test_steps_climb_on_good_acceptance_and_fall_on_bad() -> None:
+    rule = StepTiers(SGLANG_DEFAULT, alpha=0.2)
     assert depths_over(rule, load_of(2), [0.98] * 7, 20)[-1] == 7
     assert depths_over(rule, load_of(2), BAD, 40)[-1] == 1
+    assert depths_over(rule, load_of(70), GOOD, 1) == [0], "no drafts from 64 on"
+
+
+def test_a_batch_size_without_drafts_tries_one_pass_again() -> None:
+    rule = StepTiers(SGLANG_DEFAULT, alpha=0.2)
+    depths = depths_over(rule, load_of(10), BAD, 60)
+    assert {0, 1} == set(depths[10:]), "it stops, and looks again after five batches"
 
 
 def test_the_one_way_gate_closes_and_never_opens() -> None:
@@ -51,13 +63,53 @@ def test_goodput_weighs_acceptance_against_cost() -> None:
         assert depths_over(rule, load_of(8), acceptance, 40)[-1] in wanted
 
 
-def test_adaptive_verification_drafts_all_and_verifies_fewer_when_full() -> None:
-    rule = AdaptiveVerification(table_of(0.002), drafted=5, alpha=0.8)
-    alone, full = load_of(1), load_of(16)
-    depths_over(rule, alone, GOOD, 20)
-    few, many = rule.next(alone), rule.next(full)
-    assert few.drafted_depth == many.drafted_depth == 5
-    assert max(form.depth for form in many.forms.values()) < max(form.depth for form in few.forms.values())
+def adaptive(library: Library, token_seconds: float) -> AdaptiveVerification:
+    kinds = (Kind(domain="qa"),)
+    return AdaptiveVerification(table_of(token_seconds), library.records, kinds, lambda kind, now: 0.0, drafted=5)
+
+
+def test_adaptive_verification_drafts_all_and_verifies_fewer_where_tokens_are_dear(library: Library) -> None:
+    verified = []
+    for token_seconds in (0.0, 0.002, 0.02):
+        segment = adaptive(library, token_seconds).next(load_of(4))
+        walk = library.records.walk(0.0, segment.forms[ONE])
+        _, sums = walk.advance(np.arange(0, 13000, 13), 8)
+        assert (sums[:, 8] <= sums[:, VERIFIED]).all()
+        assert segment.drafted_depth == 5
+        verified.append(sums[:, VERIFIED].mean() / 8)
+    assert verified[0] == 5
+    assert verified == sorted(verified, reverse=True)
+    assert 0 < verified[1] < 5
+
+
+def test_alone_a_request_verifies_what_upstream_would(library: Library) -> None:
+    """One request is a whole batch: its verified tokens are the budget of most tokens in the same time."""
+    rule = adaptive(library, 0.002)
+    form = rule.next(load_of(1)).forms[ONE]
+    assert form.trim is not None
+    roots = np.arange(0, 13000, 97)
+    _, sums = library.records.walk(0.0, form).advance(roots, 1)
+    confidences = rule.estimator.predict(library.records.features(0.0)[roots][:, :5])
+    costs = np.array([0.0, *form.trim.costs])
+    wanted = [draft_budget(np.cumprod(own), 1, 1, 0.0, costs, 5) for own in confidences]
+    assert sums[:, VERIFIED].tolist() == wanted
+
+
+def test_confidence_is_learned_from_graded_drafts(library: Library) -> None:
+    """After some refits, mean predictions by depth are the acceptance rates, and surer tokens are more often right."""
+    estimator, generator = AcceptanceEstimator(5), np.random.default_rng(1)
+    for _ in range(12):
+        features, right = library.records.sample("qa", 0.3, 2000, generator)
+        accepted = np.minimum(right, 5)
+        estimator.add(features[:, :5], estimator.predict(features[:, :5]), accepted, np.full(2000, 5))
+        estimator.refit()
+    features, right = library.records.sample("qa", 0.3, 20000, generator)
+    predictions = estimator.predict(features[:, :5])
+    for depth in range(3):
+        reached = right >= depth
+        assert predictions[reached, depth].mean() == pytest.approx((right > depth)[reached].mean(), abs=0.03)
+    sure = predictions[:, 0] > np.median(predictions[:, 0])
+    assert (right[sure] > 0).mean() > (right[~sure] > 0).mean() + 0.2
 
 
 # --- replicas -------------------------------------------------------------------------------------------------------

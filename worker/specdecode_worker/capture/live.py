@@ -32,15 +32,16 @@ from specdecode_worker.capture.segments import (
     RETENTION_FILE,
     REWRITE_SUFFIX,
     SUFFIX,
+    DeletionCounts,
     Retention,
     SegmentWriter,
     SubjectKeys,
     UserHashes,
     delete_records,
+    flush_folder,
     list_segments,
     read_bodies,
 )
-from specdecode_worker.capture.user_deletion import DeletionCounts, flush_folder
 from specdecode_worker.contract.capture import CaptureRules
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from specdecode_worker.capture.live import CaptureLimits, ControlThread, CurrentRules, LiveStore
 from specdecode_worker.capture.records import CaptureCounts, Dropped, FolderUnusable, QueuedRecord, Record, RecordQueue
-from specdecode_worker.capture.segments import Retention, SubjectKeys, UserHashes
-from specdecode_worker.capture.user_deletion import DeletionCounts
+from specdecode_worker.capture.segments import DeletionCounts, Retention, SubjectKeys, UserHashes
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules, Consent
 
 _MAX_PROBLEM = 1000

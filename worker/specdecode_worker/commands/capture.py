@@ -15,11 +15,11 @@ from specdecode_worker.capture.segments import (
     RETENTION_FILE,
     UserHashes,
     delete_expired,
+    delete_user_records,
     derived_key,
     stored_keys,
     stored_retention,
 )
-from specdecode_worker.capture.user_deletion import delete_user_records
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def _keys(args: argparse.Namespace) -> list[bytes]:
 
 def _prune(folder: Path) -> int:
     """Delete a run and those before it, and return the exit code."""
-    from specdecode_worker.training.distillation.pruning import began_seconds, delete_runs
+    from specdecode_worker.training.distillation.deletion import began_seconds, delete_runs
 
     if began_seconds(folder) is None:
         raise FolderUnusable(f"{folder} is not named by the time of a run of `distill`")

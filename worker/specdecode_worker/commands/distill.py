@@ -40,9 +40,8 @@ from specdecode_worker.models.fetch import model_hash, resolve
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.distillation.deletion import delete_expired_from_runs, expiry_seconds
 from specdecode_worker.training.distillation.judge import answer_prompts
-from specdecode_worker.training.distillation.lineage import Ancestor
 from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings, stored_verdict
-from specdecode_worker.training.distillation.publication import RunClock
+from specdecode_worker.training.distillation.publication import Ancestor, RunClock
 from specdecode_worker.training.distillation.records import Interrupted, Stopped
 from specdecode_worker.training.distillation.students import StudentSettings
 from specdecode_worker.training.errors import TimeLimitReached, TrainingError

@@ -14,13 +14,13 @@ from specdecode_worker.contract import Artifact
 from specdecode_worker.contract.distillation import DistillationVerdict
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.termination import write_termination_message
-from specdecode_worker.training.distillation.pipeline import failure_document, verdict_document
-from specdecode_worker.training.distillation.pruning import (
+from specdecode_worker.training.distillation.deletion import (
     began_seconds,
     delete_drafts,
     delete_runs,
     delete_text,
 )
+from specdecode_worker.training.distillation.pipeline import failure_document, verdict_document
 from specdecode_worker.training.distillation.publication import (
     RunClock,
     check_place,

@@ -16,7 +16,7 @@ from specdecode_worker.commands.flags import print_progress
 from specdecode_worker.contract import adapted_uri
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.drafts import WeightMethod, load_draft
+from specdecode_worker.models.drafts import load_draft
 from specdecode_worker.models.errors import ModelError, VocabularyMismatch
 from specdecode_worker.models.fetch import resolve
 from specdecode_worker.models.weights import load_causal_lm
@@ -28,7 +28,6 @@ from specdecode_worker.training.split_target import TargetPlacement, placed_targ
 from specdecode_worker.training.trainer import TrainSettings, join
 
 _DEFAULTS = TrainSettings()
-_METHODS: tuple[WeightMethod, ...] = ("eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model")
 
 
 def run(args: argparse.Namespace) -> int:

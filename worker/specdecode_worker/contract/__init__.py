@@ -33,6 +33,7 @@ from specdecode_worker.contract.config import (
     default_served_name,
     draft_passes,
 )
+from specdecode_worker.contract.distillation import MAX_VERDICT_BYTES, CheckVerdict
 from specdecode_worker.contract.names import Env, Header, Metric, Port, Route
 from specdecode_worker.contract.plan import Buckets, MergedDraft, Plan, PlanRow, TaskMatch
 from specdecode_worker.contract.report import (
@@ -57,7 +58,6 @@ from specdecode_worker.contract.report import (
 from specdecode_worker.contract.revisions import Revisions
 from specdecode_worker.contract.shape import TreeShape
 from specdecode_worker.contract.synthetic import StepTime, SyntheticKnobs
-from specdecode_worker.contract.verdict import MAX_VERDICT_BYTES, CheckVerdict
 from specdecode_worker.contract.wire import (
     CONTRACT_VERSION,
     MAX_DEPTH,

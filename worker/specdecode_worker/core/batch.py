@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from specdecode_worker.contract import GuardCell, Plan, PlanState, TreeShape
@@ -12,7 +12,7 @@ from specdecode_worker.control.exploration import DROPPED_STEPS, Exploration, ch
 from specdecode_worker.control.guard import Guard
 from specdecode_worker.control.plan import Dispatcher, Load, PlainStepTimes
 from specdecode_worker.core.request import Request
-from specdecode_worker.sampling.trees import PLAIN, Tree, extended, tree_of
+from specdecode_worker.sampling.trees import PLAIN, Tree, extended, given_chain, tree_of
 
 # Selection of the draft tree of every decoding request from the plan, the guard and exploration.
 #
@@ -282,3 +282,34 @@ class Batch:
 
     rows: Sequence[Row]
     choice: Choice
+
+
+# Draft trees of guided requests: chains of tokens that the grammar forces, which need no draft pass.
+
+
+def with_forced_tokens(selection: Selection, requests: Sequence[Request]) -> Selection:
+    """Return ``selection`` with a chain of forced tokens for each guided request that has enough of them.
+
+    A chain replaces a drafted tree that is not deeper: the same tokens then cost no draft pass. A deeper tree stays,
+    since its draft proposes forced tokens too. A step with such a chain is no evidence about the planned shape.
+    """
+    trees = [_tree(tree, request) for tree, request in zip(selection.trees, requests, strict=True)]
+    if not any(tree.given for tree in trees):
+        return selection
+    return Selection(trees, replace(selection.choice, shape=None, shadow_passes=0))
+
+
+def given_tokens(request: Request, tree: Tree) -> tuple[int, ...]:
+    """Return the tokens of a tree with given tokens; empty for any other tree."""
+    if not tree.given or request.guide is None:
+        return ()
+    return request.guide.forced()[: tree.verified - 1]
+
+
+def _tree(tree: Tree, request: Request) -> Tree:
+    guide = request.guide
+    if guide is None or not request.submit.sampling.max_tokens - request.emitted > 1:
+        return tree
+    room = request.submit.sampling.max_tokens - request.emitted - 1
+    forced = len(guide.forced()[:room])
+    return given_chain(forced) if forced and forced >= tree.depth else tree

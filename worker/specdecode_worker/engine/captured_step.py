@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.step_tables.op import begin, commit, pack, store_states, write_children
 from specdecode_kernels.step_tables.tables import PackedRows, SamplingTables, SlotState, StepRows, Verified
 from specdecode_kernels.transfer import to_device
@@ -24,12 +25,26 @@ from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.paged_attention import PackedTensors
 from specdecode_worker.drafts.base import CapturedDrafter
 from specdecode_worker.drafts.merged import OwnRanks, in_order
-from specdecode_worker.engine.logprobs import LEAST_TOP, ROWS_AT_ONCE, RowLogprobs, TokenLogprobs, logprobs_of, nodes_of
+from specdecode_worker.engine.launched_step import (
+    LEAST_TOP,
+    ROWS_AT_ONCE,
+    RowLogprobs,
+    TokenLogprobs,
+    logprobs_of,
+    nodes_of,
+)
 from specdecode_worker.engine.step_tables import NODES, GraphKey, HostMasks, StepInputs
 from specdecode_worker.engine.target import Target, TargetPass
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.masks import TokenMasks, unpacked_on_device
-from specdecode_worker.sampling.sampler import BatchTokens, PassSampler, SampledRows, StepSampler, sampler_of
+from specdecode_worker.sampling.sampler import (
+    BatchTokens,
+    PassSampler,
+    SampledRows,
+    StepSampler,
+    TokenMasks,
+    sampler_of,
+    unpacked_on_device,
+)
 from specdecode_worker.sampling.trees import Nodes, forest_of
 
 # Log-probabilities of the tokens that a captured step emits, in static tensors.
@@ -159,7 +174,7 @@ class CapturedStep:
         self._zeros = torch.zeros(most, dtype=torch.int64, device=device)
         self._depths = torch.arange(key.passes + 1, device=device)[:, None].expand(-1, most).contiguous()
         self._slots = SlotState(parts.state.tokens_SP, parts.state.length_S, parts.state.block_table_SM, BLOCK_SIZE)
-        cuts = (self._at["top_k"], self._at["top_p"], self._at["min_p"]) if key.cuts else None
+        cuts = Truncation(self._at["top_k"], self._at["top_p"], self._at["min_p"]) if key.cuts else None
         self._sampling = SamplingTables(self._at["temperature"], self._at["seed"], cuts)
 
     def store_ranks(self, ranked_BNK: Tensor | None) -> None:

@@ -21,8 +21,7 @@ from specdecode_worker.drafts.base import CapturedDrafter, PagedDrafter
 from specdecode_worker.drafts.merged import OwnRanks
 from specdecode_worker.drafts.registry import DraftRegistry
 from specdecode_worker.engine.captured_step import CapturedStep, Proposals, StepParts
-from specdecode_worker.engine.launched_step import QueuedRows
-from specdecode_worker.engine.logprobs import LEAST_TOP
+from specdecode_worker.engine.launched_step import LEAST_TOP, QueuedRows
 from specdecode_worker.engine.step_tables import (
     MOST_GRAPHS,
     NO_DRAFTS,

@@ -18,7 +18,7 @@ import torch
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
 from specdecode_worker.control.synthetic import Synthetic
-from specdecode_worker.core.batch import Row, Selection, ShapeSelector, decoding_rows
+from specdecode_worker.core.batch import Row, Selection, ShapeSelector, decoding_rows, with_forced_tokens
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.messages import Logprobs, Submit, Tokens
 from specdecode_worker.core.request import Request, check_tokens
@@ -26,7 +26,6 @@ from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft
 from specdecode_worker.drafts.registry import NO_SWAPS, DraftRegistry
 from specdecode_worker.drafts.swap import BlockCosts, SwapStatus, describe_failure
 from specdecode_worker.engine.cuda_graphs import StepGraphs
-from specdecode_worker.engine.guided_trees import with_forced_tokens
 from specdecode_worker.engine.launched_step import LaunchedStep, StepTimer
 from specdecode_worker.engine.runner import StepLauncher
 from specdecode_worker.engine.scheduler import Deadlines, GrammarQueue, Scheduler

@@ -1,21 +1,24 @@
-"""A step in flight, and the measurement of its time."""
+"""A step in flight, the measurement of its time, and log-probabilities of its tokens."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.control.synthetic import Synthetic
 from specdecode_worker.core.batch import Choice, Row
-from specdecode_worker.core.device_state import HostCopy
+from specdecode_worker.core.device_state import HostCopy, to_host
 from specdecode_worker.core.messages import Logprobs
 from specdecode_worker.drafts.merged import OwnRanks
-from specdecode_worker.engine.logprobs import RowLogprobs
 from specdecode_worker.engine.scheduler import Scheduler
 from specdecode_worker.engine.stats import RowResult, Statistics, StepSize
+from specdecode_worker.sampling.trees import Forest
 
 # Handle of a step that was queued on the device, with all that is needed to read its results.
 
@@ -149,3 +152,144 @@ class StepTimer:
         statistics.running_request_seconds += elapsed * len(scheduler.running)
         statistics.waiting_request_seconds += elapsed * len(scheduler.waiting)
         self._accounted_seconds = now
+
+
+# Logprobs of emitted tokens and of prompt tokens, for requests that ask for them.
+#
+# They are computed from the target's raw logits, before any logits processor (vLLM's ``raw_logprobs``), and copied to
+# the host after the pass. The logits of a node equal those of plain decoding, so speculation changes no logprobs.
+
+ROWS_AT_ONCE = 64
+"""Rows of logits processed at a time, which bounds the memory of the fp32 copies."""
+LEAST_TOP = 20
+"""Fewest top tokens that are computed. With ties, the number of top tokens would otherwise affect their choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of T tokens and of the K most likely tokens at each position; on the host after ``host_copy``.
+
+    Ranks count from 1.
+    """
+
+    tokens_T: Tensor
+    logprob_T: Tensor
+    rank_T: Tensor
+    top_tokens_TK: Tensor
+    top_logprobs_TK: Tensor
+    host_copy: HostCopy
+
+    def read(self, tops: Sequence[int]) -> list[Logprobs]:
+        """Wait for the copies and return the logprobs, with ``tops[t]`` top tokens for token t."""
+        self.host_copy.wait()
+        columns = (self.tokens_T, self.logprob_T, self.rank_T, self.top_tokens_TK, self.top_logprobs_TK)
+        return [
+            Logprobs(token, logprob, rank, tuple(best[:top]), tuple(logprobs[:top]))
+            for top, token, logprob, rank, best, logprobs in zip(tops, *(c.tolist() for c in columns), strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Logprobs of several rows of a step, one row after the other.
+
+    Entry i has ``counts[i]`` tokens of row ``rows[i]``, which requested ``tops[i]`` top tokens.
+    """
+
+    rows: tuple[int, ...]
+    tops: tuple[int, ...]
+    counts: tuple[int, ...]
+    logprobs: TokenLogprobs
+
+    def read(self) -> dict[int, list[Logprobs]]:
+        """Wait for the copies and return the logprobs by row of the step."""
+        tops = [top for top, count in zip(self.tops, self.counts, strict=True) for _ in range(count)]
+        logprobs = self.logprobs.read(tops)
+        ends = list(accumulate(self.counts))
+        return {row: logprobs[end - count : end] for row, count, end in zip(self.rows, self.counts, ends, strict=True)}
+
+
+def gather_output_logprobs(
+    emitting: Sequence[Row], forest: Forest, logits_RV: Tensor, out: Tensor
+) -> RowLogprobs | None:
+    """Queue the logprobs of emitted tokens for the rows that request them; None if no row does.
+
+    Covers the accepted path and the bonus token. Entries after these are padding for the reader to cut off.
+
+    Args:
+        emitting: Rows that choose a token.
+        forest: Their trees.
+        logits_RV: Logits of their nodes, [rows, vocabulary].
+        out: Result of verification, as `Committed.out`.
+    """
+    tops = {b: top for b, row in enumerate(emitting) if (top := row.request.submit.sampling.logprobs) is not None}
+    if not tops:
+        return None
+    depth = forest.depth
+    first = list(accumulate((tree.verified for tree in forest.trees), initial=0))
+    asked_A = to_device(list(tops), logits_RV.device)
+    first_A1 = to_device([[first[b]] for b in tops], logits_RV.device)
+    asked_AC = out[asked_A]
+    rows_T = (first_A1 + nodes_of(asked_AC, depth)).flatten()
+    emitted_AD = asked_AC[:, : depth + 1].clamp(min=0)
+    logprobs = _queue_logprobs(lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten(), max(tops.values()))
+    return RowLogprobs(tuple(tops), tuple(tops.values()), (emitted_AD.shape[1],) * len(tops), logprobs)
+
+
+def nodes_of(out_BC: Tensor, depth: int) -> Tensor:
+    """Return the root and the accepted nodes [B, D + 1] of results like `Committed.out`, padded with the root."""
+    return torch.nn.functional.pad(out_BC[:, depth + 1 : 2 * depth + 1].clamp(min=0), (1, 0))
+
+
+def gather_prompt_logprobs(
+    logits_of: Callable[[Tensor], Tensor], rows: Sequence[Row], query_start: Sequence[int], hidden_TE: Tensor
+) -> RowLogprobs | None:
+    """Queue the logprobs of prompt tokens for the prefill chunks of requests that ask for them; None if none does.
+
+    A chunk yields the logprobs of the prompt tokens that directly follow its positions. Requests that already emitted a
+    token, i.e. prefill again after a preemption, are skipped.
+
+    Args:
+        logits_of: Function from hidden states [T, E] to logits [T, V].
+        rows: Rows of the step.
+        query_start: Index of each row's first packed token.
+        hidden_TE: Last hidden states of all packed tokens.
+    """
+    tops: dict[int, int] = {}
+    places: list[int] = []
+    tokens: list[list[int]] = []
+    for index, (row, begin) in enumerate(zip(rows, query_start, strict=False)):
+        top, request = row.request.submit.sampling.prompt_logprobs, row.request
+        if top is None or not row.is_chunk or request.emitted:
+            continue
+        end = min(row.start + row.count, len(request.submit.prompt) - 1)
+        tops[index] = top
+        tokens.append(request.tokens[row.start + 1 : end + 1])
+        places += range(begin, begin + len(tokens[-1]))
+    if not places:
+        return None
+    wanted_T = to_device([token for chunk in tokens for token in chunk], hidden_TE.device)
+    places_T = to_device(places, hidden_TE.device)
+    logprobs = _queue_logprobs(lambda at: logits_of(hidden_TE[at]), places_T, wanted_T, max(tops.values()))
+    return RowLogprobs(tuple(tops), tuple(tops.values()), tuple(map(len, tokens)), logprobs)
+
+
+def _queue_logprobs(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tensor, top: int) -> TokenLogprobs:
+    """Queue the logprobs of ``tokens_T`` under the logits of ``rows_T``, in pieces of bounded size."""
+    pieces = []
+    for start in range(0, len(rows_T), ROWS_AT_ONCE):
+        here = slice(start, start + ROWS_AT_ONCE)
+        pieces.append(logprobs_of(logits_of(rows_T[here]), tokens_T[here], max(top, LEAST_TOP)))
+    columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
+    (tokens, logprob, rank, top_tokens, top_logprobs), host_copy = to_host([tokens_T, *columns])
+    return TokenLogprobs(tokens, logprob, rank, top_tokens, top_logprobs, host_copy)
+
+
+def logprobs_of(logits_TV: Tensor, tokens_T: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logprob [T], rank [T], top tokens [T, K] and their logprobs [T, K], computed in fp32 or wider."""
+    wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    logp_TV = torch.log_softmax(wide_TV, dim=-1)
+    own_T1 = tokens_T[:, None]
+    rank_T = (wide_TV > wide_TV.gather(1, own_T1)).sum(-1) + 1
+    best = logp_TV.topk(min(top, logp_TV.shape[1]), dim=-1)
+    return logp_TV.gather(1, own_T1)[:, 0], rank_T, best.indices, best.values

@@ -52,7 +52,14 @@ def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device:
     """Return the bytes that quantization adds to the weights of a network in ``dtype``; mostly negative.
 
     The network is on the meta device. Its checkpoint may be quantized, or ``kind`` may ask for it.
+
+    Raises:
+        ConfigMismatch: Quantized experts would be stored on a GPU, whose kernel does not read them.
     """
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        parts = [module for module in experts.modules() if isinstance(module, Linear)]
+        if device.type == "cuda" and (kind is not None or any(part.source is not None for part in parts)):
+            raise ConfigMismatch("quantized experts are not supported on a GPU; take the bf16 model, unquantized")
     if kind is None:
         linears = (module for module in model.modules() if isinstance(module, Linear))
         return 0 if device.type == "cpu" else -sum(linear.nbytes_saved(dtype) for linear in linears)

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdecode_worker.http_edge.body_budget import BodyBudget, BodyReservation
+from specdecode_worker.http_edge import BodyBudget, BodyReservation
 from specdecode_worker.server.errors import ApiError, BodyTooLarge, EngineFailed, Unavailable
 from specdecode_worker.server.lifecycle import Lifecycle
 

@@ -19,8 +19,15 @@ from specdecode_worker.core.request import FinishRule
 from specdecode_worker.engine.client import EngineClient, Stream
 from specdecode_worker.metrics import ServerCounters
 from specdecode_worker.server.access import prefix_salt
-from specdecode_worker.server.admission import AdmissionQueue
-from specdecode_worker.server.detokenizer import ChoiceDetokenizer, TextOptions
+from specdecode_worker.server.admission import (
+    AdmissionQueue,
+    ModelLimits,
+    RequestTerms,
+    logprobs_of,
+    sampling_of,
+    seeds_of,
+    token_limits,
+)
 from specdecode_worker.server.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -32,16 +39,14 @@ from specdecode_worker.server.errors import (
 )
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.request_capture import StartRecord
-from specdecode_worker.server.request_terms import (
-    ModelLimits,
-    RequestTerms,
-    logprobs_of,
-    sampling_of,
-    seeds_of,
-    token_limits,
-)
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
-from specdecode_worker.server.responses import ChoicePiece, ChoiceStatistics, FinishedChoice
+from specdecode_worker.server.responses import (
+    ChoiceDetokenizer,
+    ChoicePiece,
+    ChoiceStatistics,
+    FinishedChoice,
+    TextOptions,
+)
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from specdecode_worker.contract import ServerConfig
-from specdecode_worker.http_edge.tls import TlsCertificate
+from specdecode_worker.http_edge import TlsCertificate
 from specdecode_worker.server.liveness import VitalParts
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from specdecode_worker.server.request_terms import ModelLimits
+from specdecode_worker.server.admission import ModelLimits
 from specdecode_worker.server.requests import (
     MAX_ID,
     NEUTRAL,
@@ -17,7 +17,7 @@ from specdecode_worker.server.requests import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
-from specdecode_worker.server.version import VERSION
+from specdecode_worker.server.served_model import VERSION
 
 # JSON schemas of the request bodies, derived from the pydantic models that validate them.
 #

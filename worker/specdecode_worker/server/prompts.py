@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from specdecode_worker.core.messages import Logprobs
 from specdecode_worker.models.chat_template import Message
 from specdecode_worker.models.errors import TemplateRefused, TokenizerProblem
+from specdecode_worker.server.admission import ModelLimits, token_limit, token_limits, truncated
 from specdecode_worker.server.chat_template import (
     TOKENS_FACTOR,
     Lane,
@@ -26,7 +27,6 @@ from specdecode_worker.server.chat_template import (
 )
 from specdecode_worker.server.errors import BadRequest, TooManyWaiting, Unavailable
 from specdecode_worker.server.grammars import AnswerGrammars
-from specdecode_worker.server.request_terms import ModelLimits, token_limit, token_limits, truncated
 from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,

@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 
 from specdecode_worker.capture import Dropped, Record, Recorder, opening_hash
-from specdecode_worker.capture.user_deletion import DeletionCounts
+from specdecode_worker.capture.segments import DeletionCounts
 from specdecode_worker.contract import Sampler
 from specdecode_worker.core.messages import Sampling, Tokens
 from specdecode_worker.server.prompts import Prompt

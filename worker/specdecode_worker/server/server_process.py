@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from specdecode_worker.contract import Env, Plan, ServerConfig, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import Build
-from specdecode_worker.http_edge.tls import TlsCertificate, UnusableCertificate
+from specdecode_worker.http_edge import TlsCertificate, UnusableCertificate
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ConfigMismatch, ModelError
 from specdecode_worker.models.fields import sampling_defaults

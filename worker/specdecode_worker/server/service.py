@@ -20,18 +20,18 @@ from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.metrics import ServerCounters
 from specdecode_worker.models import fetch as model_store
-from specdecode_worker.server.admission import AdmissionQueue
+from specdecode_worker.server.admission import (
+    AdmissionQueue,
+    ModelLimits,
+    RequestTerms,
+    check_ids,
+)
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
 from specdecode_worker.server.generation import Generation, GenerationStarter, Origin, StartingChoice, new_choices
 from specdecode_worker.server.grammars import AnswerGrammars
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.prompts import Prompt, PromptPreparation
 from specdecode_worker.server.request_capture import RequestCapture
-from specdecode_worker.server.request_terms import (
-    ModelLimits,
-    RequestTerms,
-    check_ids,
-)
 from specdecode_worker.server.requests import GenerationRequest, IgnoredFieldLog, parse_contract
 from specdecode_worker.server.served_model import Model, compatibility_key
 from specdecode_worker.server.tools import other_format_of

@@ -16,12 +16,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from specdecode_worker.contract.internal_stream import Resume
+from specdecode_worker.server.admission import RequestTerms
 from specdecode_worker.server.errors import ApiError, ModelNotFound
 from specdecode_worker.server.generation import Generation, continued_choices, earlier_choices
 from specdecode_worker.server.prompts import Prompt
-from specdecode_worker.server.reasoning import reasoning_parser
 from specdecode_worker.server.request_capture import capture_permitted
-from specdecode_worker.server.request_terms import RequestTerms
 from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -47,7 +46,7 @@ from specdecode_worker.server.responses import (
     usage,
 )
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.tools import other_format_of, parser_for
+from specdecode_worker.server.tools import other_format_of, parser_for, reasoning_parser
 
 # Preparation of a generation request: parse, check, render, tokenize, start. Public and internal routes share it.
 

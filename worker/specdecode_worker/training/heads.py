@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,12 @@ def load_distillable(
         ModelError: The head cannot be loaded, or does not fit the target.
     """
     method = method_in(folder)
-    if method != "eagle3" and method != "peagle" and method != "dflash":
+    kind = NEW_DRAFTS.get(method)
+    if kind is None or not kind.distilled:
+        *names, last = [name for name, kind in NEW_DRAFTS.items() if kind.distilled]
         raise DraftNotTrainable(
-            f"{folder} holds a draft of method {method}; eagle3, peagle and dflash are distilled, others are trained "
-            "further with `train --draft`"
+            f"{folder} holds a draft of method {method}; {', '.join(names)} and {last} are distilled, others are "
+            "trained further with `train --draft`"
         )
     draft = load_draft(method, folder, target, target_folder=target_folder, dtype=dtype, device=device)
     assert isinstance(draft, Eagle3Head | DFlashHead)
@@ -175,6 +178,30 @@ def new_draft_model(target: CausalLM, layers: int) -> CausalLM:
         model.lm_head.weight.copy_(target.lm_head.weight)
         model.model.norm.weight.copy_(target.model.norm.weight)
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class NewDraft:
+    """Kind of draft that training can start from the target's weights.
+
+    ``make`` gets the target, the draft vocabulary, the number of layers and the depth. The draft has a vocabulary of
+    its own if ``chooses_vocabulary``, and `distill` can train it further if ``distilled``.
+    """
+
+    make: Callable[[CausalLM, Tensor, int, int], Draft]
+    chooses_vocabulary: bool = False
+    distilled: bool = False
+
+
+NEW_DRAFTS: dict[Method, NewDraft] = {
+    "eagle3": NewDraft(lambda target, known, layers, _: new_head(target, known, layers), True, True),
+    "peagle": NewDraft(lambda target, known, layers, _: new_peagle(target, known, layers), True, True),
+    "dflash": NewDraft(lambda target, _, layers, depth: new_dflash(target, layers, depth), distilled=True),
+    "eagle": NewDraft(lambda target, _, layers, __: new_eagle(target, layers)),
+    "medusa": NewDraft(lambda target, known, _, depth: new_medusa(target, known, depth), True),
+    "draft-model": NewDraft(lambda target, _, layers, __: new_draft_model(target, max(2, layers))),
+}
+"""Drafts that can be trained, by method."""
 
 
 def _head_fields(target: CausalLMConfig, draft_vocab_size: int, layers: int) -> dict[str, Any]:

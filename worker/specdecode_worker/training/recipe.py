@@ -42,12 +42,7 @@ from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.evaluation import write_calibration
 from specdecode_worker.training.files import write_json
 from specdecode_worker.training.heads import (
-    new_dflash,
-    new_draft_model,
-    new_eagle,
-    new_head,
-    new_medusa,
-    new_peagle,
+    NEW_DRAFTS,
     prepare_draft,
 )
 from specdecode_worker.training.prompts import PromptLine, TrainingQuestions, normalise
@@ -156,19 +151,8 @@ def _draft(target: CausalLM, draft_settings: DraftSettings, out: Path, settings:
     known = torch.tensor(json.loads((out / "vocabulary.json").read_text()))
     if draft_settings.origin is not None:
         return prepare_draft(draft_settings.origin, target, known, draft_settings.layers)
-    match draft_settings.method:
-        case "eagle3":
-            return new_head(target, known, draft_settings.layers)
-        case "peagle":
-            return new_peagle(target, known, draft_settings.layers)
-        case "dflash":
-            return new_dflash(target, draft_settings.layers, settings.depth)
-        case "eagle":
-            return new_eagle(target, draft_settings.layers)
-        case "medusa":
-            return new_medusa(target, known, settings.depth)
-        case "draft-model":
-            return new_draft_model(target, max(2, draft_settings.layers))
+    kind = NEW_DRAFTS[draft_settings.method]
+    return kind.make(target, known, draft_settings.layers, settings.depth)
 
 
 def _add_copy_heads(draft: Draft, target: CausalLM, recorded: Path, draft_settings: DraftSettings) -> Draft:
@@ -242,11 +226,9 @@ def _choose_vocabulary(out: Path, output_VE: Tensor, draft_settings: DraftSettin
         return
     probabilities_by_domain = domain_probabilities(shard_paths(out / "recorded"), output_VE)
     if not path.exists():
-        size = (
-            min(draft_settings.draft_vocab, len(output_VE))
-            if draft_settings.method in ("eagle3", "peagle", "medusa")
-            else len(output_VE)
-        )
+        size = len(output_VE)
+        if NEW_DRAFTS[draft_settings.method].chooses_vocabulary:
+            size = min(draft_settings.draft_vocab, size)
         origin = draft_settings.origin
         if isinstance(origin, Eagle3Head) and len(origin.target_ids) == size:
             chosen = origin.target_ids  # further training keeps the vocabulary that the draft knows

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from specdecode_worker.core.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import CausalLMConfig
+from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.training.conversations import SHARD_TOKENS, Chat, Conversation, shard_paths, write_shard
 from specdecode_worker.training.errors import PromptFileError, TrainingError
@@ -125,15 +127,27 @@ def read_states(target: CausalLM, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's layer states [N, 3E] and last hidden state [N, E] over one text, on the CPU."""
     device = target.lm_head.weight.device
     positions_N = torch.arange(len(tokens_N), device=device)
-    out = target(tokens_N.to(device), positions_N, causal_attention, TargetStates(target.config.aux_layers))
+    attention = TextAttention(target.config)
+    out = target(tokens_N.to(device), positions_N, attention, TargetStates(target.config.aux_layers))
     assert isinstance(out.aux_TA, Tensor)
     return out.aux_TA.cpu(), out.hidden_TE.cpu()
 
 
-def causal_attention(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    """Return causal attention over one text."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+class TextAttention(Attend):
+    """Causal attention over one text from its first token on, within chunks in the target's chunked layers."""
+
+    def __init__(self, config: CausalLMConfig) -> None:
+        self._config = config
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Return the attended values, see ``layers.Attend``."""
+        size = self._config.attention_chunk_size if self._config.kind(layer).chunked else len(q_THD)
+        parts = []
+        for chunk in zip(*(torch.split(x, size) for x in (q_THD, k_TKD, v_TKD)), strict=True):
+            q, k, v = (x.transpose(0, 1)[None] for x in chunk)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
 
 
 # On-policy text: the engine answers many questions at once. A conversation that ends makes room for the next one.

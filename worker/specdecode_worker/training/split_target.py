@@ -37,7 +37,7 @@ from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.evaluation import ZeroContextAttention
-from specdecode_worker.training.rollout import causal_attention
+from specdecode_worker.training.rollout import TextAttention
 
 _CHUNK = 2048
 """Tokens of prompts that a step of the engine reads."""
@@ -60,10 +60,6 @@ class TargetPassMessage(msgspec.Struct, frozen=True):
     tokens: list[int]
     positions: list[int]
     attention: str
-
-
-_ATTENTIONS: dict[str, Attend] = {"causal": causal_attention, "zero": ZeroContextAttention()}
-"""Attentions of passes that other ranks know."""
 
 
 @contextlib.contextmanager
@@ -195,7 +191,7 @@ class _OtherRanks:
 
 def _message(tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> TargetPassMessage:
     name = "zero" if isinstance(attend, ZeroContextAttention) else "causal"
-    assert name == "zero" or attend is causal_attention, "other ranks know no other attention"
+    assert isinstance(attend, ZeroContextAttention | TextAttention), "other ranks know no other attention"
     return TargetPassMessage(tokens_T.tolist(), positions_T.tolist(), name)
 
 
@@ -211,8 +207,9 @@ def follow(assignment: bytes, pipe: Connection) -> None:
 def _follow(assignment: Assignment, pipe: Connection) -> None:
     model, device = load_rank_shard(assignment)
     decoder = msgspec.msgpack.Decoder(TargetPassMessage)
+    attentions: dict[str, Attend] = {"causal": TextAttention(model.config), "zero": ZeroContextAttention()}
     while True:
         message = decoder.decode(pipe.recv_bytes())
         positions_T = torch.tensor(message.positions, device=device)
         tokens_T = torch.tensor(message.tokens, device=device)
-        model(tokens_T, positions_T, _ATTENTIONS[message.attention], TargetStates())
+        model(tokens_T, positions_T, attentions[message.attention], TargetStates())

@@ -18,6 +18,7 @@ from specdecode_worker.capture.segments import (
     SegmentWriter,
     SubjectKeys,
     UserHashes,
+    delete_user_records,
     derived_key,
     key_id,
     keyed_hash,
@@ -25,7 +26,6 @@ from specdecode_worker.capture.segments import (
     stored_keys,
     unkeyed_hash,
 )
-from specdecode_worker.capture.user_deletion import delete_user_records
 from support.worker.captured import record
 
 

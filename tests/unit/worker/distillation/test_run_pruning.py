@@ -11,15 +11,15 @@ import pytest
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.models import fetch as model_store
-from specdecode_worker.training.distillation import pruning as run_pruning
-from specdecode_worker.training.distillation.pipeline import Distillation
-from specdecode_worker.training.distillation.pruning import (
+from specdecode_worker.training.distillation import deletion as run_pruning
+from specdecode_worker.training.distillation.deletion import (
     RUN_FILES,
     RUN_FOLDERS,
     TEXT_FOLDERS,
     delete_drafts,
     delete_runs,
 )
+from specdecode_worker.training.distillation.pipeline import Distillation
 from support.worker.job_runs import read, run
 
 pytestmark = pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdecode_worker.http_edge.body_budget import BodyBudget, BodyReservation
+from specdecode_worker.http_edge import BodyBudget, BodyReservation
 
 
 def test_bodies_share_the_budget_and_return_it() -> None:

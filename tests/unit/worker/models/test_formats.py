@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
+from specdecode_worker.engine.memory import Device, take_inventory
 from specdecode_worker.models import collectives, formats
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
@@ -24,7 +26,17 @@ from specdecode_worker.models.linear import QuantizedWeight, SeparateWeights, Sh
 from specdecode_worker.models.optimize import added_bytes, fuse
 from specdecode_worker.models.tensor_parallel import load_shard, split_network
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
-from support.worker.quantized_folders import Draw, awq, gptq, int4, pack_quantized, scaled, words, write_quantized
+from support.worker.quantized_folders import (
+    Draw,
+    awq,
+    gptq,
+    int4,
+    pack_quantized,
+    scaled,
+    words,
+    write_quantized,
+    write_sparse,
+)
 from support.worker.thread_ranks import ThreadRanks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -343,6 +355,8 @@ REFUSED: list[tuple[str, dict[str, Tensor | None], str]] = [
     ("int8", {"weight_zero_point": torch.ones(256, 1, dtype=torch.int8)}, r"o_proj\.weight_zero_point is not 0"),
     ("packed", {"SCB": torch.ones(256)}, "is of bitsandbytes, which is not read; take it in bf16, in FP8, or in int4"),
     ("packed", {"weight.absmax": torch.ones(256)}, "is of bitsandbytes"),
+    ("packed", {"weight_global_scale": torch.ones(1)}, "is of NVFP4"),
+    ("fp8 rows", {"weight_scale_2": torch.ones(())}, "is of NVFP4"),
     ("packed", {"meta": torch.zeros(1)}, "is of 2:4 sparse"),
 ]
 
@@ -390,3 +404,34 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
     written(tmp_path, "awq")
     with pytest.raises(ConfigMismatch, match="is quantized already; leave `quantization` out"):
         added_bytes(prepare_causal_lm(tmp_path).network, "int8", torch.bfloat16, CPU, draft=False)
+
+
+SIZES = {
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "405b": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "form", "gpus", "weights", "fits"),
+    [
+        ("70b", "fp8", 1, 67.69, False),
+        ("70b", "fp8", 2, 34.83, True),
+        ("70b", "awq", 1, 37.29, True),
+        ("405b", "fp8", 4, 98.45, False),
+        ("405b", "fp8", 8, 51.19, True),
+    ],
+)
+def test_targets_of_real_size_are_budgeted_from_their_headers(
+    size: str, form: str, gpus: int, weights: float, fits: bool, tmp_path: Path
+) -> None:
+    """GPUs of 80 GB, texts of 8,192 tokens; embeddings are in bf16 on each, the output matrix is split."""
+    write_sparse(tmp_path / "target", form, **SIZES[size])
+    model = ModelConfig(uri=str(tmp_path / "target"), served_name="m", max_model_len=8192)
+    engine = EngineConfig(device="cuda", tensor_parallel_size=gpus)
+    config = WorkerConfig(model=model, draft=DraftConfig(method="none"), engine=engine)
+    memory = Device(kind="cuda", limit=79 * 2**30, free=79 * 2**30, source="GPU memory", count=gpus)
+    budget = take_inventory(config, Path, CUDA, memory).budget
+    assert budget.target.weights / 2**30 == pytest.approx(weights, abs=0.01)
+    assert budget.fits == fits

@@ -10,19 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdecode_worker.engine.memory import network_of
 from specdecode_worker.models import linear
-from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.arch import causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.checkpoint import meta_init
 from specdecode_worker.models.drafts import match_draft_model
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.layers import Experts
 from specdecode_worker.models.linear import Linear, Shard, Split
-from specdecode_worker.models.optimize import fuse
+from specdecode_worker.models.optimize import added_bytes, fuse, quantise_target
 from specdecode_worker.models.rope import Temperature
-from specdecode_worker.models.tensor_parallel import load_shard
+from specdecode_worker.models.tensor_parallel import load_shard, split_network
 from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.errors import DraftNotTrainable
-from specdecode_worker.training.heads import new_draft_model
+from specdecode_worker.training.heads import new_draft_model, new_eagle, new_head
+from specdecode_worker.training.rollout import read_states
 from support.small_llama4 import SHAPE, dense_chunks, save_llama4
 
 CPU = torch.device("cpu")
@@ -262,6 +265,21 @@ def test_a_wrongly_read_field_is_detected(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 3}], ids=str)
+def test_heads_train_on_its_states(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Recorded states are those of chunks, and a new head starts from the shared expert, or from a dense layer."""
+    wanted = saved(tmp_path, **changes)
+    target = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
+    torch.testing.assert_close(target.logits(read_states(target, TOKENS)[1]), wanted, atol=1e-5, rtol=1e-5)
+    last: Any = target.model.layers[-1]
+    head, eagle = new_head(target, torch.arange(97)), new_eagle(target)
+    first: Any = eagle.layers[0]
+    source = last.mlp if changes else last.mlp.shared_expert
+    for mlp in (head.midlayer.mlp, first.mlp):
+        assert torch.equal(mlp.gate_proj.weight, source.gate_proj.weight)
+
+
+@pytest.mark.slow
 def test_it_is_no_draft_model(tmp_path: Path) -> None:
     save_llama4(tmp_path)
     with pytest.raises(ConfigMismatch, match="served as a target, not as a draft model"):
@@ -269,3 +287,30 @@ def test_it_is_no_draft_model(tmp_path: Path) -> None:
     target = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
     with pytest.raises(DraftNotTrainable, match="take --method eagle3"):
         new_draft_model(target, 2)
+
+
+def test_quantized_experts_are_refused_on_a_gpu() -> None:
+    """On a CPU the rounded weights are plain ones, and the router keeps its own."""
+    fields = SHAPE | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 2}
+    model = new_network(causal_lm_config(fields)).requires_grad_(False)
+    with pytest.raises(ConfigMismatch, match="quantized experts are not supported on a GPU"):
+        added_bytes(model, "int8", torch.bfloat16, torch.device("cuda"), draft=False)
+    assert added_bytes(model, "int8", torch.bfloat16, CPU, draft=False) == 0
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    quantise_target(model, "int4", CPU)
+    changed = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in changed
+    assert "model.layers.1.mlp.router.weight" not in changed
+
+
+def test_memory_counts_all_experts_and_the_widest_layer() -> None:
+    """One of eight devices of four layers of Maverick: it has an eighth of each expert, and one key-value head."""
+    with meta_init():
+        whole = new_network(causal_lm_config(published(**MAVERICK, num_hidden_layers=4), 32768))
+    part = split_network(whole, Shard(0, 8))
+    sizes = network_of("target", part, torch.bfloat16, CPU, None, draft=False)
+    # experts, shared experts, dense layers, attention; embeddings whole and an eighth of lm_head; routers and norms
+    matrices = 2 * 129 * 3 * 5120 * 1024 + 2 * 3 * 5120 * 2048 + 4 * 2 * 5120 * (640 + 128)
+    assert sizes.weights == 2 * (matrices + 202048 * 5120 * 9 // 8 + 2 * 128 * 5120 + 9 * 5120)
+    assert (sizes.intermediate_size, sizes.kv_heads, sizes.kv_layers) == (2048, 1, 4)
+    assert sizes.tables < 64 * 2**20

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import ReasoningFormat
-from specdecode_worker.server.reasoning import ReasoningParser, reasoning_parser
 from specdecode_worker.server.responses import (
     ChatWriter,
     ChoicePiece,
@@ -20,7 +19,7 @@ from specdecode_worker.server.responses import (
     ToolCallOptions,
 )
 from specdecode_worker.server.tokenizer import Tokenizer
-from specdecode_worker.server.tools import parser_for
+from specdecode_worker.server.tools import ReasoningParser, parser_for, reasoning_parser
 from support.published.tokens import tokenizer_of
 
 CASES = {

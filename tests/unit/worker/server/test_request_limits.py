@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.request_terms import (
+from specdecode_worker.server.admission import (
     MAX_LOGPROBS_PER_REQUEST,
     ModelLimits,
     check_ids,
     token_limit,
     token_limits,
 )
+from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest
 
 LIMITS = ModelLimits(131_072, 258, {258: "[PAD]"})

@@ -6,8 +6,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from specdecode_worker.contract import ServerConfig
+from specdecode_worker.server.admission import RequestTerms, read_timeout, terms_of
 from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.request_terms import RequestTerms, read_timeout, terms_of
 
 CONFIG = ServerConfig(request_timeout_seconds=100, queue_timeout_seconds=20)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.server.request_terms import seeds_of
+from specdecode_worker.server.admission import seeds_of
 
 seeds = st.integers(-(2**63), 2**63 - 1)
 

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from specdecode_worker.drafts import suffix_index
-from specdecode_worker.drafts import suffix_index as suffix_store
-from specdecode_worker.drafts.suffix_index import (
+from specdecode_worker.drafts import lookup
+from specdecode_worker.drafts.lookup import (
     END,
     LONGEST,
     SHORTEST,
@@ -39,7 +38,7 @@ def searched(text: list[int], suffix: list[int], capacity: int) -> list[tuple[in
 
 @pytest.mark.parametrize("capacity", [3, 5, 8, 17, 100])
 def test_matches_equal_those_of_a_search(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_index, "MOST_OCCURRENCES", 1000)
+    monkeypatch.setattr(lookup, "MOST_OCCURRENCES", 1000)
     chosen = random.Random(capacity)
     for _ in range(40):
         index, text = SuffixIndex(capacity), list[int]()
@@ -60,7 +59,7 @@ def test_matches_equal_those_of_a_search(capacity: int, monkeypatch: pytest.Monk
 
 
 def test_only_the_end_of_a_long_text_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_store, "MOST_TEXT_TOKENS", 10)
+    monkeypatch.setattr(lookup, "MOST_TEXT_TOKENS", 10)
     text = RequestText(SuffixStore(), "")
     text.extend([1, 2, 3, *range(50, 60), 1, 2])
     assert text.matches() == []
@@ -73,7 +72,7 @@ def test_long_matches_and_many_occurrences_are_bounded() -> None:
     index = SuffixIndex(10_000)
     index.extend([7] * 500)
     matches = index.matches([7] * 100)
-    assert len(matches) <= suffix_index.MOST_OCCURRENCES
+    assert len(matches) <= lookup.MOST_OCCURRENCES
     assert {one.length for one in matches} == {LONGEST}
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from specdecode_worker.sampling.masks import TokenMasks, _unpacked
-from specdecode_worker.sampling.sampler import BatchTokens, SampledRows
+from specdecode_worker.sampling.sampler import BatchTokens, SampledRows, TokenMasks, _unpacked
 from specdecode_worker.sampling.trees import PLAIN, Tree, forest_of, given_chain
 
 SIZE, CPU = 70, torch.device("cpu")

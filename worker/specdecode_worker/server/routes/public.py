@@ -15,8 +15,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdecode_worker import metrics
-from specdecode_worker.http_edge.body_budget import BodyBudget
+from specdecode_worker.http_edge import BodyBudget
 from specdecode_worker.server.access import ReloadedSecrets, bearer_token
+from specdecode_worker.server.admission import ModelLimits, terms_of
 from specdecode_worker.server.app import (
     CloseConnectionsOnShutdown,
     answer_errors,
@@ -27,7 +28,6 @@ from specdecode_worker.server.app import (
 from specdecode_worker.server.errors import BadRequest, NotBuilt, Unauthorized, without_paths
 from specdecode_worker.server.openapi import document
 from specdecode_worker.server.request_capture import CAPTURE_HEADER
-from specdecode_worker.server.request_terms import ModelLimits, terms_of
 from specdecode_worker.server.requests import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -37,9 +37,9 @@ from specdecode_worker.server.requests import (
     parse,
     read_object,
 )
+from specdecode_worker.server.served_model import VERSION
 from specdecode_worker.server.service import Service, SharedCall
 from specdecode_worker.server.streaming import START, Call, EventStream, StartedRequest, close, start
-from specdecode_worker.server.version import VERSION
 
 # Informational routes of the public port: probes, metrics, models, version and OpenAPI document.
 

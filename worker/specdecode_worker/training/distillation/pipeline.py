@@ -38,8 +38,8 @@ from specdecode_worker.training.distillation.judge import (
     no_golden_set,
     runs_of_samples,
 )
-from specdecode_worker.training.distillation.lineage import Ancestor, distillation_lineage, read_lineage
 from specdecode_worker.training.distillation.pool import Pool, Weighted, merge_pools, read_pool, split_pool
+from specdecode_worker.training.distillation.publication import Ancestor, distillation_lineage, read_lineage
 from specdecode_worker.training.distillation.records import (
     CaptureSelection,
     Stopped,

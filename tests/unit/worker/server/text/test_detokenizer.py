@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdecode_worker.core.messages import Logprobs, Tokens
-from specdecode_worker.server.detokenizer import ChoiceDetokenizer, TextOptions
-from specdecode_worker.server.responses import ChoicePiece
+from specdecode_worker.server.responses import ChoiceDetokenizer, ChoicePiece, TextOptions
 from specdecode_worker.server.tokenizer import Tokenizer
 
 END = 257

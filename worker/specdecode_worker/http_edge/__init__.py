@@ -1,1 +1,0 @@
-"""Parts that the HTTP servers of workers and routers share: bounds of bodies, and certificates."""
