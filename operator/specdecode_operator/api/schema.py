@@ -47,13 +47,13 @@ SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 ModelUri = Annotated[
     str,
     Field(
-        pattern=r"^(hf://[^/@ ]+/[^/@ ]+(@[^@ ]+)?|s3://[a-z0-9][a-z0-9.-]+/[^/ ][^ ]*|pvc://[^/ ]+/.+|file:///.+"
-        r"|embedded://[a-z0-9.-]+)$",
+        pattern=r"^(hf://[^/@ ]+/[^/@ ]+(@[^@ ]+)?|(s3|gs|az)://[a-z0-9][a-z0-9._-]+/[^/ ][^ ]*"
+        r"|pvc://[^/ ]+/.+|file:///.+|embedded://[a-z0-9.-]+)$",
         max_length=512,
     ),
 ]
-"""URI of a model: hf://org/name@revision, s3://bucket/path, pvc://claim/path, file:///path or embedded://name."""
-URI_FORMS = "one of hf://org/name@revision, s3://bucket/path, pvc://claim/path, file:///path and embedded://name"
+"""URI of a model: one of the forms below."""
+URI_FORMS = "one of hf://org/name@revision, s3://, gs:// or az://bucket/path, pvc://claim/path, file:///path and embedded://name"
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Name = Annotated[str, Field(pattern=SUBDOMAIN, max_length=253)]
 """Name of an object in the same namespace (DNS subdomain)."""

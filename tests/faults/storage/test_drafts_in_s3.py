@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 def _upload(server: S3Server, folder: Path, uri: str) -> str:
     """Upload a small head and return its hash."""
-    from specdecode_worker.models import object_store
+    from specdecode_worker.models import download
 
     folder.mkdir()
     small_model.write_draft(folder)
@@ -34,7 +34,7 @@ def _upload(server: S3Server, folder: Path, uri: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
-        object_store.upload(folder, uri)
+        download.upload(folder, uri)
     return model_hash(folder)
 
 

@@ -90,6 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
             if revision not in ("main", *commits):
                 return self._answer(404, b"no such revision")
             listing = {
+                "id": model,
                 "sha": hub.head if revision == "main" else revision,
                 "siblings": [{"rfilename": name} for name in hub.files],
             }
@@ -120,13 +121,14 @@ class _Handler(BaseHTTPRequestHandler):
         hub, content = self.repository, self.repository.files[name]
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         headers = {"ETag": f'W/"{blob}"'}
-        start = 0
+        start, end = 0, len(content)
         if (wanted := self.headers.get("Range")) and not hub.ignores_range:
-            start = int(wanted.removeprefix("bytes=").rstrip("-"))
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            first, last = wanted.removeprefix("bytes=").split("-")
+            start, end = int(first), int(last) + 1
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
         sent = bytes(byte ^ 1 for byte in content) if name == hub.tampered else content
         cut = hub.cut_after if name.endswith(LARGE) else None
-        self._answer(206 if "Content-Range" in headers else 200, sent[start:], headers, cut)
+        self._answer(206 if "Content-Range" in headers else 200, sent[start:end], headers, cut)
 
     def _answer(
         self, status: int, body: bytes, headers: Mapping[str, str] | None = None, cut: int | None = None

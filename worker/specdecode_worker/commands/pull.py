@@ -21,13 +21,14 @@ from pydantic import ValidationError
 from specdecode_worker.commands.flags import print_progress
 from specdecode_worker.contract import Env, Revisions, WorkerConfig
 from specdecode_worker.drafts.swap import assigned_uris, worker_name
+from specdecode_worker.models import download
 from specdecode_worker.models import fetch as model_store
-from specdecode_worker.models import hub
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.server.service import read_plan
 from specdecode_worker.termination import write_termination_message
 
 _SECONDS_BETWEEN_LINES = 2.0
+BUCKETS = ("s3://", "gs://", "az://")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +82,7 @@ def _pull_assigned(config: WorkerConfig, cache: Path) -> None:
     path = os.environ.get(Env.plan_path)
     plan = read_plan(Path(path), config.deployment_uid) if path else None
     for uri in assigned_uris(plan, config, worker_name()) if plan is not None else ():
-        if uri.startswith(("hf://", "s3://")) and _pull(uri, cache) != 0:
+        if uri.startswith(("hf://", *BUCKETS)) and _pull(uri, cache) != 0:
             print_progress("the draft is assigned by the plan: without it the worker serves with the draft of the spec")
 
 
@@ -104,10 +105,8 @@ def _fetch(uri: str, cache: Path) -> Path:
         return model_store.resolve(uri, cache)
     if uri.startswith("hf://"):
         return _hub_pull(uri, cache)
-    if uri.startswith("s3://"):
-        from specdecode_worker.models import object_store  # a large library, for these URIs alone
-
-        return object_store.fetch(uri, cache, ProgressLines())
+    if uri.startswith(BUCKETS):
+        return download.fetch(uri, cache, ProgressLines())
     return model_store.resolve(uri, cache)
 
 
@@ -120,7 +119,7 @@ def _hub_pull(uri: str, cache: Path) -> Path:
         if folder is not None:
             return folder
         model = model.at(commit)
-    server = hub.Hub.from_environment()
+    server = download.Hub.from_environment()
     try:
         return server.pull(model, cache, ProgressLines(), print_progress)
     finally:

@@ -23,7 +23,7 @@ def check_room(folder: Path, missing_bytes: int) -> None:
     """Raise DiskFull if the disk of ``folder``, or the model cache of a pod, has no room for ``missing_bytes`` more."""
     limit, _, cache = os.environ.get(Env.cache_limit, "").partition(" ")
     if cache and folder.is_relative_to(cache):
-        most, used = int(limit), sum(path.lstat().st_size for path in Path(cache).rglob("*") if path.is_file())
+        most, used = int(limit), sum(path.lstat().st_blocks * 512 for path in Path(cache).rglob("*") if path.is_file())
         if used + missing_bytes + _SPARE_BYTES > most:
             raise DiskFull(
                 f"{folder} needs {missing_bytes / 1e9:.1f} GB more, and the model cache holds {used / 1e9:.1f} GB of "

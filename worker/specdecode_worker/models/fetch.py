@@ -64,11 +64,11 @@ def _sha256(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-# Resolution of model URIs to local folders. `hub` and `object_store` do the downloads.
+# Resolution of model URIs to local folders. `download` fetches them.
 #
 # hf://org/name[@revision]   <cache>/hf/org/name/<revision>, after `pull` has completed it. A revision that is no commit
 #                            may be resolved already ($SPECDECODE_REVISIONS_PATH); then it is that commit
-# s3://bucket/path           <cache>/s3/bucket/path/<content>, fetched when it is resolved (object_store.py)
+# s3://bucket/path           <cache>/s3/bucket/path/<content>, fetched when it is resolved; gs:// and az:// likewise
 # pvc://claim/path           /mnt/pvc/claim/path, where the operator mounts claims
 # file:///path               the folder itself
 #                            (of both, if the weights are pickles, a copy in <cache>/converted with safetensors)
@@ -78,7 +78,7 @@ def _sha256(path: Path) -> bytes:
 CLAIMS = Path("/mnt/pvc")
 CONFIGS = ("config.json", "adapter_config.json")
 """Files of which the folder of a model, or of an adapter, has one."""
-FORMS = "hf://org/name[@revision], s3://bucket/path, pvc://claim/path, file:///path or embedded://name"
+FORMS = "hf://org/name[@revision], s3://, gs:// or az://bucket/path, pvc://claim/path, file:///path or embedded://name"
 
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _HUB_NAME = re.compile(r"(?P<org>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -142,10 +142,15 @@ def resolve(uri: str, cache_dir: Path | None = None) -> Path:
     match scheme:
         case "hf":
             return _pulled(hub_model(uri), cache, resolved_commit(uri))
-        case "s3":
-            from specdecode_worker.models import object_store  # a large library, for these URIs alone
+        case "s3" | "gs" | "az":
+            from specdecode_worker.models import download  # large libraries, for these URIs alone
 
-            return object_store.fetch(uri, cache)
+            return download.fetch(uri, cache)
+        case "oci":
+            raise BadUri(
+                f"{uri!r}: images are not fetched; mount it as an image volume in workers.template, which needs "
+                "Kubernetes 1.35 or its feature gate ImageVolume, and name the path as file:///path"
+            )
         case "embedded":
             return _embedded(rest, cache)
         case _:

@@ -16,8 +16,8 @@ from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.__main__ import main
 from specdecode_worker.models import fetch as model_store
+from specdecode_worker.models.download import Bucket
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.models.object_store import StoredModel
 from support.storage_servers.s3_server import S3Server, s3_server
 from support.worker.job_runs import read, run
 
@@ -45,7 +45,7 @@ def deployment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Deployment:
         value = one.get("value") or server.environment.get(key["key"])
         assert value or key.get("optional"), one["name"]
         monkeypatch.setenv(one["name"], value) if value else monkeypatch.delenv(one["name"], raising=False)
-    obstore.put(StoredModel("heads", "any").store(), "object", b"the bucket exists")
+    obstore.put(Bucket("s3://heads/any").store, "object", b"the bucket exists")
     return made
 
 

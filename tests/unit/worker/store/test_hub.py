@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import random
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,7 +20,7 @@ import pytest
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import Env, WorkerConfig
-from specdecode_worker.models import download_folder, hub
+from specdecode_worker.models import download, download_folder
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import (
     AccessDenied,
@@ -30,7 +33,8 @@ from specdecode_worker.models.errors import (
 )
 from support.published.hub import COMMIT, Repository, StandInHub
 
-WEIGHTS = bytes(range(256)) * 4000
+WEIGHTS = random.Random(5).randbytes(1_024_000)
+PART = 100_000
 FILES = {
     "config.json": b"{}",
     "model.safetensors": WEIGHTS,
@@ -58,17 +62,22 @@ def nothing(*_: object) -> None:
 def pull(tmp_path: Path) -> Iterator[Pull]:
     with ExitStack() as stack:
 
-        def pull(repository: Repository, token: str | None = None, progress: hub.Progress = nothing) -> Path:
+        def pull(repository: Repository, token: str | None = None, progress: download.Progress = nothing) -> Path:
             stand_in = stack.enter_context(StandInHub(repository))
-            server = hub.Hub(stand_in.url, token, retry_seconds=0)
+            server = download.Hub(stand_in.url, token, retry_seconds=0)
             stack.callback(server.close)
             return server.pull(MODEL, tmp_path, progress, nothing)
 
         yield pull
 
 
-def partial(tmp_path: Path) -> Path:
-    return MODEL.folder(tmp_path) / "model.safetensors.partial"
+def partials(tmp_path: Path) -> list[Path]:
+    return sorted(MODEL.folder(tmp_path).glob("model.safetensors.*.partial"))
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "PART_BYTES", PART)
 
 
 def test_only_used_files_are_fetched(pull: Pull, tmp_path: Path) -> None:
@@ -78,7 +87,9 @@ def test_only_used_files_are_fetched(pull: Pull, tmp_path: Path) -> None:
     assert files == WANTED | {download_folder.MANIFEST}
     assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
     manifest = json.loads((folder / download_folder.MANIFEST).read_text())
-    assert (manifest["commit"], len(manifest["files"])) == (COMMIT, len(WANTED))
+    assert manifest["commit"] == COMMIT
+    digests = {file["name"]: file["digest"] for file in manifest["files"]}
+    assert digests == {name: hashlib.sha256(FILES[name]).hexdigest() for name in WANTED}
     assert model_store.resolve("hf://org/model", tmp_path) == folder
 
 
@@ -89,46 +100,92 @@ def test_second_pull_makes_no_requests(pull: Pull) -> None:
     assert repository.requests == []
 
 
-def test_cut_connection_resumes_where_it_broke(pull: Pull) -> None:
-    repository = Repository(FILES, cut_after=len(WEIGHTS) // 3 + 1)
+def test_parts_are_received_apart_and_go_on_where_a_connection_broke(pull: Pull) -> None:
+    repository = Repository(FILES, cut_after=PART // 3 + 1)
     folder = pull(repository)
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
-    ranges = [asked for method, path, asked in repository.requests if method == "GET" and "/storage/" in path]
-    assert ranges == [None, *(f"bytes={n * (len(WEIGHTS) // 3 + 1)}-" for n in (1, 2))]
+    ranges = {asked for method, path, asked in repository.requests if method == "GET" and "/storage/" in path}
+    starts = {part + cut * (PART // 3 + 1) for part in range(0, len(WEIGHTS), PART) for cut in range(3)}
+    ends = {start: min(start - start % PART + PART, len(WEIGHTS)) for start in starts if start < len(WEIGHTS)}
+    assert ranges == {f"bytes={start}-{end - 1}" for start, end in ends.items()}
 
 
-def test_killed_pull_resumes_where_it_stopped(pull: Pull, tmp_path: Path) -> None:
-    partial(tmp_path).parent.mkdir(parents=True)
-    partial(tmp_path).write_bytes(WEIGHTS[:1000])
-    repository = Repository(FILES)
-    assert (pull(repository) / "model.safetensors").read_bytes() == WEIGHTS
-    assert ("GET", f"/storage/{COMMIT}/model.safetensors", "bytes=1000-") in repository.requests
+def killed_pull(url: str, cache: Path, pieces: int) -> int:
+    """Pull in a process that kills itself after so many pieces of the weights, and return its exit code."""
+    if (child := os.fork()) == 0:
+        left = [pieces]
+
+        def kill(name: str, received: int, size: int) -> None:
+            left[0] -= name == "model.safetensors"
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            download.Hub(url, None).pull(MODEL, cache, kill, nothing)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_hub_without_range_support_restarts_the_download(pull: Pull, tmp_path: Path) -> None:
-    partial(tmp_path).parent.mkdir(parents=True)
-    partial(tmp_path).write_bytes(b"x" * 1000)
+@pytest.mark.slow
+def test_fifty_kills_at_random_bytes_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed keeps the parts that it has received, and the next one asks for no more of them."""
+    draws, repository, read = random.Random(11), Repository(FILES), download.Hub.read
+
+    def in_pieces(*args: Any) -> Iterator[bytes]:
+        for chunk in read(*args):
+            yield from (chunk[at : at + 997] for at in range(0, len(chunk), 997))
+
+    monkeypatch.setattr(download.Hub, "read", in_pieces)
+    monkeypatch.setattr(download, "PART_BYTES", part := len(WEIGHTS) // 4)
+    with StandInHub(repository) as stand_in:
+        download.Hub(stand_in.url, None).pull(MODEL, tmp_path, nothing, nothing)  # imports what the processes need
+        shutil.rmtree(tmp_path / "hf")
+        codes = [killed_pull(stand_in.url, tmp_path / str(n // 5), draws.randrange(1, 400)) for n in range(50)]
+        assert codes.count(-signal.SIGKILL) > 25, codes
+        for cache in sorted(tmp_path.iterdir()):
+            folder = MODEL.folder(cache)
+            marks = b"".join(path.read_bytes() for path in folder.glob("model.*.parts"))
+            there = len(WEIGHTS) if (folder / "model.safetensors").is_file() else part * marks.count(b"\1")
+            repository.requests.clear()
+            download.Hub(stand_in.url, None).pull(MODEL, cache, nothing, nothing)
+            assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+            asked = sum(method == "GET" and "/storage/" in path for method, path, _ in repository.requests)
+            assert asked <= -(-max(0, len(WEIGHTS) - there) // part), "parts that were received are kept"
+
+
+def test_hub_without_range_support_is_read_from_the_first_byte(pull: Pull) -> None:
     assert (pull(Repository(FILES, ignores_range=True)) / "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_connection_without_data_raises(pull: Pull, tmp_path: Path) -> None:
-    with pytest.raises(HubUnreachable, match=r"model\.safetensors breaks off at 0 bytes"):
+    with pytest.raises(HubUnreachable, match=r"model\.safetensors breaks off at \d+ bytes"):
         pull(Repository(FILES, cut_after=0))
     with pytest.raises(NotPresent, match="specdecode-worker pull"):
         model_store.resolve("hf://org/model", tmp_path)
 
 
-@pytest.mark.parametrize("earlier", [b"", b"wrong bytes of an earlier time"])
-def test_download_with_a_wrong_hash_is_rejected(pull: Pull, tmp_path: Path, earlier: bytes) -> None:
-    if earlier:
-        partial(tmp_path).parent.mkdir(parents=True)
-        partial(tmp_path).write_bytes(earlier)
+def test_download_with_a_wrong_hash_is_rejected(pull: Pull, tmp_path: Path) -> None:
     with pytest.raises(HashMismatch, match=r"model\.safetensors has hash"):
-        pull(Repository(FILES, tampered="" if earlier else "model.safetensors"))
-    assert not partial(tmp_path).exists()
+        pull(Repository(FILES, tampered="model.safetensors"))
+    assert partials(tmp_path) == []
     with pytest.raises(NotPresent):
         model_store.resolve("hf://org/model", tmp_path)
     assert (pull(Repository(FILES)) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_flipped_byte_of_a_part_that_was_kept_is_refused(pull: Pull, tmp_path: Path) -> None:
+    def full(name: str, there: int, size: int) -> None:
+        if name == "model.safetensors" and there == size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DiskFull):
+        pull(Repository(FILES), progress=full)
+    (partial,) = partials(tmp_path)
+    with partial.open("r+b") as file:
+        file.write(bytes([WEIGHTS[0] ^ 1]))
+    with pytest.raises(HashMismatch, match=r"model\.safetensors has hash"):
+        pull(Repository(FILES))
 
 
 def test_small_files_are_checked_too(pull: Pull) -> None:
@@ -178,7 +235,7 @@ def test_pull_resumes_after_the_disk_was_full(pull: Pull, tmp_path: Path) -> Non
 
     with pytest.raises(DiskFull, match="it goes on from here"):
         pull(Repository(FILES), progress=full)
-    assert partial(tmp_path).stat().st_size > 0
+    assert partials(tmp_path)[0].stat().st_size > 0
     assert (pull(Repository(FILES)) / "model.safetensors").read_bytes() == WEIGHTS
 
 
@@ -217,13 +274,13 @@ def test_busy_hub_is_retried(pull: Pull) -> None:
 
 def test_endpoint_that_is_no_hub_is_reported(tmp_path: Path) -> None:
     with pytest.raises(HubUnreachable, match="cannot be reached"):
-        hub.Hub("http://127.0.0.1:9", None, retry_seconds=0).pull(MODEL, tmp_path, nothing, nothing)
+        download.Hub("http://127.0.0.1:9", None, retry_seconds=0).pull(MODEL, tmp_path, nothing, nothing)
 
 
 def test_a_revision_that_does_not_exist_is_named(tmp_path: Path) -> None:
     model = model_store.hub_model("hf://org/model@v9")
     with StandInHub(Repository(FILES)) as stand_in, pytest.raises(NotOnHub, match="org/model@v9"):
-        hub.Hub(stand_in.url, None, retry_seconds=0).pull(model, tmp_path, nothing, nothing)
+        download.Hub(stand_in.url, None, retry_seconds=0).pull(model, tmp_path, nothing, nothing)
 
 
 def test_second_pull_waits_for_the_first(tmp_path: Path) -> None:
@@ -239,7 +296,7 @@ def test_second_pull_waits_for_the_first(tmp_path: Path) -> None:
             notes.append(text)
             noted.set()
 
-        server = hub.Hub(stand_in.url, None)
+        server = download.Hub(stand_in.url, None)
         second = threading.Thread(target=lambda: server.pull(MODEL, tmp_path, nothing, note))
         second.start()
         assert noted.wait(10)

@@ -12,7 +12,7 @@ import pytest
 from obstore.store import S3Store
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.models import download_folder, object_store
+from specdecode_worker.models import download, download_folder
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import AccessDenied, BadUri, DiskFull, HashMismatch, HubUnreachable, NotOnHub
 from specdecode_worker.models.fetch import model_hash
@@ -58,7 +58,7 @@ def bucket() -> S3Store:
 
 
 def test_draft_is_fetched_with_its_calibration(head: Path, bucket: S3Store, tmp_path: Path) -> None:
-    object_store.upload(head, URI)
+    download.upload(head, URI)
     obstore.put(bucket, "README.md", b"no model file")
     obstore.put(bucket, "run/config.json", b"of another model")
     obstore.put(bucket, "additional_chat_templates/tool_use.jinja", b"{{ tools }}")
@@ -76,10 +76,10 @@ def test_draft_is_fetched_with_its_calibration(head: Path, bucket: S3Store, tmp_
 @pytest.mark.slow
 @pytest.mark.usefixtures("bucket")
 def test_other_content_gets_another_folder(head: Path, tmp_path: Path) -> None:
-    object_store.upload(head, URI)
+    download.upload(head, URI)
     first = model_store.resolve(URI, tmp_path / "cache")
     (head / "calibration.json").write_text('{"sharpness": [2.0]}')
-    object_store.upload(head, URI)
+    download.upload(head, URI)
     second = model_store.resolve(URI, tmp_path / "cache")
     assert second != first
     assert model_hash(second) == model_hash(head) != model_hash(first)
@@ -87,27 +87,27 @@ def test_other_content_gets_another_folder(head: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("bucket")
 def test_draft_that_changes_meanwhile_is_not_taken(head: Path, bucket: S3Store, tmp_path: Path) -> None:
-    object_store.upload(head, URI)
+    download.upload(head, URI)
 
     def overwrite(name: str, received: int, size: int) -> None:
         if (name, received) == ("config.json", size):
             obstore.put(bucket, "model.safetensors", b"of the next draft")
 
     with pytest.raises(HashMismatch, match="changed while it was fetched"):
-        object_store.fetch(URI, tmp_path / "cache", overwrite)
+        download.fetch(URI, tmp_path / "cache", overwrite)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 @pytest.mark.usefixtures("bucket")
 def test_interrupted_download_is_never_used(head: Path, tmp_path: Path) -> None:
-    object_store.upload(head, URI)
+    download.upload(head, URI)
 
     def kill(name: str, received: int, size: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        object_store.fetch(URI, tmp_path / "cache", kill)
-    base = object_store.stored_model(URI).folder(tmp_path / "cache")
+        download.fetch(URI, tmp_path / "cache", kill)
+    base = download.Bucket(URI).folder(tmp_path / "cache")
     (base / ".killed").mkdir()
     (base / ".killed" / "config.json").write_text("{")
     folder = model_store.resolve(URI, tmp_path / "cache")
@@ -116,12 +116,37 @@ def test_interrupted_download_is_never_used(head: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("bucket")
+def test_a_download_that_was_interrupted_goes_on(head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "PART_BYTES", 4096)
+    download.upload(head, URI)
+    seen: list[int] = []
+
+    def kill(name: str, received: int, size: int) -> None:
+        if name == "model.safetensors" and received > size // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        download.fetch(URI, tmp_path / "cache", kill)
+    download.fetch(URI, tmp_path / "cache", lambda name, received, _: seen.append(received))
+    assert seen[0] > 2 * 4096, "parts that were received before count"
+
+
+def test_a_flipped_byte_of_a_published_draft_is_refused(head: Path, bucket: S3Store, tmp_path: Path) -> None:
+    download.upload(head, URI)
+    weights = bytearray((head / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    obstore.put(bucket, "model.safetensors", bytes(weights))
+    with pytest.raises(HashMismatch, match=r"model\.safetensors has hash"):
+        download.fetch(URI, tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("bucket")
 def test_two_processes_fetch_once(head: Path, tmp_path: Path) -> None:
-    object_store.upload(head, URI)
+    download.upload(head, URI)
     calls: list[str] = []
 
     def run() -> None:
-        object_store.fetch(URI, tmp_path / "cache", lambda name, received, size: calls.append(name))
+        download.fetch(URI, tmp_path / "cache", lambda name, received, size: calls.append(name))
 
     threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:
@@ -135,7 +160,7 @@ def test_two_processes_fetch_once(head: Path, tmp_path: Path) -> None:
 def test_known_draft_is_used_while_the_store_is_gone(
     head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    object_store.upload(head, URI)
+    download.upload(head, URI)
     folder = model_store.resolve(URI, tmp_path / "cache")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     assert model_store.resolve(URI, tmp_path / "cache") == folder
@@ -152,18 +177,18 @@ def test_unwritable_cache_leaves_the_folder_for_temporary_files(
     cache, temporary = tmp_path / "file" / "cache", tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    object_store.upload(head, URI)
+    download.upload(head, URI)
     first = model_store.resolve(URI, cache)
     assert first.is_relative_to(temporary)
     size = sum(path.stat().st_size for path in first.iterdir())
-    monkeypatch.setattr(object_store, "TEMPORARY_BYTES", size * 3 // 2)
+    monkeypatch.setattr(download, "TEMPORARY_BYTES", size * 3 // 2)
     (head / "calibration.json").write_text('{"sharpness": [3.0]}')
-    object_store.upload(head, URI)
+    download.upload(head, URI)
     second = model_store.resolve(URI, cache)
     assert (first.exists(), model_hash(second)) == (False, model_hash(head)), "the older one made room"
-    monkeypatch.setattr(object_store, "TEMPORARY_BYTES", size // 2)
+    monkeypatch.setattr(download, "TEMPORARY_BYTES", size // 2)
     (head / "calibration.json").write_text('{"sharpness": [4.0]}')
-    object_store.upload(head, URI)
+    download.upload(head, URI)
     with pytest.raises(DiskFull, match="so that `pull` fetches it"):
         model_store.resolve(URI, cache)
 
@@ -177,6 +202,7 @@ def test_unwritable_cache_leaves_the_folder_for_temporary_files(
         ("s3://heads", {}, BadUri),
         ("s3://heads/../x", {}, BadUri),
         ("s3://UPPER/x", {}, BadUri),
+        ("oci://registry/model:v1", {}, BadUri),
     ],
 )
 def test_model_that_cannot_be_fetched_is_explained(
@@ -201,16 +227,16 @@ def test_upload_becomes_a_model_with_its_last_file(head: Path, bucket: S3Store, 
         put(store, name, path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_store.obstore, "put", watch)
-        object_store.upload(head, URI)
-    assert seen == [False, False, True]
+        patch.setattr(obstore, "put", watch)
+        download.upload(head, URI)
+    assert seen == [False, False, False, True]
     assert model_hash(model_store.resolve(URI, tmp_path / "cache")) == model_hash(head)
 
 
 def test_pull_fetches_and_shows_progress(
     head: Path, bucket: S3Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    object_store.upload(head, URI)
+    download.upload(head, URI)
     assert main(["pull", URI, "--cache-dir", str(tmp_path / "cache")]) == 0
     said = capsys.readouterr().err
     assert "model.safetensors  100 %" in said

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.models import hub
-from specdecode_worker.models.fetch import HubModel, hub_model, resolve
+from specdecode_worker.models import download
+from specdecode_worker.models.fetch import HubModel, resolve
 from support.published.hub import Repository, StandInHub
 from support.published.layouts import LAYOUTS
 from support.published.repositories import TOKEN, repository
@@ -50,7 +50,7 @@ def test_what_could_not_be_confirmed_is_marked_in_the_documentation() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_files_that_are_needed_are_fetched(name: str) -> None:
     layout = LAYOUTS[name]
-    wanted = hub.wanted_files(hub_model(f"hf://{name}"), layout.files)
+    wanted = download.wanted_files(name, layout.files)
     assert "config.json" in wanted
     assert not any(file.startswith("original/") for file in wanted)
     weights = [file for file in layout.files if file.endswith((".safetensors", ".bin"))]

@@ -100,10 +100,10 @@ def check_place(prefix: str) -> None:
         PublishFailed: The place does not exist or cannot be written.
     """
     if prefix.startswith("s3://"):
-        from specdecode_worker.models import object_store  # a large library, for these URIs alone
+        from specdecode_worker.models import download  # a large library, for these URIs alone
 
         with _publish_errors():
-            object_store.check_bucket(prefix)
+            download.Bucket(prefix).check()
         return
     parent = local_place(prefix)
     assert parent is not None, "not in a bucket"
@@ -132,10 +132,10 @@ def publish(head: Path, prefix: str) -> Artifact:
     """
     artifact = Artifact(uri=_uri(prefix, draft_hash := model_hash(head)), hash=draft_hash)
     if prefix.startswith("s3://"):
-        from specdecode_worker.models import object_store  # a large library, for these URIs alone
+        from specdecode_worker.models import download  # a large library, for these URIs alone
 
         with _publish_errors():
-            object_store.upload(head, artifact.uri)
+            download.upload(head, artifact.uri)
         return artifact
     folder = _folder(prefix, artifact.hash)
     try:
