@@ -22,19 +22,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_kernels.quantised_linear.reference import GROUPS, Kind, Quantised, dequantise, group_of, pack_int4
+from specdecode_worker.models.checkpoint import Checkpoint
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.fields import Fields, read_optional
 from specdecode_worker.models.headers import TensorHeader
-
-if TYPE_CHECKING:
-    from specdecode_worker.models.checkpoint import Checkpoint
 
 Axis = tuple[Literal["rows", "columns"], int]
 """Dimension of a stored tensor, and how many rows or columns of the matrix one entry of it stands for."""

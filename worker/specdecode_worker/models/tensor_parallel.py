@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from specdecode_worker.models.arch import new_network, split_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.checkpoint import load_quantized, meta_init, place_tables, touch
 from specdecode_worker.models.linear import Linear, Shard, Split
+from specdecode_worker.models.unloaded import load_quantized, meta_init, place_tables, touch
 from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.stages import stage, staged
 

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from specdecode_worker.models.adapter import adapted
 from specdecode_worker.models.arch import architecture_of, causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.checkpoint import (
-    Checkpoint,
-    UnloadedNetwork,
-    meta_init,
-    open_checkpoint,
-)
+from specdecode_worker.models.checkpoint import Checkpoint, open_checkpoint
 from specdecode_worker.models.config import (
     Eagle3Config,
     dflash_config,
@@ -36,6 +31,7 @@ from specdecode_worker.models.fields import end_tokens
 from specdecode_worker.models.formats import find_matrix, quantization_facts
 from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.models.unloaded import UnloadedNetwork, meta_init
 
 # Loading of networks from model folders: tensor names per kind of checkpoint, and the tensors that may be absent.
 #
