@@ -1,5 +1,6 @@
-"""Tensors of a checkpoint's files, by their names in a network. Only safetensors are read; `pickled_weights` converts
-other checkpoints.
+"""Tensors of a checkpoint's files, by their names in a network.
+
+Only safetensors are read; `pickled_weights` converts other checkpoints.
 """
 
 from __future__ import annotations
