@@ -8,10 +8,14 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.utils._device
 
 from support.kernels.interpreted import import_kernels, mutant
 
 import_kernels()
+# torch lists the functions that `with torch.device` reaches when it is first used, once a process. Where `poisoned`
+# stands for torch.empty then, no later test gets a network on the meta device.
+torch.utils._device._device_constructors()
 
 Plant = Callable[[ModuleType, str, str], ModuleType]
 

@@ -174,6 +174,7 @@ def shares(module: ModuleType) -> bool:
     return matches_reference(by_kernel(module, logits, rows, 512, 512), logits, rows)
 
 
+@pytest.mark.slow
 def test_shares_of_flat_rows() -> None:
     assert shares(kernel)
 

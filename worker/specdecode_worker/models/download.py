@@ -33,7 +33,15 @@ from urllib.parse import quote
 
 import httpx
 
-from specdecode_worker.models.download_folder import MANIFEST, check_room, disk_full_errors, locked
+from specdecode_worker.models.download_folder import (
+    CONFIGS,
+    MANIFEST,
+    HubModel,
+    check_room,
+    disk_full_errors,
+    is_writable,
+    locked,
+)
 from specdecode_worker.models.errors import (
     AccessDenied,
     BadUri,
@@ -43,7 +51,6 @@ from specdecode_worker.models.errors import (
     NotOnHub,
     PullFailed,
 )
-from specdecode_worker.models.fetch import CONFIGS, HubModel, is_writable
 from specdecode_worker.models.fields import TEMPLATE_FOLDER
 from specdecode_worker.models.pickled_weights import convert, weights_of
 

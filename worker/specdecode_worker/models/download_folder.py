@@ -1,4 +1,4 @@
-"""Folders that downloads go to: one download at a time, and errors of a full disk that say what to do."""
+"""Folders that downloads go to: what they hold, one download at a time, and errors of a full disk."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specdecode_worker.contract import Env
@@ -15,8 +17,52 @@ from specdecode_worker.models.errors import DiskFull
 
 MANIFEST = "specdecode-manifest.json"
 """File that a download writes last. It exists only if every file is present and passed its hash check."""
+CONFIGS = ("config.json", "adapter_config.json")
+"""Files of which the folder of a model, or of an adapter, has one."""
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _SPARE_BYTES = 64 << 20
 """Disk space to leave free, so that a full cache does not break the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """Repository on a hub, at a branch, tag or commit."""
+
+    org: str
+    name: str
+    revision: str
+
+    @property
+    def id(self) -> str:
+        """Name of the repository, org/name."""
+        return f"{self.org}/{self.name}"
+
+    @property
+    def uri(self) -> str:
+        """The hf:// URI with the revision."""
+        return f"hf://{self.id}@{self.revision}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the revision is a commit. A branch or a tag may move."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    def at(self, commit: str) -> HubModel:
+        """Return the model at a commit."""
+        return replace(self, revision=commit)
+
+    def folder(self, cache_dir: Path) -> Path:
+        """Return the folder of this model in the cache."""
+        return cache_dir / "hf" / self.org / self.name / self.revision.replace("/", "--")
+
+
+def is_writable(cache: Path) -> bool:
+    """Return whether models can be written to ``cache``, which is created if need be."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(cache, os.W_OK)
 
 
 def check_room(folder: Path, missing_bytes: int) -> None:

@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from pydantic import ValidationError
@@ -19,7 +18,7 @@ from pydantic import ValidationError
 from specdecode_worker import embedded
 from specdecode_worker.contract import Env, Revisions
 from specdecode_worker.embedded.errors import EmbeddedModelError
-from specdecode_worker.models.download_folder import MANIFEST
+from specdecode_worker.models.download_folder import CONFIGS, MANIFEST, HubModel, is_writable
 from specdecode_worker.models.errors import BadUri, NotPresent
 from specdecode_worker.models.pickled_weights import converted_folder
 
@@ -76,44 +75,9 @@ def _sha256(path: Path) -> bytes:
 # MODEL+ADAPTER              links to the files of a target and to the folder of its adapter, two of the above
 
 CLAIMS = Path("/mnt/pvc")
-CONFIGS = ("config.json", "adapter_config.json")
-"""Files of which the folder of a model, or of an adapter, has one."""
 FORMS = "hf://org/name[@revision], s3://, gs:// or az://bucket/path, pvc://claim/path, file:///path or embedded://name"
 
-_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _HUB_NAME = re.compile(r"(?P<org>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class HubModel:
-    """Repository on a hub, at a branch, tag or commit."""
-
-    org: str
-    name: str
-    revision: str
-
-    @property
-    def id(self) -> str:
-        """Name of the repository, org/name."""
-        return f"{self.org}/{self.name}"
-
-    @property
-    def uri(self) -> str:
-        """The hf:// URI with the revision."""
-        return f"hf://{self.id}@{self.revision}"
-
-    @property
-    def is_pinned(self) -> bool:
-        """True if the revision is a commit. A branch or a tag may move."""
-        return _COMMIT.fullmatch(self.revision) is not None
-
-    def at(self, commit: str) -> HubModel:
-        """Return the model at a commit."""
-        return replace(self, revision=commit)
-
-    def folder(self, cache_dir: Path) -> Path:
-        """Return the folder of this model in the cache."""
-        return cache_dir / "hf" / self.org / self.name / self.revision.replace("/", "--")
 
 
 def default_cache_dir() -> Path:
@@ -188,15 +152,6 @@ def _with_adapter(base: Path, adapter: Path, cache: Path) -> Path:
         except OSError:  # another process was faster
             shutil.rmtree(partial)
     return ready
-
-
-def is_writable(cache: Path) -> bool:
-    """Return whether models can be written to ``cache``, which is created if need be."""
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(cache, os.W_OK)
 
 
 def local_folder(uri: str) -> Path | None:

@@ -532,7 +532,7 @@ def parser_for(name: ToolFormat, functions: Sequence[str], *, streams: bool = Fa
 
 # Separation of a model's thinking, which it writes between ``<think>`` and ``</think>``, from its answer.
 
-_THINK, _END = "<think>", "</think>"
+_THINK, _THOUGHT = "<think>", "</think>"
 _TAIL_TOKENS = 16
 """Tokens at the end of a prompt that hold a tag which the chat template has rendered, and white space behind it."""
 
@@ -559,11 +559,11 @@ class ReasoningParser:
                 self._held, self._inside = begin.removeprefix(_THINK), True
         if not self._inside:
             return "", self._rest()
-        thought, tag, answer = self._held.partition(_END)
+        thought, tag, answer = self._held.partition(_THOUGHT)
         if tag:
             self._rest()
             return thought, answer
-        kept = 0 if last else next((n for n in range(len(_END) - 1, 0, -1) if thought.endswith(_END[:n])), 0)
+        kept = 0 if last else next((n for n in range(len(_THOUGHT) - 1, 0, -1) if thought.endswith(_THOUGHT[:n])), 0)
         self._held = thought[len(thought) - kept :]
         return thought[: len(thought) - kept], ""
 
@@ -582,5 +582,5 @@ def reasoning_parser(
     where the template does neither; ``qwen3`` only behind an opening tag.
     """
     end = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
-    inside = end.endswith(_THINK) or (name == "deepseek_r1" and not end.endswith(_END))
+    inside = end.endswith(_THINK) or (name == "deepseek_r1" and not end.endswith(_THOUGHT))
     return lambda: ReasoningParser(inside=inside)

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.models import download
-from specdecode_worker.models.fetch import HubModel, resolve
+from specdecode_worker.models.download_folder import HubModel
+from specdecode_worker.models.fetch import resolve
 from support.published.hub import Repository, StandInHub
 from support.published.layouts import LAYOUTS
 from support.published.repositories import TOKEN, repository
