@@ -46,9 +46,12 @@ UNLUCKY = SyntheticKnobs(step_time=rising(0.05), acceptance=(0.02,))
 
 @pytest.fixture(scope="module", autouse=True)
 def auto(endpoint: Endpoint) -> Iterator[None]:
-    endpoint.patch({"speculation": {"mode": "Auto", "depth": {"min": 0, "max": MAX_DEPTH, "initial": 3}}})
+    """Set mode Auto with chains alone: the knobs give times by the length of a chain."""
+    depth = {"min": 0, "max": MAX_DEPTH, "initial": 3}
+    endpoint.patch({"speculation": {"mode": "Auto", "depth": depth, "tree": {"topK": 1}}})
     yield
     endpoint.set_knobs(None)
+    endpoint.patch({"speculation": {"tree": None}})
 
 
 def planned(endpoint: Endpoint) -> TreeShape:
