@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.grouped_linear.reference import Groups, most_tiles, tile_rows
+from specdecode_kernels.small_linear.kernel import load_tile, store_sums
 
 GROUPED_AT_ONCE = 64
 """Rows or tiles that the grouping program handles at a time."""
@@ -75,15 +76,6 @@ def _group_kernel(
 
 
 @triton.jit
-def _matrix(weight_XNK, n, column, size, outputs, EVEN: tl.constexpr):
-    """Load a tile [N, K] of the matrix."""
-    inside = (n < outputs)[:, None]
-    if not EVEN:
-        inside = inside & (column < size)[None, :]
-    return tl.load(weight_XNK + n.to(tl.int64)[:, None] * size + column[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
 def _grouped_kernel(
     x_TK,
     weight_XNK,
@@ -129,18 +121,12 @@ def _grouped_kernel(
             x = tl.load(x_TK + t[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
             if SCORED:
                 x = (x.to(tl.float32) * score[:, None]).to(x.dtype)
-            tile = _matrix(weight_NK, n, column, size, outputs, EVEN)
+            tile = load_tile(weight_NK, n, column, size, outputs, EVEN, "")
             acc_TN = tl.dot(x, tl.trans(tile), acc_TN, input_precision=PRECISION)
             if GATED:
-                tile = _matrix(up_NK, n, column, size, outputs, EVEN)
+                tile = load_tile(up_NK, n, column, size, outputs, EVEN, "")
                 up_TN = tl.dot(x, tl.trans(tile), up_TN, input_precision=PRECISION)
-        if GATED:
-            acc_TN = acc_TN / (1.0 + tl.exp(-acc_TN)) * up_TN
-        stored = real[:, None] & (n < outputs)[None, :]
-        if RESIDUAL:
-            added = residual_TN + t[:, None] * residual_stride + n[None, :]
-            acc_TN += tl.load(added, mask=stored, other=0.0).to(tl.float32)
-        tl.store(out_TN + t[:, None] * outputs + n[None, :], acc_TN.to(out_TN.dtype.element_ty), mask=stored)
+        store_sums(acc_TN, up_TN, residual_TN, out_TN, t, n, real, outputs, residual_stride, GATED, RESIDUAL)
 
 
 def group(logits_TX: Tensor) -> Groups:

@@ -46,13 +46,37 @@ FP32_ROW_BYTES = 256
 
 
 @triton.jit
-def _weights(weight_NK, n, column, size, outputs, EVEN: tl.constexpr):
-    """Load a tile [N, K] of the matrix, which is read once."""
+def load_tile(weight_NK, n, column, size, outputs, EVEN: tl.constexpr, EVICTION: tl.constexpr):
+    """Load a tile [N, K] of a matrix."""
     place = weight_NK + n.to(tl.int64)[:, None] * size + column[None, :]
     inside = (n < outputs)[:, None]
     if not EVEN:
         inside = inside & (column < size)[None, :]
-    return tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
+    return tl.load(place, mask=inside, other=0.0, eviction_policy=EVICTION)
+
+
+@triton.jit
+def store_sums(
+    acc_TN,
+    up_TN,
+    residual_TN,
+    out_TN,
+    t,
+    n,
+    real,
+    outputs,
+    residual_stride,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """Store the sums of the rows ``t`` that are real, after the gate and with the residual."""
+    if GATED:
+        acc_TN = acc_TN / (1.0 + tl.exp(-acc_TN)) * up_TN
+    stored = real[:, None] & (n < outputs)[None, :]
+    if RESIDUAL:
+        place = residual_TN + t[:, None] * residual_stride + n[None, :]
+        acc_TN += tl.load(place, mask=stored, other=0.0).to(tl.float32)
+    tl.store(out_TN + t[:, None] * outputs + n[None, :], acc_TN.to(out_TN.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -92,23 +116,17 @@ def _small_linear_kernel(
         if not EVEN:
             inside = inside & (column < size)[None, :]
         x = tl.load(x_TK + t[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-        tile = _weights(weight_NK, n, column, size, outputs, EVEN)
+        tile = load_tile(weight_NK, n, column, size, outputs, EVEN, "evict_first")  # read once
         acc_TN = tl.dot(x, tl.trans(tile), acc_TN, input_precision=PRECISION)
         if GATED:
-            tile = _weights(up_NK, n, column, size, outputs, EVEN)
+            tile = load_tile(up_NK, n, column, size, outputs, EVEN, "evict_first")
             up_TN = tl.dot(x, tl.trans(tile), up_TN, input_precision=PRECISION)
     release(DEPENDENT)
     if BIAS:
         acc_TN += tl.load(bias_N + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up_TN += tl.load(bias_N + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        acc_TN = acc_TN / (1.0 + tl.exp(-acc_TN)) * up_TN
-    stored = real[:, None] & (n < outputs)[None, :]
-    if RESIDUAL:
-        place = residual_TN + t[:, None] * residual_stride + n[None, :]
-        acc_TN += tl.load(place, mask=stored, other=0.0).to(tl.float32)
-    tl.store(out_TN + t[:, None] * outputs + n[None, :], acc_TN.to(out_TN.dtype.element_ty), mask=stored)
+    store_sums(acc_TN, up_TN, residual_TN, out_TN, t, n, real, outputs, residual_stride, GATED, RESIDUAL)
 
 
 def small_linear(
