@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import get_args
 
 from specdecode_operator.api.speculation import NamedDraftSpec
+from specdecode_worker.commands.arguments import TRAINED_METHODS
 from specdecode_worker.contract import DRAFT_FREE
 from specdecode_worker.contract import config as contract
 from specdecode_worker.contract.wire import Method
 from specdecode_worker.drafts import registry
 from specdecode_worker.models.arch import ARCHITECTURES
 from specdecode_worker.models.drafts import HEADS
+from specdecode_worker.training.heads import NEW_DRAFTS
 
 PACKAGE = Path(__file__).parents[2] / "worker/specdecode_worker"
 WRITES_A_CHECKPOINT = PACKAGE / "embedded/unpack.py"
@@ -48,3 +50,4 @@ def test_all_lists_of_drafting_methods_have_the_same_names() -> None:
     assert methods == set(contract.METHODS) == {*registry.METHODS, "none"}
     assert methods == {*get_args(NamedDraftSpec.model_fields["method"].annotation), "none"}
     assert HEADS.keys() | {"draft-model"} == methods.difference(DRAFT_FREE)
+    assert NEW_DRAFTS.keys() == set(TRAINED_METHODS)

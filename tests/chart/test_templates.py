@@ -121,7 +121,7 @@ def test_images_are_of_the_charts_version_unless_a_tag_or_a_digest_is_named(char
 
 
 def test_defaults_of_a_fleet_reach_the_pods_of_every_deployment(chart: Any) -> None:
-    """Of workers, training Jobs and routers, where the deployment says nothing else."""
+    """Pods of workers, training Jobs and routers have them where the deployment names no others."""
     template = {
         "metadata": {"labels": {"team": "ml"}},
         "spec": {

@@ -1,4 +1,4 @@
-"""What the HTTP servers of workers and routers share: a budget of bytes for bodies that are read, and TLS."""
+"""Parts of the HTTP servers of workers and routers: a budget of bytes for request bodies, and TLS."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What the loops of all deployments use together."""
+    """Clients, caches and limits that the loops of all deployments share."""
 
     client: KubeClient
     calls: WorkerCalls

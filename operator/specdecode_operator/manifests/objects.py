@@ -100,7 +100,7 @@ def budget(deployment: Deployment) -> Manifest:
 
 
 def network_policy(deployment: Deployment, peers: PolicyPeers) -> Manifest:
-    """Return the NetworkPolicy of workers and routers: who may use the public port, and who the admin port.
+    """Return the NetworkPolicy of workers and routers, with the clients of the public port and of the admin port.
 
     The admin port serves the operator, the routers of the namespace, of which those of a deployment that shares its
     traffic have a token, and the deployment's own training Jobs.

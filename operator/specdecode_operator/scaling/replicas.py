@@ -1,4 +1,4 @@
-"""Number of workers: who sets it, where demand and bounds lead it, and what stops it."""
+"""Number of workers: its owner, its value by demand and bounds, and the reasons that hold it back."""
 
 from __future__ import annotations
 

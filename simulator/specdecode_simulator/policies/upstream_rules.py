@@ -164,7 +164,7 @@ class AcceptanceEstimator:
         self._counts += times * seen.sum(axis=0)
 
     def refit(self) -> None:
-        """Move slope and intercepts by one damped step, and begin anew."""
+        """Move slope and intercepts by one damped step, and discard the samples."""
         square, cross, own = self._weights.T
         own, total = own + self.ridge, square.sum() + self.ridge
         by_slope, by_depth = self._residuals.T

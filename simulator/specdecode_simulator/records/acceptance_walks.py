@@ -164,7 +164,7 @@ class Records:
         return known[path]
 
     def tail_ranks(self, domain: str, quality: float) -> Array:
-        """[2, DEPTH, MAX_RANKS + 1] how ranks other than 0 are distributed by depth, on the main path and beside it."""
+        """Return shares of ranks other than 0, [2, DEPTH, MAX_RANKS + 1], by depth, on the main path and beside it."""
         key = (domain, rounded(quality))
         if key not in self._tails:
             ranks, visits = self._of_quality(key[1]), self._visited(*key)

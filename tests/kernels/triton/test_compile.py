@@ -137,7 +137,7 @@ def test_pipelined_loops_keep_up_with_memory(launches: dict[str, Any], capabilit
 
 
 def test_products_of_few_rows_cost_little_beside_memory(launches: dict[str, Any], capability: str) -> None:
-    """What one request reads: weights by at most half the cycles of memory, keys by at most three fifths."""
+    """Loops over weights and keys, for one request, take at most 0.6 and 0.85 of the cycles of memory."""
     times = {name: times_memory(launches[name], capability) for name in FEW_ROWS}
     assert all(0 < times[name] <= (0.6 if name.startswith("small") else 0.85) for name in times), times
 

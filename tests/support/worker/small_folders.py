@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ def write(folder: Path, config: dict[str, Any], model: nn.Module) -> Path:
         tensors.pop("lm_head.weight", None)
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def write_random_target(folder: Path, config: dict[str, Any], randomise: Callable[[nn.Module, int], None]) -> Path:
+    """Write a target of this config.json with the weights that ``randomise`` makes."""
+    model = CausalLM(causal_lm_config(config))
+    randomise(model, 5)
+    return write(folder, config, model)
 
 
 def write_tokenizer(folder: Path) -> None:

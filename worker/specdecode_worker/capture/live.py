@@ -38,7 +38,7 @@ from specdecode_worker.capture.segments import (
     SubjectKeys,
     UserHashes,
     delete_records,
-    flush_folder,
+    flush,
     list_segments,
     read_bodies,
 )
@@ -337,7 +337,7 @@ class LiveStore:
                 self._delete_from(segment.path.name, is_of_user, counts)
             self._read_folder()
             if self.folder.is_dir():
-                flush_folder(self.folder)
+                flush(self.folder)
         return counts
 
     def clear(self) -> None:

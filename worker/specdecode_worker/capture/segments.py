@@ -830,7 +830,7 @@ def delete_user_records(folder: Path, user: str, keys: Iterable[bytes] = ()) -> 
     try:
         for segment in list_segments(folder):
             _delete_users_from(segment.path, hashes, counts)
-        flush_folder(folder)
+        flush(folder)
     except OSError as error:
         raise FolderUnusable(f"{error.filename or folder} cannot be rewritten: {error.strerror or error}") from None
     return counts
@@ -856,9 +856,9 @@ def _delete_users_from(path: Path, hashes: UserHashes, counts: DeletionCounts) -
     counts.undecidable += undecidable
 
 
-def flush_folder(folder: Path) -> None:
-    """Flush the folder's entries to disk, so that a crash does not bring deleted segments back. Raise OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk, so that a crash undoes nothing. Raise OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -24,9 +24,11 @@ from specdecode_worker.commands.flags import (
     default_by_device,
 )
 from specdecode_worker.contract import (
+    DRAFT_FREE,
     EngineConfig,
     Env,
     MergedDraft,
+    Method,
     Port,
     ReasoningFormat,
     Sampler,
@@ -39,7 +41,7 @@ from specdecode_worker.models.fetch import FORMS
 if TYPE_CHECKING:
     from specdecode_worker.commands.comparison import Variant
 
-TRAINED_METHODS = ("eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model")
+TRAINED_METHODS = tuple(name for name in get_args(Method) if name not in DRAFT_FREE)
 NGRAM = "ngram"
 DISTILL_USAGE = 64
 """Exit code of ``distill`` for wrong usage."""

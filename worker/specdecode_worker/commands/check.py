@@ -10,6 +10,7 @@ from typing import Literal
 
 from specdecode_worker.commands.flags import (
     method_and_draft,
+    model_config,
 )
 from specdecode_worker.contract import (
     GPU_DEFAULTS,
@@ -17,7 +18,6 @@ from specdecode_worker.contract import (
     DraftConfig,
     EngineConfig,
     Env,
-    ModelConfig,
     WorkerConfig,
 )
 from specdecode_worker.engine.factory import device_of
@@ -52,14 +52,7 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
         return WorkerConfig.model_validate_json(os.environ[Env.config])
     method, draft = method_and_draft(args)
     return WorkerConfig(
-        model=ModelConfig(
-            uri=args.model,
-            adapter=args.adapter,
-            served_name=args.model,
-            dtype=args.dtype,
-            quantization=args.quantization,
-            max_model_len=args.max_model_len,
-        ),
+        model=model_config(args, args.model),
         draft=DraftConfig.model_validate(
             {
                 "method": method,

@@ -19,6 +19,7 @@ from specdecode_worker.contract import (
     EngineConfig,
     MergedDraft,
     Method,
+    ModelConfig,
     NamedDraft,
     Placement,
     Sampler,
@@ -127,6 +128,18 @@ def method_and_draft(args: argparse.Namespace) -> tuple[str, str | None]:
     if method not in DRAFT_FREE and draft is None:
         raise ValueError(f"--method {method} needs --draft URI")
     return method, draft
+
+
+def model_config(args: argparse.Namespace, served_name: str) -> ModelConfig:
+    """Return the target that the flags of ``add_model_flags`` name; ``--max-model-len`` where a command has it."""
+    return ModelConfig(
+        uri=args.model,
+        adapter=args.adapter,
+        served_name=served_name,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        max_model_len=getattr(args, "max_model_len", None),
+    )
 
 
 def _positive(text: str) -> int:

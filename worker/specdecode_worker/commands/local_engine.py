@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdecode_worker.commands.flags import method_and_draft
+from specdecode_worker.commands.flags import method_and_draft, model_config
 from specdecode_worker.contract import (
     OTHER_TASK,
     DraftConfig,
     EngineConfig,
     MergedDraft,
-    ModelConfig,
     NamedDraft,
     Plan,
     Sampler,
@@ -164,13 +163,7 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sample
     """
     method, draft = method_and_draft(args)
     config = WorkerConfig(
-        model=ModelConfig(
-            uri=args.model,
-            adapter=args.adapter,
-            served_name=args.model,
-            dtype=args.dtype,
-            quantization=args.quantization,
-        ),
+        model=model_config(args, args.model),
         draft=DraftConfig.model_validate(
             {
                 "method": method,

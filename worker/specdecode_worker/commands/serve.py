@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from specdecode_worker.commands.flags import (
     merged_drafts,
     method_and_draft,
+    model_config,
     take_speculative_config,
 )
 from specdecode_worker.contract import (
@@ -28,7 +29,6 @@ from specdecode_worker.contract import (
     EngineConfig,
     Env,
     MergedDraft,
-    ModelConfig,
     Plan,
     ServerConfig,
     TaskMatch,
@@ -81,14 +81,7 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
     served_name = args.served_model_name or default_served_name(args.model)
     try:
         config = WorkerConfig(
-            model=ModelConfig(
-                uri=args.model,
-                adapter=args.adapter,
-                served_name=served_name,
-                dtype=args.dtype,
-                quantization=args.quantization,
-                max_model_len=args.max_model_len,
-            ),
+            model=model_config(args, served_name),
             draft=DraftConfig.model_validate(
                 {
                     "method": method,

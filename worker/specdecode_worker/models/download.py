@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,8 +38,9 @@ from specdecode_worker.models.download_folder import (
     HubModel,
     check_room,
     disk_full_errors,
-    is_writable,
     locked,
+    places_of,
+    writable_place,
 )
 from specdecode_worker.models.errors import (
     AccessDenied,
@@ -475,7 +475,7 @@ def fetch(uri: str, cache: Path, progress: Progress = lambda name, received, siz
         BadUri: ``uri`` has another form.
     """
     bucket = Bucket(uri)
-    places = [cache, Path(tempfile.gettempdir()) / "specdecode-models"]
+    places = places_of(cache)
     try:
         files = bucket.list()
     except HubUnreachable as error:
@@ -489,7 +489,7 @@ def fetch(uri: str, cache: Path, progress: Progress = lambda name, received, siz
     for place in places:
         if (bucket.folder(place) / content / MANIFEST).is_file():
             return bucket.folder(place) / content
-    place = cache if is_writable(cache) else places[1]
+    place = writable_place(cache)
     base = bucket.folder(place)
     with disk_full_errors(base):
         base.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,13 +57,19 @@ class HubModel:
         return cache_dir / "hf" / self.org / self.name / self.revision.replace("/", "--")
 
 
-def is_writable(cache: Path) -> bool:
-    """Return whether models can be written to ``cache``, which is created if need be."""
+def places_of(cache: Path) -> tuple[Path, Path]:
+    """Return the folders that may hold models: the cache, and one for where it cannot be written, as in a container."""
+    return cache, Path(tempfile.gettempdir()) / "specdecode-models"
+
+
+def writable_place(cache: Path) -> Path:
+    """Return the first of `places_of` that models can be written to. It is created if need be."""
+    first, other = places_of(cache)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        first.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return False
-    return os.access(cache, os.W_OK)
+        return other
+    return first if os.access(first, os.W_OK) else other
 
 
 def check_room(folder: Path, missing_bytes: int) -> None:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from specdecode_worker import embedded
 from specdecode_worker.contract import Env, Revisions
 from specdecode_worker.embedded.errors import EmbeddedModelError
-from specdecode_worker.models.download_folder import CONFIGS, MANIFEST, HubModel, is_writable
+from specdecode_worker.models.download_folder import CONFIGS, MANIFEST, HubModel, writable_place
 from specdecode_worker.models.errors import BadUri, NotPresent
 from specdecode_worker.models.pickled_weights import converted_folder
 
@@ -137,9 +137,7 @@ def _with_adapter(base: Path, adapter: Path, cache: Path) -> Path:
     """Return a folder with links to the files of a target and to the folder of its adapter."""
     names = sorted(path.name for path in base.iterdir())
     key = hashlib.sha256(json.dumps([str(base.resolve()), str(adapter.resolve()), names]).encode()).hexdigest()[:16]
-    # A container that serves cannot write the cache.
-    ready = next(place for place in (cache, Path(tempfile.gettempdir()) / "specdecode-models") if is_writable(place))
-    ready = ready / "adapted" / key
+    ready = writable_place(cache) / "adapted" / key
     if not ready.is_dir():
         ready.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=ready.parent))

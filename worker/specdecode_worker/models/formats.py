@@ -218,7 +218,7 @@ class StoredMatrix(ABC):
 
     @property
     def has_zeros(self) -> bool:
-        """Whether integers other than the middle stand for 0."""
+        """True if the zero points are stored; else the middle integer stands for 0."""
         return self.zero is not None
 
     @property
@@ -351,7 +351,7 @@ class StoredMatrix(ABC):
         return repeated.narrow(1, columns.start % self.group // group, count).contiguous()
 
     def _step(self, suffix: str | None, direction: str) -> int:
-        """Return how many rows or columns one entry of a tensor stands for."""
+        """Return the number of rows or columns that share one entry of a tensor."""
         assert suffix is not None, "the tensor is there"
         whole = self.rows if direction == "rows" else self.columns
         return next((step for along, step in self.axes[suffix] if along == direction), whole)

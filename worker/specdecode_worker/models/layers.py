@@ -166,7 +166,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of which each token uses one, beside a shared one: ``shared(x) + expert(score * x)``.
+    """Mixture of a shared MLP and one expert for each token: ``shared(x) + expert(score * x)``.
 
     The router chooses the expert by its largest logit, whose sigmoid is the score. Devices split every expert as they
     split an MLP, and sum the shared and the chosen part together.

@@ -167,7 +167,7 @@ class Linear(nn.Linear):
 
     @property
     def _stays(self) -> bool:
-        """Whether the matrix may stay quantized: not the output matrix, which drafts and training read."""
+        """True unless this is the output matrix, which drafts and training read and which is therefore dequantized."""
         return self.split is not Split.VOCABULARY
 
     def _part(self, whole: StoredMatrix) -> Part:
@@ -321,7 +321,7 @@ class QuantizedWeight(StoredWeight):
 
     @classmethod
     def joined(cls, parts: Sequence[StoredWeight | None]) -> QuantizedWeight | None:
-        """Return the rows of several weights, each of which is quantized by itself; None if they are not alike."""
+        """Return one weight with the rows of all, or None if their formats or column orders differ."""
         alike = [part for part in parts if isinstance(part, cls)]
         if len(alike) < len(parts) or not all(alike[0]._is_like(part) for part in alike):
             return None

@@ -109,7 +109,7 @@ def _tensor_name(name: str) -> str | None:
 
 
 def _entries(name: str, shape: tuple[int, ...]) -> Mapping[str, Entry]:
-    """Return the matrices of all experts that a file has in one tensor: gate beside up, and down, each transposed."""
+    """Return the experts' matrices in a fused tensor of a file: gate beside up, or down, each transposed."""
     prefix, found, matrix = name.rpartition(".experts.")
     if not found or len(shape) != 3 or matrix not in ("gate_up_proj", "down_proj"):
         return {}

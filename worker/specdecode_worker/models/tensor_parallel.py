@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from specdecode_worker.models.arch import new_network, split_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.linear import Linear, Shard, Split
-from specdecode_worker.models.unloaded import load_quantized, meta_init, place_tables, touch
+from specdecode_worker.models.unloaded import load_quantized, meta_init, place_tables
 from specdecode_worker.models.weights import prepare_causal_lm
-from specdecode_worker.stages import stage, staged
 
 
 def split_network(whole: CausalLM, shard: Shard) -> CausalLM:
@@ -64,12 +63,7 @@ def load_shard(
             place = Shard(shard.rank * parts // shard.size, parts)
         return slices(split, shape, place)
 
-    placed: dict[str, Tensor] = {}
-    for name, tensor in staged("read", whole.checkpoint.read_all(whole.plain_names, part)):
-        touch(tensor)
-        with stage("place"):
-            placed[name] = tensor.to(device=device, dtype=dtype).contiguous()
-    model.load_state_dict(placed, strict=False, assign=True)
+    model.load_state_dict(whole.placed(dtype, device, part), strict=False, assign=True)
     if config.tie_word_embeddings:
         rows = model.model.embed_tokens.weight[shard.part(config.vocab_size)]
         model.lm_head = Linear.of(rows, split=Split.VOCABULARY)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from specdecode_worker.models.checkpoint import FLOATS, Checkpoint
+from specdecode_worker.models.checkpoint import FLOATS, Checkpoint, Part
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.formats import StoredMatrix
 from specdecode_worker.models.headers import TensorHeader
@@ -115,12 +115,7 @@ class UnloadedNetwork(Generic[Network]):
             WeightMismatch: a tensor does not fit, or holds NaN or infinity and ``finite`` is set.
         """
         self.check()
-        placed: dict[str, Tensor] = {}
-        for name, tensor in staged("read", self.checkpoint.read_all(self.plain_names)):
-            touch(tensor)
-            with stage("place"):
-                wanted = dtype if tensor.is_floating_point() else _integer(tensor)
-                placed[name] = tensor.to(device=device, dtype=wanted).contiguous()
+        placed = self.placed(dtype, device)
         if finite:
             self._check_finite(placed)
         self.network.load_state_dict(placed, strict=False, assign=True)
@@ -128,6 +123,16 @@ class UnloadedNetwork(Generic[Network]):
         self.network.requires_grad_(False)
         place_tables(self.network, device, dtype)
         return self.network
+
+    def placed(self, dtype: torch.dtype, device: torch.device, part: Part | None = None) -> dict[str, Tensor]:
+        """Return the plain tensors, or the parts of them that a device holds, in ``dtype`` on ``device``."""
+        made: dict[str, Tensor] = {}
+        for name, tensor in staged("read", self.checkpoint.read_all(self.plain_names, part)):
+            _touch(tensor)
+            with stage("place"):
+                wanted = dtype if tensor.is_floating_point() else _integer(tensor)
+                made[name] = tensor.to(device=device, dtype=wanted).contiguous()
+        return made
 
     def _check_finite(self, placed: Mapping[str, Tensor]) -> None:
         """Raise WeightMismatch for the first tensor with NaN or infinity, by one reduction per tensor on its device."""
@@ -149,7 +154,7 @@ def load_quantized(network: nn.Module, *, dtype: torch.dtype, device: torch.devi
             module.load(dtype, device, stored=device.type == "cuda" if stored is None else stored)
 
 
-def touch(tensor: Tensor) -> None:
+def _touch(tensor: Tensor) -> None:
     """Read a tensor that is mapped to a file into memory, by one byte of each page."""
     with stage("read"):
         if tensor.dim() and tensor.is_contiguous():

@@ -14,13 +14,12 @@ from torch import Tensor
 from specdecode_worker.commands import check
 from specdecode_worker.commands.arguments import new_parser
 from specdecode_worker.contract import adapted_uri
-from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import BadUri, ModelError
 from specdecode_worker.models.fetch import model_hash, resolve
 from specdecode_worker.models.linear import Shard, Split
 from specdecode_worker.models.tensor_parallel import load_shard, splits_of
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
+from support.worker.small_folders import write_random_target
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))
@@ -41,19 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def base(shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Path:
     """Return the folder of a small target."""
-    return written(tmp_path / "base", shape, randomise)
-
-
-def written(folder: Path, shape: dict[str, Any], randomise: Any) -> Path:
-    folder.mkdir()
-    model = CausalLM(causal_lm_config(shape))
-    randomise(model, 5)
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    if shape.get("tie_word_embeddings"):
-        del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(shape))
-    return folder
+    return write_random_target(tmp_path / "base", shape, randomise)
 
 
 def save_adapter(folder: Path, module: str, size: tuple[int, int] = (32, 32), **config: Any) -> Path:
@@ -176,7 +163,7 @@ def test_other_kinds_are_refused(config: dict[str, Any], reason: str, base: Path
 def test_targets_that_do_not_fit_are_refused(
     module: str, size: Any, changed: Any, reason: str, shape: dict[str, Any], randomise: Any, tmp_path: Path
 ) -> None:
-    base = written(tmp_path / "base", shape | {k: v for k, v in changed.items() if k[0] == "t"}, randomise)
+    base = write_random_target(tmp_path / "base", shape | {k: v for k, v in changed.items() if k[0] == "t"}, randomise)
     (base / "config.json").write_text(json.dumps(shape | changed))
     folder = joined(base, save_adapter(tmp_path / "adapter", module, size), tmp_path / "cache")
     with pytest.raises(ModelError, match=reason):

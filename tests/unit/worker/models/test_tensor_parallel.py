@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specdecode_kernels.quantised_linear.reference import Kind
@@ -26,20 +25,10 @@ from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard, Spli
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.tensor_parallel import load_shard, slices, split_network, splits_of
 from specdecode_worker.models.weights import load_causal_lm
+from support.worker.small_folders import write_random_target
 from support.worker.thread_ranks import ThreadRanks
 
 CPU = torch.device("cpu")
-
-
-def written(folder: Path, config: dict[str, Any], randomise: Any) -> Path:
-    model = CausalLM(causal_lm_config(config))
-    randomise(model, 5)
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    if config.get("tie_word_embeddings"):
-        del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 8}
@@ -51,7 +40,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 def test_parts_together_compute_the_whole(
     tmp_path: Path, shape: dict[str, Any], dense: Any, randomise: Any, monkeypatch: Any, changed: Any, size: int
 ) -> None:
-    folder = written(tmp_path, shape | {"num_key_value_heads": 4} | changed, randomise)
+    folder = write_random_target(tmp_path, shape | {"num_key_value_heads": 4} | changed, randomise)
     whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
     ranks = ThreadRanks(size)
     monkeypatch.setattr(collectives, "dist", ranks)
@@ -77,7 +66,7 @@ def test_fused_layers_of_parts_compute_the_whole(
     tmp_path: Path, shape: dict[str, Any], dense: Any, randomise: Any, monkeypatch: Any, changed: Any, few: bool
 ) -> None:
     """The first device alone adds the residual, so two devices add it once."""
-    folder = written(tmp_path, shape | changed, randomise)
+    folder = write_random_target(tmp_path, shape | changed, randomise)
     whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
     ranks = ThreadRanks(2)
     monkeypatch.setattr(collectives, "dist", ranks)
@@ -101,7 +90,7 @@ def test_quantised_parts_compute_what_their_rounded_weights_do(
     tmp_path: Path, shape: dict[str, Any], dense: Any, randomise: Any, monkeypatch: Any, kind: Kind
 ) -> None:
     """Stored in few bits or rounded to them, parts compute the same; it is near what the whole target computes."""
-    folder = written(tmp_path, shape | BIASES, randomise)
+    folder = write_random_target(tmp_path, shape | BIASES, randomise)
     whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
     ranks = ThreadRanks(2)
     monkeypatch.setattr(collectives, "dist", ranks)
@@ -145,7 +134,7 @@ def test_projections_are_split_and_embeddings_are_whole(shape: dict[str, Any]) -
 def test_a_shard_refuses_unsplittable_heads_and_missing_weights(
     tmp_path: Path, shape: dict[str, Any], randomise: Any
 ) -> None:
-    folder = written(tmp_path, shape, randomise)
+    folder = write_random_target(tmp_path, shape, randomise)
     with pytest.raises(ConfigMismatch, match="num_attention_heads 4 cannot be split over tensor_parallel_size 3"):
         load_shard(folder, Shard(0, 3), dtype=torch.float64, device=CPU)
     config = causal_lm_config(shape | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8})

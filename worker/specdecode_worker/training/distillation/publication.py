@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 import threading
@@ -15,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from specdecode_worker.capture.segments import flush
 from specdecode_worker.contract import Artifact, Method
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ModelError
@@ -181,14 +181,14 @@ def _publish_folder(head: Path, folder: Path, draft_hash: str) -> None:
     try:
         for file in sorted(path for path in head.iterdir() if path.is_file()):
             shutil.copyfile(file, partial / file.name)
-            _sync(partial / file.name)
+            flush(partial / file.name)
         if not _has_hash(partial, draft_hash):
             raise PublishFailed(f"the copy in {folder.parent} has other contents than {head}: check the volume")
         partial.chmod(0o755)  # workers read it with another user
         if folder.exists():
             shutil.rmtree(folder)  # it has other contents than its name says
         partial.rename(folder)
-        _sync(folder.parent)
+        flush(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -199,15 +199,6 @@ def _has_hash(folder: Path, draft_hash: str) -> bool:
         return model_hash(folder) == draft_hash
     except OSError:
         return False
-
-
-def _sync(path: Path) -> None:
-    """Write a file or a folder to the disk, so that a verdict never names a draft that a crash took away."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # The lineage.json of a distilled draft: target, parent, data, settings and results.
