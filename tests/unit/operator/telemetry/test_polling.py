@@ -234,7 +234,7 @@ async def test_workers_that_hang_are_asked_less_often_until_they_are_ready_again
 
 
 async def test_workers_that_were_not_asked_in_time_go_first_in_the_next_round() -> None:
-    """Twelve workers that need 0.3 s each, two calls at a time and 0.5 s per round: all of them get their turn."""
+    """Six workers that need 0.3 s each, two calls at a time and 0.5 s per round: all of them get their turn."""
     async with bench_of(deadline=0.4, limits=CallLimits(total=2, per_deployment=2)) as bench:
         believed: set[str] = set()
 
@@ -242,24 +242,26 @@ async def test_workers_that_were_not_asked_in_time_go_first_in_the_next_round() 
             await asyncio.sleep(0.3)
             await GoodWorker()(*args)
 
-        await bench.add(*[slow] * 12)
+        await bench.add(*[slow] * 6)
         await bench.read()
-        assert bench.problems().count(NOT_ASKED) >= 8
+        assert bench.problems().count(NOT_ASKED) >= 2
         for _ in range(12):
             believed |= {worker.uid for worker in bench.reported() if worker.report is not None}
+            if len(believed) == 6:
+                return
             await bench.read()
-        assert len(believed) == 12
+        pytest.fail(f"only {len(believed)} of 6 workers were asked in 13 rounds")
 
 
 async def test_workers_that_hang_take_no_places_from_others() -> None:
     """The hanging workers of one deployment want more places than there are."""
-    async with bench_of(deadline=1.0, limits=CallLimits(total=4, per_deployment=4)) as bench:
+    async with bench_of(deadline=0.6, limits=CallLimits(total=4, per_deployment=4)) as bench:
         await bench.add(*[hanging] * 4)
         await bench.add(GoodWorker(), GoodWorker(), key=OTHER)
         await bench.read()
         hang = asyncio.create_task(bench.read())
         await asyncio.sleep(0.05)
-        assert await bench.read(key=OTHER) < 0.5
+        assert await bench.read(key=OTHER) < 0.3
         await hang
 
 
