@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.controller.deployment_loop import DeploymentLoop, Shared
 from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.errors import ClusterError, Unavailable
@@ -143,13 +144,14 @@ class Bench:
     ) -> None:
         self.cluster, self.calls, self.pods, self.now = cluster or Cluster(), Calls(period), pods, 1e6
         self.records: dict[Any, Any] = {}
+        self.drafts: tuple[SpecDecodeDraft, ...] = ()
         self.gone: list[Key] = []
         caches = SimpleNamespace(
             workers=lambda key: self.pods,
             workload=lambda key: None,
             routers=lambda key: None,
             demand=lambda key: {},
-            drafts=lambda key: (),
+            drafts=lambda key: self.drafts,
             jobs=lambda key: (),
             jobs_problem=lambda key: "",
             record=self.records.get,

@@ -8,7 +8,7 @@ import pytest
 
 from specdecode_operator.api.draft import SpecDecodeDraft, TrialRecord
 from specdecode_operator.drafts.crossover import Crossover, CrossoverTuning, Evidence
-from specdecode_operator.rollout.rollout_step import MAX_PAIRS
+from specdecode_operator.rollout.phases import MAX_PAIRS
 from specdecode_operator.rollout.trial_evidence import count_pairs, gain_of, verdict_of
 from specdecode_operator.state.draft_record import UNUSED, parse_training, render_training
 from specdecode_operator.state.learned import AcceptanceCell, RowState, StepTimeCell
