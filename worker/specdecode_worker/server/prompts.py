@@ -20,7 +20,6 @@ from specdecode_worker.server.chat_template import (
     TextThreads,
     TextTooLong,
     TextWorkStopped,
-    check_length,
     check_stopped,
     encode_bounded,
     lane_of,
@@ -206,12 +205,8 @@ class PromptPreparation:
         """Tokenize and check the prompts of a completion request."""
         characters = sum(map(len, body.prompt))
         work = partial(completion_prompts, self._tokenizer, body, self._limits)
-        with self._errors("prompt"):
-            for text in body.prompt:
-                if isinstance(text, str):
-                    check_length(self._tokenizer, text, self._limits.max_model_len)
-            with self._counted(characters):
-                prompts = await self._threads.run(lane_of(characters), work)
+        with self._errors("prompt"), self._counted(characters):
+            prompts = await self._threads.run(lane_of(characters), work)
         grammar = await self._grammars.of(body)
         return [replace(prompt, grammar=grammar) for prompt in prompts]
 
