@@ -22,6 +22,8 @@ from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import TreeShape
 
 LOSES, SUSPENDED = "speculation loses against plain decoding; ", "the guards suspend speculation at this load; "
+TRIAL_POLLS = 4
+"""Polls of a trial: ``recent_seconds`` of five seconds each."""
 OUTDATED = "a change point outdated the present shape; "
 
 
@@ -116,14 +118,19 @@ class LoadDecision:
         return self._to(group, now, best, "probe" if now.is_plain else "trial", why, is_trial=True)
 
     def _after_trial(self) -> list[Change]:
-        """Return the better of the timed shapes, once the shapes on trial were timed or their time is over."""
+        """Return the better of the shapes on trial and those before, once the former were timed or their time is over.
+
+        A trial compares these two. Other shapes must be surely better than both, as at any time.
+        """
         since = max(row.since for row in self.rows if row.trial)
         now, _, choices = self._best(self.rows)
         is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
         if not (is_timed or self.is_suspended) and self.now - since < TUNING.window_seconds:
             return []
-        better = (each for each in choices if each.is_timed and self.search.gain(now, each) > 0)
-        return self._to(self.rows, now, min(better, key=RANK, default=now), "trial", "after a trial; ")
+        before = self.search.evaluate([tuple((row.task, row.settled_shape) for row in self.rows)])
+        kept = min((*before.values(), *([now] if now.is_timed else [])), key=RANK)
+        better = (each for each in choices if each.is_timed and self._bound(kept, each, TUNING.z) > 0)
+        return self._to(self.rows, now, min(better, key=RANK, default=kept), "trial", "after a trial; ")
 
     # --- what a change is worth ---------------------------------------------------------------------------------------
 
@@ -169,12 +176,14 @@ class LoadDecision:
         is_chain = len({shape for _, shape in other.shapes}) == 1 and other.shapes[0][1].is_chain
         variance = 0.0
         if not other.is_timed and not (self.speculation.limits.explore_percent > 0 and is_chain and not now.is_plain):
-            variance = other.seconds.relative_variance
+            variance = max(0.0, other.seconds.relative_variance - self.search.times.wander)
         elif other.is_timed and now.is_plain:
             newest = max((cell.at for cell in self.learned.costs if cell.draft_passes), default=0.0)
             age = max(0.0, self.now - newest - TUNING.window_seconds)
             variance = TUNING.drift_per_dwell**2 * age / max(1, self.speculation.limits.min_dwell_seconds)
-        return math.sqrt(max(0.0, variance - TUNING.measured_error**2 - self.search.times.wander))
+        # What the mean of a trial says: its noise, and the wander of its polls, leave the rest of the doubt.
+        noise = TUNING.measured_error**2 + self.search.times.wander / TRIAL_POLLS
+        return variance / math.sqrt(variance + noise) if variance > 0 else 0.0
 
     def _bound(self, now: Choice, other: Choice, z: float) -> float:
         """Return the lower confidence bound of a gain."""

@@ -53,6 +53,8 @@ class Choice:
     """Expected tokens of a step, mean over the running sequences."""
     violation: float
     """Share by which the worst objective is missed."""
+    verified: float
+    """Tokens that a step verifies of one sequence, mean over the running sequences."""
 
     @property
     def per_token(self) -> float:
@@ -135,8 +137,10 @@ class ShapeSearch:
     def gain_error(self, one: Choice, two: Choice) -> float:
         """Return the standard error of the gain. Errors that both choices share do not add."""
         time = one.seconds.relative_variance + two.seconds.relative_variance
-        if one.passes == two.passes:
-            time = min(time, (math.log(one.seconds.mean / two.seconds.mean) / 2) ** 2)
+        if one.passes == two.passes and one.seconds[2:] == two.seconds[2:]:
+            # Both rest on the same steps, and differ by what the model says of verified tokens.
+            apart = self.times.token_variance(self.load.sequences * (two.verified - one.verified))
+            time = min(time, apart / (one.seconds.mean * two.seconds.mean))
         return math.sqrt(time + sum(self._gain_variance(task, one, two) for task in self.tasks))
 
     def moving_demand(self, one: Choice, two: Choice) -> float:
@@ -196,7 +200,9 @@ class ShapeSearch:
             own[one.task] += one.weight * times[one.batch].mean
         violation = self.objective.violation(seconds.mean, (tokens[name] * seconds.mean / own[name] for name in tokens))
         mean = sum(share * tokens[name] for name, share in shares.items())
-        return Choice(shapes, seconds, max(one.batch.passes for one in met), tokens, shares, mean, violation)
+        passes = max(one.batch.passes for one in met)
+        verified = sum(shares[one.task] * one.weight * one.batch.verified for one in met)
+        return Choice(shapes, seconds, passes, tokens, shares, mean, violation, verified)
 
     def _best_of(self, depth: int) -> Shapes | None:
         """Return the best prefix of all nodes by survival among those that are ``depth`` deep."""
