@@ -6,10 +6,11 @@ from enum import StrEnum
 
 
 class Port:
-    """Ports of a worker: the public one and the admin one, which the public Service never exposes."""
+    """Ports of a worker. The public Service exposes the first alone; ``blocks`` is for workers of the deployment."""
 
     http = 8000
     admin = 8001
+    blocks = 8002
 
 
 class Route:
