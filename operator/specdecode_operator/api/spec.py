@@ -308,7 +308,8 @@ class TrafficShareSpec(Api):
 
 
 _SPLIT_SUM = " + ".join(
-    f"(self.trafficSplit.size() > {index} ? self.trafficSplit[{index}].percent : 0)" for index in range(_MAX_DEPLOYMENTS)
+    f"(self.trafficSplit.size() > {index} ? self.trafficSplit[{index}].percent : 0)"
+    for index in range(_MAX_DEPLOYMENTS)
 )
 """Kubernetes 1.29 takes ``map(...).sum()`` for too costly, whatever the length of the list."""
 
