@@ -257,6 +257,9 @@ class PagedDrafter(Drafter):
     last_position: int
     """Last position that its position embedding supports; later positions are clamped to it."""
 
+    def record_prefill(self, rows: Sequence[Row]) -> None:
+        """Record that the draft has run over these chunks."""
+
     @abstractmethod
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows that the draft runs for: rows that draft, and rows that must catch up now."""
