@@ -344,6 +344,22 @@ def _work(report: Report) -> Iterator[Family]:
         (Metric.prefill_chunks, "Prefill chunks that the model processed.", report.prefill_chunks),
         (Metric.prefix_cache_queries, "Prompt tokens looked up in the prefix cache.", report.prefix_query_tokens),
         (Metric.prefix_cache_hits, "Prompt tokens found in the prefix cache.", report.prefix_hit_tokens),
+        (
+            Metric.remote_prefills,
+            "Requests for whose cache blocks another worker was asked.",
+            report.remote_prefills,
+        ),
+        (
+            Metric.remote_prefill_failures,
+            "Those of them that did not get all blocks, and computed the rest.",
+            report.remote_prefill_failures,
+        ),
+        (
+            Metric.remote_prefill_tokens,
+            "Prompt tokens whose cache blocks came from another worker.",
+            report.remote_prefill_tokens,
+        ),
+        (Metric.remote_prefill_bytes, "Bytes of cache blocks from other workers.", report.remote_prefill_bytes),
     )
     for name, text, value in counters:
         yield counter(name, text, report.model, (), [((), value)])

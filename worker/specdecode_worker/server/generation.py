@@ -621,4 +621,5 @@ def _submit(choice: StartingChoice, origin: Origin) -> Submit:
         weight=origin.terms.weight,
         cache_salt=origin.cache_salt,
         emitted=choice.emitted,
+        blocks_at=origin.terms.blocks_at,
     )
