@@ -57,9 +57,9 @@ log = logging.getLogger(__name__)
 
 FIRST_BANDWIDTH = 1e9
 """Bytes a second that a transfer is expected to have before one was measured: about 10 Gb/s."""
-PATIENCE = 2.0
+PATIENCE = 3.0
 """Blocks may take this many times as long as expected, and PATIENCE_SECONDS more."""
-PATIENCE_SECONDS = 1.0
+PATIENCE_SECONDS = 2.0
 MOST_RETRY_SECONDS = 30.0
 """Longest time for which a peer is left alone that has failed. It begins at one second and doubles."""
 STEP_IMPORT_BYTES = 2 * MAX_FRAME_BYTES

@@ -736,7 +736,8 @@ class LeaderTarget(Target):
         """Scatter the keys and values of N whole blocks to all ranks."""
         self._ranks.send(WriteBlocks(tuple(blocks)))
         own = torch.empty_like(super().read_blocks(blocks))
-        parts = [part.reshape_as(own) for part in kv.reshape(len(blocks), dist.get_world_size(), -1).unbind(1)]
+        by_rank = kv.reshape(len(blocks), dist.get_world_size(), -1).unbind(1)
+        parts = [part.contiguous().view_as(own) for part in by_rank]
         with self._ranks.collective():
             dist.scatter(own, parts, src=0)
         super().write_blocks(blocks, own)

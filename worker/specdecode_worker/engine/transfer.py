@@ -565,7 +565,7 @@ class BlockFetch:
             if isinstance(message, Refused):
                 raise TransferFailed(f"refused: {message.reason}")
             if isinstance(message, Done):
-                if following < len(self._digests):
+                if following < len(self._digests) and self._want.compute:
                     raise TransferFailed(f"the peer has {following} of {len(self._digests)} blocks")
                 return
             if time.monotonic() > deadline:

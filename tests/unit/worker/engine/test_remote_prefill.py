@@ -261,9 +261,8 @@ def test_moved_stream_takes_its_blocks_along(two: Two) -> None:
     moved.run([resumed])
     assert emitted + texts(moved.out)["a"] == local
     asked, failures, tokens = moved.counters
-    assert asked == 1
+    assert (asked, failures) == (1, 0), "the last block may be missing"
     assert tokens >= (len(PROMPTS[2]) + len(emitted) - 20) // 16 * 16
-    assert failures == (tokens < (len(PROMPTS[2]) + len(emitted) - 1) // 16 * 16)
 
 
 def test_full_cache_computes_the_prompt_itself(monkeypatch: pytest.MonkeyPatch) -> None:
