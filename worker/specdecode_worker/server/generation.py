@@ -566,5 +566,5 @@ def _submit(choice: StartingChoice, task: str, terms: RequestTerms, salt: str) -
         weight=terms.weight,
         cache_salt=salt,
         emitted=choice.emitted,
-        blocks_at=origin.terms.blocks_at,
+        blocks_at=terms.blocks_at,
     )
