@@ -13,8 +13,8 @@ goes wrong on the way costs time and no request, because the rest of the prompt 
                                    <-  Welcome      its own proof, and its load; a worker may leave by it
     Want                            ->              prompt, salt, task, and what a block consists of
                                    <-  Blocks       digests, and what there is of these blocks; the bytes follow
-                                   <-  StillComputing        every ALIVE_SECONDS without blocks
-                                   <-  AllSent         the last block has left
+                                   <-  StillComputing every ALIVE_SECONDS without blocks
+                                   <-  AllSent      the last block has left
               or at any time       <-  Refused      reason: token, busy, another draft
 
 A message is four bytes with its length (unsigned, big-endian) and a msgspec struct as msgpack. The bytes of blocks
