@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -40,7 +41,6 @@ from specdecode_worker.core.messages import (
 )
 from specdecode_worker.drafts.swap import (
     POLL_SECONDS,
-    DefaultDraft,
     DraftFollower,
     DraftSwap,
     DraftSwapQueue,
@@ -353,8 +353,8 @@ class EngineLoop:
         self._port = port
         self._heartbeat = heartbeat
         self._swaps = DraftSwapQueue(engine.load_draft)
-        draft = DefaultDraft(engine, self._swaps, lambda loaded: self._install("", loaded))
-        self._follower = DraftFollower(draft, config, self._set_plan)
+        install = partial(self._install, "")
+        self._follower = DraftFollower(engine, self._swaps, install, config, self._set_plan)
         self._running = True
 
     def follow(self, plan: Plan | None, problem: str) -> None:

@@ -13,7 +13,7 @@ goes wrong on the way costs time and no request, because the rest of the prompt 
                                    <-  Welcome      its own proof, and its load; a worker may leave by it
     Want                            ->              prompt, salt, task, and what a block consists of
                                    <-  Blocks       digests, and what there is of these blocks; the bytes follow
-                                   <-  Alive        every ALIVE_SECONDS without blocks
+                                   <-  StillComputing        every ALIVE_SECONDS without blocks
                                    <-  Done         the last block has left
               or at any time       <-  Refused      reason: token, busy, another draft
 
@@ -142,7 +142,7 @@ class Blocks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """True if some draft has processed the blocks."""
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
+class StillComputing(msgspec.Struct, frozen=True, tag=True):
     """Sign of life of a server that computes or has other work."""
 
 
@@ -295,7 +295,7 @@ class Outgoing:
             try:
                 message, count, read = self._items.get(timeout=ALIVE_SECONDS)
             except queue.Empty:
-                message, count, read = Alive(), 0, tuple  # type: ignore[assignment]
+                message, count, read = StillComputing(), 0, tuple  # type: ignore[assignment]
             try:
                 if channel.readable or time.monotonic() > deadline:
                     raise TransferFailed("the peer has withdrawn its want")
@@ -559,8 +559,8 @@ class BlockFetch:
         following = 0
         while not self._closed:
             now = time.monotonic()
-            message: Blocks | Alive | Done | Refused = channel.receive(
-                Blocks | Alive | Done | Refused, _ANSWER_BYTES, min(now + SILENCE_SECONDS, deadline)
+            message: Blocks | StillComputing | Done | Refused = channel.receive(
+                Blocks | StillComputing | Done | Refused, _ANSWER_BYTES, min(now + SILENCE_SECONDS, deadline)
             )
             if isinstance(message, Refused):
                 raise TransferFailed(f"refused: {message.reason}")

@@ -35,7 +35,7 @@ async def test_unbroken_stream() -> None:
 
 
 async def test_crash_before_open_starts_again_elsewhere() -> None:
-    async with harness(Script(close_before_open=True), Script()) as over:
+    async with harness(Script(close_before_open=True), Script(), cooldown_seconds=60) as over:
         await check_text(over, [1, 1])
         assert over.workers[1].requests[0].resume is None
         assert over.registry.counts().suspect == 1

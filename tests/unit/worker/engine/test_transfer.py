@@ -20,7 +20,7 @@ from specdecode_worker.engine import transfer
 from specdecode_worker.engine.transfer import (
     MAX_CONNECTIONS,
     TARGET_PART,
-    Alive,
+    StillComputing,
     BlockFetch,
     Blocks,
     BlockServer,
@@ -321,7 +321,7 @@ def test_server_that_only_lives_is_given_up_in_time() -> None:
     def serve(connection: socket.socket) -> None:
         welcomed(connection)
         while True:
-            send(connection, Alive())
+            send(connection, StillComputing())
             time.sleep(0.02)
 
     with peer(serve) as port:
