@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import SecretKeyRef, Spec, Status
 from specdecode_operator.drafts.job_status import JobStatus
@@ -246,6 +247,8 @@ class Observation:
     """The Deployment of the routers. None if there is none."""
     demand: Mapping[str, HeldRequests] = field(default_factory=dict)
     """Requests that routers hold because no worker is ready, by router."""
+    drafts: tuple[SpecDecodeDraft, ...] = ()
+    """SpecDecodeDrafts of the deployment, in the order of their names."""
     jobs: tuple[TrainingJob, ...] = ()
     """Jobs with the deployment's name in their label, whoever owns them."""
     jobs_problem: str = ""

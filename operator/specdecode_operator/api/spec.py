@@ -6,16 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from specdecode_operator.api.distillation import METHOD_MESSAGE as DISTILLATION_METHOD_MESSAGE
+from specdecode_operator.api.distillation import METHOD_RULE as DISTILLATION_METHOD_RULE
 from specdecode_operator.api.distillation import (
-    CANDIDATE_METHOD_MESSAGE,
-    CANDIDATE_METHOD_RULE,
-    CANDIDATE_URI_MESSAGE,
-    CANDIDATE_URI_RULE,
     DistillationSpec,
     DraftRolloutSpec,
 )
-from specdecode_operator.api.distillation import METHOD_MESSAGE as DISTILLATION_METHOD_MESSAGE
-from specdecode_operator.api.distillation import METHOD_RULE as DISTILLATION_METHOD_RULE
 from specdecode_operator.api.schema import (
     MAX_NAME_LENGTH,
     NAME_PATTERN,
@@ -37,7 +33,7 @@ from specdecode_operator.api.schema import (
     seconds_of,
 )
 from specdecode_operator.api.speculation import MERGE_SAMPLER_MESSAGE, SpeculationSpec
-from specdecode_worker.contract import EngineConfig, Sampler, TargetQuantization, adapted_uri
+from specdecode_worker.contract import EngineConfig, KVCacheDtype, Sampler, TargetQuantization, adapted_uri
 
 # Settings of the inference engine that need a restart of the workers: ``spec.engine``.
 
@@ -132,6 +128,10 @@ class EngineSpec(Api):
         le=1073741824,
         description="Size of the KV cache in tokens. Absent: what the free memory allows.",
         examples=[131072],
+    )
+    kv_cache_dtype: KVCacheDtype = Field(
+        default=_ENGINE.kv_cache_dtype,
+        description="Number format of the target's keys and values; auto is that of activations. fp8 rounds them.",
     )
     memory_percent: int = Field(
         default=round(100 * _ENGINE.gpu_memory_utilization),
@@ -307,13 +307,20 @@ class TrafficShareSpec(Api):
     )
 
 
+_SPLIT_SUM = " + ".join(
+    f"(self.trafficSplit.size() > {index} ? self.trafficSplit[{index}].percent : 0)"
+    for index in range(_MAX_DEPLOYMENTS)
+)
+"""Kubernetes 1.29 takes ``map(...).sum()`` for too costly, whatever the length of the list."""
+
+
 class RouterSpec(Api):
     """Routers: one endpoint before all workers, whose streams survive their worker. Changes replace no worker."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             # A default is checked before its own defaults are filled in, so the field may be missing.
-            rule("!has(self.trafficSplit) || self.trafficSplit.map(one, one.percent).sum() <= 100", _SPLIT_SUM_MESSAGE),
+            rule(f"!has(self.trafficSplit) || {_SPLIT_SUM} <= 100", _SPLIT_SUM_MESSAGE),
             rule(
                 "!has(self.trafficSplit) || self.trafficSplit.size() == 0 || self.replicas > 0", _SPLIT_ROUTERS_MESSAGE
             ),
@@ -535,8 +542,6 @@ class Spec(Api):
             rule(_RANKS_RULE, _RANKS_MESSAGE),
             rule(_HAS_ROUTERS, _NEEDS_ROUTERS),
             rule(_SPLIT_HAS_WORKERS, _SPLIT_NEEDS_WORKERS),
-            rule(CANDIDATE_METHOD_RULE, CANDIDATE_METHOD_MESSAGE),
-            rule(CANDIDATE_URI_RULE, CANDIDATE_URI_MESSAGE),
             rule(DISTILLATION_METHOD_RULE, DISTILLATION_METHOD_MESSAGE),
             rule(
                 "!has(self.engine) || self.engine.sampler == 'coupled' || !has(self.speculation)"
@@ -609,8 +614,8 @@ class Spec(Api):
     )
     draft_rollout: DraftRolloutSpec = Field(
         default=DraftRolloutSpec(),
-        description="Way of a new draft into service. No change of it replaces workers.",
-        examples=[{"candidate": {"uri": "pvc://drafts/week-47", "hash": "4f1c9a7be2d05c6e"}}],
+        description="Way of a new draft, a SpecDecodeDraft, into service. No change of it replaces workers.",
+        examples=[{"mode": "Manual"}],
     )
     distillation: DistillationSpec = Field(
         default=DistillationSpec(),

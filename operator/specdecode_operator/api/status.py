@@ -24,22 +24,6 @@ class DraftVersionStatus(Api):
     uri: Text | None = Field(default=None, description="Where the draft comes from.")
 
 
-class DraftTrialStatus(Api):
-    """Trial of a candidate that runs now."""
-
-    pod: Text | None = Field(default=None, description="Pod that tries the candidate. Absent: none is ready for it.")
-    pairs: int = Field(default=0, description="Pairs of request blocks that were counted.")
-    gain_percent: float | None = Field(
-        default=None, description="Mean gain in speed so far, in percent. It is no verdict."
-    )
-    least_gain_percent: float | None = Field(
-        default=None,
-        description="Lower bound of the gain, valid at any time with 97.5 % confidence, in percent. "
-        "Absent: too few pairs.",
-    )
-    most_gain_percent: float | None = Field(default=None, description="Upper bound, likewise.")
-
-
 class DraftLineageStatus(Api):
     """A candidate that was tried, and its end."""
 
@@ -117,13 +101,9 @@ class DraftStatus(Api):
         description="Phase: Serving, Collecting, Distilling, Canary, Promoting, RollingBack or Cooldown. Absent until "
         "a candidate was offered or a run was requested.",
     )
-    trial: DraftTrialStatus | None = Field(default=None, description="Trial that runs now.")
     run: DraftRunStatus | None = Field(default=None, description="Training run that is under way.")
     last_run: DraftRunEndStatus | None = Field(default=None, description="Latest training run that ended.")
     last_verdict: Text | None = Field(default=None, description="Latest verdict or end of a rollout, in a sentence.")
-    lineage: Annotated[tuple[DraftLineageStatus, ...], Field(max_length=10)] = Field(
-        default=(), description="Candidates that were tried, the latest first."
-    )
 
 
 # Observed state that users read: ``status``. It is written on change only, with rounded figures.

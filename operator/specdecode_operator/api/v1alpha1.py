@@ -14,7 +14,6 @@ from specdecode_operator.api.distillation import (
     DistillationSpec,
     DistillationStorageSpec,
     DistillationTriggerSpec,
-    DraftCandidateSpec,
     DraftRolloutSpec,
     without_devices,
 )
@@ -81,7 +80,6 @@ from specdecode_operator.api.status import (
     DraftRunEndStatus,
     DraftRunStatus,
     DraftStatus,
-    DraftTrialStatus,
     DraftVersionStatus,
     MemoryStatus,
     ModelStatus,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.controller.pods import worker_of, workload_of
 from specdecode_operator.controller.training_jobs import job_of, job_view
@@ -18,6 +19,7 @@ from specdecode_operator.kube.informer import InformerSet
 from specdecode_operator.kube.kinds import (
     BUDGETS,
     CONFIG_MAPS,
+    DRAFTS,
     JOBS,
     NETWORK_POLICIES,
     PODS,
@@ -98,6 +100,7 @@ class Caches:
         )
         self._jobs: InformerSet[Mapping[str, Any]] = informers(JOBS, JOB_LABELS, job_view, metadata_only=False)
         self._job_pods: InformerSet[Mapping[str, Any]] = informers(PODS, JOB_LABELS, job_view, metadata_only=False)
+        self._drafts: InformerSet[SpecDecodeDraft] = informers(DRAFTS, "", _project_draft, metadata_only=False)
         self._children: Mapping[str, InformerSet[ChildRecord]] = {
             kind.kind: informers(kind, CHILD_LABELS, project_child(kind), metadata_only=True) for kind in METADATA_KINDS
         }
@@ -107,6 +110,7 @@ class Caches:
             DEMAND: self._demand,
             JOBS.kind: self._jobs,
             JOB_PODS: self._job_pods,
+            DRAFTS.kind: self._drafts,
             **self._children,
         }
 
@@ -151,6 +155,14 @@ class Caches:
         """Return the requests that routers reported as held, by router."""
         return next(iter(self._demand.of(key)), {})
 
+    def drafts(self, key: Key) -> tuple[SpecDecodeDraft, ...]:
+        """Return the SpecDecodeDrafts of a deployment in the order of their names."""
+        return self._drafts.of(key)
+
+    def note_draft(self, manifest: dict[str, Any]) -> None:
+        """Take a SpecDecodeDraft that a write returned, before its watch event arrives."""
+        self._drafts.note(manifest)
+
     def jobs(self, key: Key) -> tuple[TrainingJob, ...]:
         """Return the training Jobs with the deployment's name in their label, in the order of their names."""
         jobs = self._jobs.of(key)
@@ -178,6 +190,11 @@ def _project_workload(deployment: dict[str, Any]) -> WorkloadRecord:
     role = deployment["metadata"]["labels"][ROLE_LABEL]
     workload = replace(workload_of(deployment), template={})
     return WorkloadRecord(project_child(WORKLOADS)(deployment), workload, sys.intern(role))
+
+
+def _project_draft(manifest: dict[str, Any]) -> SpecDecodeDraft:
+    metadata = {name: value for name, value in manifest["metadata"].items() if name != "managedFields"}
+    return SpecDecodeDraft.model_validate({**manifest, "metadata": metadata})
 
 
 def _project_demand(config_map: dict[str, Any]) -> Mapping[str, HeldRequests]:

@@ -92,7 +92,7 @@ def _job(deployment: Deployment, observed: Observation, defaults: Defaults, now:
     record = observed.session.drafts
     if is_job_due(record, observed, now) and record.run is not None:
         uris = manifests.model_uris(deployment.spec)
-        keep = needed_drafts(deployment, record, record.run.place, uris) if record.run.claim else ()
+        keep = needed_drafts(deployment, record, observed.drafts, record.run.place, uris) if record.run.claim else ()
         return manifests.distillation_job(deployment, record.run, defaults, keep)
     ended = run_to_delete(deployment, observed, now)
     return None if ended is None else manifests.deletion_job(deployment, ended, defaults)

@@ -48,6 +48,12 @@ class TaskAcceptance:
         depth, is_main, rank = position
         return (self.main if is_main else self.sibling)[depth - 1][rank]
 
+    def has(self, position: Position) -> bool:
+        """Return whether a rate is known at a position."""
+        depth, is_main, rank = position
+        levels = self.main if is_main else self.sibling
+        return depth <= len(levels) and rank < len(levels[depth - 1])
+
     def survival(self, path: Path) -> float:
         """Return the probability that the node at the end of ``path`` is accepted."""
         return math.prod(self.rate(position).mean for position in positions(path))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Decision, Spec, SpeculationStatus, Status
-from specdecode_operator.plugin.drafts import drift_lines, run_line, trial_line
+from specdecode_operator.plugin.drafts import drift_lines, run_line
 from specdecode_operator.plugin.overview import (
     acceptance_lines,
     age,
@@ -170,7 +170,7 @@ def _rollout(status: Status) -> Iterator[str]:
     """Yield a line on the rollout of another draft, while one is under way."""
     phase = status.draft.phase if status.draft else None
     if phase not in (None, "Serving", "Cooldown"):
-        yield f"Rollout of another draft: {phase}. {run_line(status.draft) or trial_line(status.draft)}".rstrip()
+        yield f"Rollout of another draft: {phase}. {run_line(status.draft)}".rstrip()
 
 
 def _not_planned(status: Status) -> Iterator[str]:

@@ -129,8 +129,8 @@ class RowState(Stored):
     depth: int
     since: float = 0
     """Time of the last change, or of the joint choice that left the row as it was; 0 if it follows other rows."""
-    trial: bool = False
-    """True while a shape runs to be timed: one that never was, or speculation again after plain decoding."""
+    before: tuple[int, ...] | None = None
+    """Parents of the shape that ran before a trial, while one runs: a shape runs to be timed. None without one."""
     parents: tuple[int, ...] = ()
     """Parents of a tree's nodes; empty for the chain of ``depth``."""
     moves: tuple[float, ...] = ()
@@ -144,6 +144,16 @@ class RowState(Stored):
     @property
     def shape(self) -> TreeShape:
         return _shape(self.parents, self.depth)
+
+    @property
+    def trial(self) -> bool:
+        """True while a shape runs to be timed: one that never was, or speculation again after plain decoding."""
+        return self.before is not None
+
+    @property
+    def settled_shape(self) -> TreeShape:
+        """The shape, or that before a trial."""
+        return self.shape if self.before is None else TreeShape(self.before)
 
     def running(self, shape: TreeShape, **more: Any) -> RowState:
         """Return this row with another shape, and with ``more`` fields replaced."""

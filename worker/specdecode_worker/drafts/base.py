@@ -201,6 +201,8 @@ class Drafter(ABC):
     """False if the draft has no network, so that a deeper tree costs no draft pass."""
     one_pass: ClassVar[bool] = False
     """True if one pass proposes all depths of a tree, so that a deeper tree needs no further passes."""
+    kv_cache: PagedCache | None = None
+    """Keys and values of the draft's own in this process, if it has any."""
     reads: TargetStates = NO_STATES
     """Target states that the draft reads."""
     columns: StateColumns = StateColumns()

@@ -74,7 +74,8 @@ class ModelDrafter(TextDrafter, CapturedDrafter):
         self, model: CausalLM, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
         """Create a drafter. ``vocab_size`` is that of the target; padding ids beyond it are never proposed."""
-        self._model, self._cache, self._state = model, cache, state
+        self._model, self._state = model, state
+        self.kv_cache = self._cache = cache
         self._vocab_size = vocab_size
         self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
         self._vocabulary = model.vocabulary

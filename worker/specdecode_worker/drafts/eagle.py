@@ -168,7 +168,8 @@ class HeadDrafter(StateDrafter):
         """
         self.reads = head.reads
         self.first_slot, self.last_position = 1, positions - 1
-        self._head, self._cache, self._state = head, cache, state
+        self._head, self._state = head, state
+        self.kv_cache = self._cache = cache
         self._ranking = Ranking(target_ids, sharpness)
 
     def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:

@@ -81,7 +81,8 @@ class DFlashDrafter(StateDrafter, CapturedDrafter):
         """Create a drafter. The arguments are those of HeadDrafter; the head knows its vocabulary."""
         self.reads = head.reads
         self.first_slot, self.last_position = 1, positions - 1
-        self._head, self._cache, self._state = head, cache, state
+        self._head, self._state = head, state
+        self.kv_cache = self._cache = cache
         self._ranking = Ranking(head.target_ids, sharpness)
 
     def first_key(self, request: Request) -> int:

@@ -566,4 +566,5 @@ def _submit(choice: StartingChoice, task: str, terms: RequestTerms, salt: str) -
         weight=terms.weight,
         cache_salt=salt,
         emitted=choice.emitted,
+        blocks_at=terms.blocks_at,
     )

@@ -37,6 +37,9 @@ class Server:
             def do_GET(self) -> None:
                 self._answer()
 
+            def do_POST(self) -> None:
+                self.do_PATCH()
+
             def do_PATCH(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 server.written.append((self.path.partition("?")[0], self.headers["Content-Type"], body))
@@ -304,31 +307,49 @@ def test_a_resource_of_another_version(server: Server, demo: str, capsys: pytest
     assert "another API version than this plugin: model.uri" in said(capsys)
 
 
+DRAFTS = f"{ROOT}/namespaces/ns/specdecodedrafts"
+
+
+def draft_resource(name: str = "demo-4f1c9a7be2d0", role: str = "Candidate", **status: object) -> dict[str, Any]:
+    spec = {"deploymentRef": {"name": "demo"}, "uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e", "role": role}
+    return {"metadata": {"name": name, "namespace": "ns", "uid": name}, "spec": spec, "status": status}
+
+
 def test_try_offers_a_candidate(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answers[DRAFTS] = (200, {"items": []})
     assert server.run("try", "demo", "pvc://drafts/new", "4f1c9a7be2d05c6e") == 0
-    candidate = {"uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e"}
-    body = {"spec": {"draftRollout": {"candidate": candidate}}}
-    assert server.written == [(demo, "application/merge-patch+json", body)]
+    ((path, _, body),) = server.written
+    assert (path, body["kind"]) == (DRAFTS, "SpecDecodeDraft")
+    assert body["metadata"] == {"name": "demo-4f1c9a7be2d0", "namespace": "ns"}
+    assert body["spec"] == draft_resource()["spec"]
     assert "kubectl specdecode drafts demo" in capsys.readouterr().out
 
 
-def test_try_says_how_to_repeat_a_trial(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, resource = server.answers[demo]
-    candidate = {"uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e"}
-    server.answers[demo] = status, {**resource, "spec": {**resource["spec"], "draftRollout": {"candidate": candidate}}}
-    assert server.run("try", "demo", *candidate.values()) == 1
-    assert server.written == []
-    assert "remove spec.draftRollout.candidate" in said(capsys)
+def test_try_repeats_a_trial_and_refuses_one_under_way(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    retired, tried = draft_resource(role="Retired", phase="Retired"), draft_resource(phase="Canary")
+    path = f"{DRAFTS}/{retired['metadata']['name']}"
+    server.answers[path] = (200, retired)
+    server.answers[DRAFTS] = (200, {"items": [retired, {**retired, "spec": {"deploymentRef": {"name": "other"}}}]})
+    assert server.run("try", "demo", "pvc://drafts/new") == 0
+    assert server.written == [(path, "application/merge-patch+json", {"spec": {"role": "Candidate"}})]
+    capsys.readouterr()
+    server.answers[DRAFTS] = (200, {"items": [tried]})
+    assert server.run("try", "demo", "pvc://drafts/new") == 1
+    assert "offers this draft already; its phase is Canary" in said(capsys)
 
 
-def test_a_command_about_drafts_names_the_draft(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_about_drafts_changes_the_role(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, resource = server.answers[demo]
     draft = {"phase": "Canary", "hash": "a", "current": {"hash": "a"}, "candidate": {"hash": "b"}}
     server.answers[demo] = status, {**resource, "status": {**resource["status"], "draft": draft}}
+    tried = draft_resource(phase="Canary")
+    server.answers[DRAFTS] = (200, {"items": [tried]})
+    path = f"{DRAFTS}/{tried['metadata']['name']}"
+    server.answers[path] = (200, tried)
     assert server.run("reject", "demo") == 0
-    ((path, _, body),) = server.written
-    assert path == demo
-    assert body == {"spec": {"draftRollout": {"reject": "b"}}}
+    assert server.written == [(path, "application/merge-patch+json", {"spec": {"role": "Retired"}})]
     assert server.run("drafts", "demo") == 0
     assert "Canary, mode Canary" in capsys.readouterr().out
 
@@ -337,6 +358,7 @@ def test_a_command_about_drafts_names_the_draft(server: Server, demo: str, capsy
 def test_a_command_that_would_change_nothing_is_not_written(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
+    server.answers[DRAFTS] = (200, {"items": []})
     assert server.run(command, "demo") == 1
     assert server.written == []
     assert "phase Serving" in capsys.readouterr().err
@@ -345,6 +367,7 @@ def test_a_command_that_would_change_nothing_is_not_written(
 def test_a_command_to_train_is_written_if_a_run_can_begin(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    server.answers[DRAFTS] = (200, {"items": []})
     assert server.run("distill", "demo") == 1
     assert "distillation.capture is absent" in capsys.readouterr().err
     status, resource = server.answers[demo]

@@ -37,9 +37,9 @@ from specdecode_worker.server.requests import (
     parse,
     read_object,
 )
-from specdecode_worker.server.served_model import VERSION
 from specdecode_worker.server.service import Service, SharedCall
 from specdecode_worker.server.streaming import GENERATION_ROUTES, Call, EventStream, StartedRequest, close, start
+from specdecode_worker.version import VERSION
 
 # Informational routes of the public port: probes, metrics, models, version and OpenAPI document.
 
