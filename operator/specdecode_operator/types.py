@@ -208,8 +208,6 @@ class Worker:
     baseline: Baseline | None = None
     """The report as it is stored for the next comparison. None where the report was not polled."""
     report_problem: str | None = None
-    startup_seconds: float | None = None
-    """Seconds from the creation of the pod until it was ready. None while it is not ready."""
     pull_seconds: float | None = None
     """Seconds that the init container took to fetch the models. None while it runs."""
     revisions: Mapping[str, str] = field(default_factory=dict)

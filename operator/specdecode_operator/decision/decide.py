@@ -116,8 +116,6 @@ def _with_size(learned: LearnedState, healed: Remediation, sized: SizeResult) ->
             "recycling": healed.recycling,
             "recycled_at": healed.recycled_at,
             "scaling": sized.state,
-            "forecast": sized.forecast,
-            "startup_seconds": sized.startup_seconds,
         }
     )
 
