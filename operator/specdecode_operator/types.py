@@ -304,6 +304,8 @@ class Decision:
     """Measurements for status; None if they are not due for publication."""
     first_acceptance: float | None = None
     """Acceptance rate of the first drafted token. It does not depend on the depth in use."""
+    context_rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Acceptance of the first draft token by task and context, of tasks that were seen in several contexts."""
     wanted: int | None = None
     """Replicas that demand asks for, before the bounds are applied. None without spec.scaling."""
     history: tuple[DecisionRecord, ...] = ()

@@ -194,6 +194,7 @@ def _decision(
         task_depths=in_use.task_depths(deployment, current, learned, buckets),
         figures=figures,
         measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,
+        context_rates=loads.context_rates(buckets, learned.contexts),
         first_acceptance=measurements.first_acceptance(learned.acceptance),
         history=learned.history,
         pinned=learned.pin,
