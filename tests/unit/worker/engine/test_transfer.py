@@ -20,7 +20,6 @@ from specdecode_worker.engine import transfer
 from specdecode_worker.engine.transfer import (
     MAX_CONNECTIONS,
     TARGET_PART,
-    StillComputing,
     BlockFetch,
     Blocks,
     BlockServer,
@@ -30,6 +29,7 @@ from specdecode_worker.engine.transfer import (
     Hello,
     Outgoing,
     Refused,
+    StillComputing,
     TransferAccess,
     Want,
     Welcome,
