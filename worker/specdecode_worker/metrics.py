@@ -504,8 +504,8 @@ def _under_vllm_name(family: Family) -> Family:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> bytes:
-    """Return all metrics in the Prometheus text format, with ``vllm_names`` also those under vLLM's names."""
+def families_of(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> list[Family]:
+    """Return all metrics, with ``vllm_names`` also those under vLLM's names."""
     add = FamilyList(report.model)
     add_speculation(add, report, counts)
     add_traffic(add, report, counts)
@@ -514,8 +514,13 @@ def render(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -
         add.families += under_vllm_names(tuple(add.families), report)
     add_capture(add, counts.capture)
     add_api_keys(add, counts)
+    return add.families
+
+
+def render(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> bytes:
+    """Return all metrics in the Prometheus text format, see `families_of`."""
     registry = CollectorRegistry()
-    registry.register(_StaticCollector(add.families))
+    registry.register(_StaticCollector(families_of(report, counts, vllm_names=vllm_names)))
     return generate_latest(registry)
 
 

@@ -33,7 +33,7 @@ from specdecode_operator.api.schema import (
     seconds_of,
 )
 from specdecode_operator.api.speculation import MERGE_SAMPLER_MESSAGE, SpeculationSpec
-from specdecode_worker.contract import EngineConfig, Sampler, TargetQuantization, adapted_uri
+from specdecode_worker.contract import EngineConfig, KVCacheDtype, Sampler, TargetQuantization, adapted_uri
 
 # Settings of the inference engine that need a restart of the workers: ``spec.engine``.
 
@@ -128,6 +128,10 @@ class EngineSpec(Api):
         le=1073741824,
         description="Size of the KV cache in tokens. Absent: what the free memory allows.",
         examples=[131072],
+    )
+    kv_cache_dtype: KVCacheDtype = Field(
+        default=_ENGINE.kv_cache_dtype,
+        description="Number format of the target's keys and values; auto is that of activations. fp8 rounds them.",
     )
     memory_percent: int = Field(
         default=round(100 * _ENGINE.gpu_memory_utilization),

@@ -76,6 +76,7 @@ def _engine(spec: Spec) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=spec.engine.max_num_seqs,
         kv_cache_tokens=spec.engine.kv_cache_tokens,
+        kv_cache_dtype=spec.engine.kv_cache_dtype,
         max_num_batched_tokens=spec.step_tokens,
         threads=threads(spec),
         device=device(spec),

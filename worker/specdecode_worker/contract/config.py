@@ -13,6 +13,7 @@ from specdecode_worker.contract.wire import (
     CONTRACT_VERSION,
     DraftQuantization,
     Dtype,
+    KVCacheDtype,
     Method,
     Placement,
     ReasoningFormat,
@@ -160,6 +161,8 @@ class EngineConfig(Written):
     max_num_batched_tokens: int = Field(default=512, ge=16)
     kv_cache_tokens: int | None = Field(default=None, ge=256)
     """Size of the KV cache in tokens. None derives it from the free memory."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """How the target's keys and values are stored; auto is the type of the activations."""
     threads: int | None = Field(default=None, ge=1)
     """Number of torch threads on a CPU. None selects the container's CPU limit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

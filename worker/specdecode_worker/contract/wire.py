@@ -44,6 +44,7 @@ ReasoningFormat = Literal["deepseek_r1", "qwen3"]
 Mode = Literal["Off", "Static", "Advisory", "Auto"]
 Dtype = Literal["float32", "bfloat16"]
 TargetQuantization = Literal["fp8", "int8"]
+KVCacheDtype = Literal["auto", "fp8"]
 DraftQuantization = Literal["int4", "int8", "fp8"]
 """Weight-only quantization (vLLM's key ``quantization``). int4: four bits for MLPs, eight for lm_head."""
 Placement = Literal["shared", "own"]

@@ -103,6 +103,7 @@ def _assignment(config: WorkerConfig, folder: Path, device: torch.device, budget
         folder=str(folder),
         dtype=config.model.dtype,
         quantization=config.model.quantization,
+        kv_cache_dtype=config.engine.kv_cache_dtype,
         device=device.type,
         max_model_len=config.model.max_model_len,
         blocks=kv_tokens(budget) // BLOCK_SIZE + 1,
@@ -155,7 +156,8 @@ def assemble(
     merges = worker.engine.sampler == "coupled"
     drafts = DraftRegistry(load_drafts(worker, load), state, target.config.hidden_size, merges=merges)
     identity = _identity(target_hash(), worker, budget)
-    cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
+    scales = target.kv_scales if config.kv_cache_dtype == "fp8" else ()
+    cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device, scales)
     passes, captures = _passes(target, cache, state, group, backend)
     scheduler = _scheduler(config, target.config.attention_chunk_size, blocks, identity.target, weight.device)
     exchange = BlockExchange(

@@ -39,12 +39,12 @@ from specdecode_worker.engine.transfer import (
     MAX_FRAME_BYTES,
     MAX_IN_FLIGHT_BYTES,
     TARGET_PART,
+    AllSent,
     ArrivedBlocks,
     BlockFetch,
     Blocks,
     BlockServer,
     ByteBudget,
-    Done,
     Outgoing,
     Refused,
     TransferAccess,
@@ -435,7 +435,7 @@ class BlockExchange:
                 abandoned.append(key)
             elif self._send(export, alive=is_alive(key)):
                 del self._exports[key]
-                export.outgoing.finish(Done())
+                export.outgoing.finish(AllSent())
         if self.server is not None:
             self.server.load = self._scheduler.queued_prompt_tokens, self._scheduler.token_seconds
         return abandoned

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.bound_process import BoundProcess
-from specdecode_worker.contract import TargetQuantization
+from specdecode_worker.contract import KVCacheDtype, TargetQuantization
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.errors import RankLost
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
@@ -118,6 +118,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     dtype: str
     quantization: TargetQuantization | None
+    kv_cache_dtype: KVCacheDtype = "auto"
     device: str
     max_model_len: int | None
     blocks: int
@@ -427,7 +428,8 @@ def load_rank_shard(assignment: Assignment) -> tuple[CausalLM, torch.device]:
 def _serve(assignment: Assignment, pipe: Connection) -> None:
     model, device = load_rank_shard(assignment)
     dtype = getattr(torch, assignment.dtype)
-    cache = paged_cache(model.config, model.config.num_hidden_layers, assignment.blocks, dtype, device)
+    scales = model.kv_scales if assignment.kv_cache_dtype == "fp8" else ()
+    cache = paged_cache(model.config, model.config.num_hidden_layers, assignment.blocks, dtype, device, scales)
     graphs = RankGraphs(model, cache, lambda: capture_backend(device) or EagerBackend())
     pipe.send_bytes(msgspec.msgpack.encode(RankReady()))
     decoder = msgspec.msgpack.Decoder(RankMessage)

@@ -13,8 +13,8 @@ goes wrong on the way costs time and no request, because the rest of the prompt 
                                    <-  Welcome      its own proof, and its load; a worker may leave by it
     Want                            ->              prompt, salt, task, and what a block consists of
                                    <-  Blocks       digests, and what there is of these blocks; the bytes follow
-                                   <-  StillComputing        every ALIVE_SECONDS without blocks
-                                   <-  Done         the last block has left
+                                   <-  StillComputing every ALIVE_SECONDS without blocks
+                                   <-  AllSent      the last block has left
               or at any time       <-  Refused      reason: token, busy, another draft
 
 A message is four bytes with its length (unsigned, big-endian) and a msgspec struct as msgpack. The bytes of blocks
@@ -146,7 +146,7 @@ class StillComputing(msgspec.Struct, frozen=True, tag=True):
     """Sign of life of a server that computes or has other work."""
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class AllSent(msgspec.Struct, frozen=True, tag=True):
     """Last message of a server that has sent what it has."""
 
 
@@ -264,7 +264,7 @@ class Outgoing:
         self.gone = False
         """True once nobody waits for the blocks: the peer has left, or is too slow."""
         self._budget, self._own = budget, ByteBudget(MAX_IN_FLIGHT_BYTES // 4)  # one slow reader leaves room to others
-        self._items: queue.SimpleQueue[tuple[Blocks | Done | Refused, int, Callable[[], Sequence[memoryview]]]] = (
+        self._items: queue.SimpleQueue[tuple[Blocks | AllSent | Refused, int, Callable[[], Sequence[memoryview]]]] = (
             queue.SimpleQueue()
         )
 
@@ -284,7 +284,7 @@ class Outgoing:
         self._items.put((blocks, count, read()))
         return True
 
-    def finish(self, message: Done | Refused) -> None:
+    def finish(self, message: AllSent | Refused) -> None:
         """Queue the last message."""
         self._items.put((message, 0, tuple))
 
@@ -302,7 +302,7 @@ class Outgoing:
                 channel.send(message, read())
             finally:
                 self._release(count)
-            if isinstance(message, Done | Refused):
+            if isinstance(message, AllSent | Refused):
                 return
 
     def close(self) -> None:
@@ -559,12 +559,12 @@ class BlockFetch:
         following = 0
         while not self._closed:
             now = time.monotonic()
-            message: Blocks | StillComputing | Done | Refused = channel.receive(
-                Blocks | StillComputing | Done | Refused, _ANSWER_BYTES, min(now + SILENCE_SECONDS, deadline)
+            message: Blocks | StillComputing | AllSent | Refused = channel.receive(
+                Blocks | StillComputing | AllSent | Refused, _ANSWER_BYTES, min(now + SILENCE_SECONDS, deadline)
             )
             if isinstance(message, Refused):
                 raise TransferFailed(f"refused: {message.reason}")
-            if isinstance(message, Done):
+            if isinstance(message, AllSent):
                 if following < len(self._digests) and self._want.compute:
                     raise TransferFailed(f"the peer has {following} of {len(self._digests)} blocks")
                 return

@@ -83,6 +83,7 @@ def compatibility_key(config: WorkerConfig, model: Model) -> str:
         "sampling": dict(model.sampling_defaults),
         "dtype": config.model.dtype,
         "quantization": config.model.quantization,
+        "kv_cache_dtype": config.engine.kv_cache_dtype,
         "sampler": config.engine.sampler,
         "kernels": model.loaded.kernel_class,
         "tensor_parallel_size": config.engine.tensor_parallel_size,

@@ -20,12 +20,12 @@ from specdecode_worker.engine import transfer
 from specdecode_worker.engine.transfer import (
     MAX_CONNECTIONS,
     TARGET_PART,
+    AllSent,
     BlockFetch,
     Blocks,
     BlockServer,
     ByteBudget,
     Challenge,
-    Done,
     Hello,
     Outgoing,
     Refused,
@@ -103,7 +103,7 @@ def test_blocks_arrive_in_order_with_the_load_of_the_server(server: BlockServer)
     assert (outgoing.want.tokens, outgoing.want.salt, outgoing.want.task) == (WANT.tokens, "s", "t")
     offer(outgoing, 0)
     offer(outgoing, 1, b"y", (TARGET_PART,))
-    outgoing.finish(Done())
+    outgoing.finish(AllSent())
     assert ended(made) == ""
     first, second = made.take(), made.take()
     assert first is not None
@@ -151,7 +151,7 @@ def test_token_can_change_without_a_restart(server: BlockServer) -> None:
     server._access = replace(ACCESS, read_tokens=lambda: ("new", "token"))
     for access in (new, ACCESS):  # a worker that has not seen the change yet is served too
         made = fetch(server.port, access)
-        one_want(server).finish(Done())
+        one_want(server).finish(AllSent())
         assert "0 of 2" in ended(made)
 
 
@@ -175,7 +175,7 @@ def test_tls_hides_blocks_and_binds_the_proof(tmp_path: Path) -> None:
     outgoing = one_want(server)
     for number in (0, 1):
         offer(outgoing, number)
-    outgoing.finish(Done())
+    outgoing.finish(AllSent())
     assert ended(made) == ""
     assert made.wire_bytes == 2 * (SIZE + 5)
     # One who relays everything to the real server, but has another certificate, is noticed.
@@ -254,7 +254,7 @@ LIES: dict[str, tuple[msgspec.Struct, str]] = {
     "parts": (msgspec.structs.replace(BLOCK, parts=(TARGET_PART, "draft other")), "another kind"),
     "twice": (msgspec.structs.replace(BLOCK, parts=(TARGET_PART, TARGET_PART)), "another kind"),
     "no-keys": (msgspec.structs.replace(BLOCK, parts=("draft d",)), "another kind"),
-    "early-end": (Done(), "0 of 2 blocks"),
+    "early-end": (AllSent(), "0 of 2 blocks"),
     "refused": (Refused("full"), "full"),
     "no-message": (Hello(b"", b""), "ValidationError"),
 }
@@ -333,7 +333,7 @@ def test_worker_that_stores_slowly_stops_the_reading(server: BlockServer) -> Non
     outgoing = one_want(server)
     for number in (0, 1):
         offer(outgoing, number)
-    outgoing.finish(Done())
+    outgoing.finish(AllSent())
     first = until(made.take)
     time.sleep(0.1)
     assert made.take() is None
@@ -382,7 +382,7 @@ def test_strangers_leave_no_trace(stranger: str, server: BlockServer) -> None:
             connection.sendall(STRANGERS[stranger])
     until(lambda: server._slots._value == MAX_CONNECTIONS)
     made = fetch(server.port)
-    one_want(server).finish(Done())
+    one_want(server).finish(AllSent())
     assert "0 of 2" in ended(made)
 
 
@@ -393,7 +393,7 @@ def test_connections_are_bounded_and_silent_ones_end(server: BlockServer, monkey
     assert ended(fetch(server.port)) != "", "there is no place left"
     until(lambda: server._slots._value == MAX_CONNECTIONS)
     made = fetch(server.port)
-    one_want(server).finish(Done())
+    one_want(server).finish(AllSent())
     ended(made)
     for connection in silent:
         connection.close()
