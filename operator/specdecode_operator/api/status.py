@@ -286,6 +286,14 @@ class RouterStatus(Api):
     ready: Text | None = Field(default=None, description="Ready over wanted routers, for the ROUTERS column.")
 
 
+class PrefillStatus(Api):
+    """Prefill workers of the deployment."""
+
+    replicas: int = Field(default=0, description="Number of prefill workers.")
+    ready_replicas: int = Field(default=0, description="Number of prefill workers that are ready.")
+    ready: Text | None = Field(default=None, description="Ready over wanted prefill workers, for the PREFILL column.")
+
+
 class MemoryStatus(Api):
     """Memory of one worker's device, computed before anything is loaded."""
 
@@ -358,6 +366,7 @@ class Status(Api):
     traffic: TrafficStatus | None = Field(default=None, description="Demand of the last minute.")
     capacity: CapacityStatus | None = Field(default=None, description="Basis of the number of workers.")
     router: RouterStatus | None = Field(default=None, description="Routers. Absent: the deployment has none.")
+    prefill: PrefillStatus | None = Field(default=None, description="Prefill workers. Absent: the deployment has none.")
     memory: MemoryStatus | None = Field(default=None, description="Memory of one worker's device.")
     start: Text | None = Field(
         default=None, description="Seconds of each stage of a worker's start, of the newest one that is ready."

@@ -236,6 +236,8 @@ def _workers(spec: Spec, status: Status, now: float) -> Iterator[str]:
         )
     if capacity and capacity.wanted_replicas is not None:
         yield f"Workers needed for this demand: {capacity.wanted_replicas}."
+    if status.prefill:
+        yield f"Prefill workers: {status.prefill.ready} ready. Long prompts are computed there."
     history = status.speculation.history if status.speculation else ()
     last = next((decision for decision in history if decision.kind == "Replicas"), None)
     if last:
