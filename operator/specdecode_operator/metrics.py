@@ -186,6 +186,9 @@ PUSH_FAILED = Counter(
 )
 
 DESIRED_REPLICAS = DeploymentGauge("specdecode_desired_replicas", "Desired number of workers.", OF_DEPLOYMENT)
+PREFILL_REPLICAS = DeploymentGauge(
+    "specdecode_ready_prefill_replicas", "Number of ready prefill workers.", OF_DEPLOYMENT
+)
 READY_REPLICAS = DeploymentGauge("specdecode_ready_replicas", "Number of ready workers.", OF_DEPLOYMENT)
 WANTED_REPLICAS = DeploymentGauge(
     "specdecode_wanted_replicas", "Workers that the demand needs, before the bounds of spec.scaling.", OF_DEPLOYMENT
@@ -292,6 +295,7 @@ def record(deployment: Deployment, observed: Observation, decision: Decision, st
     key = deployment.key
     DESIRED_REPLICAS.set(key, decision.desired)
     READY_REPLICAS.set(key, status.ready_replicas)
+    PREFILL_REPLICAS.set(key, status.prefill.ready_replicas if status.prefill else 0)
     PLAN_VERSION.set(key, decision.plan.version)
     STALE_REPORTS.set(key, len(decision.silent))
     SUSPECTS.set(key, len({suspect.pod for suspect in decision.suspects}))

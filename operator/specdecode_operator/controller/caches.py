@@ -36,14 +36,14 @@ from specdecode_worker.contract.demand import HeldRequests, read_demand
 
 CHILD_LABELS = f"{GROUP}/name"
 """Label selector of all children: each has the label with the name of its deployment."""
-POD_LABELS = f"{GROUP}/name,{GROUP}/role=worker"
-"""Label selector of worker pods."""
+POD_LABELS = f"{GROUP}/name,{GROUP}/role in (worker,prefill)"
+"""Label selector of the pods of workers and prefill workers."""
 JOB_LABELS = f"{GROUP}/name,{GROUP}/role=job"
 """Label selector of training Jobs and of their pods."""
 JOB_PODS = "JobPod"
 """Name of the informer of the pods of Jobs."""
-WORKLOAD_LABELS = f"{GROUP}/name,{GROUP}/role in (worker,router)"
-"""Label selector of the Deployments of workers and routers."""
+WORKLOAD_LABELS = f"{GROUP}/name,{GROUP}/role in (worker,prefill,router)"
+"""Label selector of the Deployments of workers, prefill workers and routers."""
 ROUTER_LABELS = f"{GROUP}/name,{GROUP}/role=router"
 """Label selector of the ConfigMaps in which routers report held requests."""
 DEMAND = "Demand"
@@ -139,17 +139,17 @@ class Caches:
         """Return the seconds since the API server last sent data on the watch of a kind."""
         return time.monotonic() - self.informers[kind].last_contact
 
-    def workers(self, key: Key) -> tuple[Worker, ...]:
-        """Return the worker pods of a deployment in the order of their names."""
-        return tuple(sorted(self._pods.of(key), key=lambda worker: worker.name))
+    def workers(self, key: Key, role: Role = Role.worker) -> tuple[Worker, ...]:
+        """Return the worker pods of a deployment with this role, in the order of their names."""
+        return tuple(sorted((one for one in self._pods.of(key) if one.role == role), key=lambda worker: worker.name))
 
-    def workload(self, key: Key) -> Workload | None:
-        """Return the Deployment of the workers without its pod template."""
-        return self._workload(key, Role.worker)
+    def workload(self, key: Key, role: Role = Role.worker) -> Workload | None:
+        """Return the Deployment of the workers, or of those with another role, without its pod template."""
+        return next((record.workload for record in self._workloads.of(key) if record.role == role), None)
 
     def routers(self, key: Key) -> Workload | None:
         """Return the Deployment of the routers without its pod template."""
-        return self._workload(key, Role.router)
+        return self.workload(key, Role.router)
 
     def demand(self, key: Key) -> Mapping[str, HeldRequests]:
         """Return the requests that routers reported as held, by router."""
@@ -172,9 +172,6 @@ class Caches:
     def jobs_problem(self, key: Key) -> str:
         """Return why the Jobs of a deployment are not known; empty if they are."""
         return self._jobs.refusal(key[0])
-
-    def _workload(self, key: Key, role: Role) -> Workload | None:
-        return next((record.workload for record in self._workloads.of(key) if record.role == role), None)
 
     def record(self, child: Child) -> ChildRecord | None:
         """Return the ownership of a child, or None if the cache has no such object."""

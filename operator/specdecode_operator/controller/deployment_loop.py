@@ -77,6 +77,10 @@ class Shared:
     clock: Callable[[], float] = time.time
 
 
+_POLLED = (manifests.Role.worker, manifests.Role.prefill)
+"""Roles of the pods that report and get plans."""
+
+
 class DeploymentLoop:
     """State and steps of one deployment."""
 
@@ -137,7 +141,8 @@ class DeploymentLoop:
             await asyncio.sleep(due - calls.clock())
             with metrics.SCRAPE_SECONDS.time():
                 try:
-                    await self._poller.read(self._shared.caches.workers(self.key), self._access())
+                    pods = (pod for role in _POLLED for pod in self._shared.caches.workers(self.key, role))
+                    await self._poller.read(pods, self._access())
                 except Exception:
                     log.exception("%s/%s: a round of reports failed", *self.key)
             metrics.SCRAPE_ROUNDS.inc()
@@ -165,6 +170,8 @@ class DeploymentLoop:
             session=session,
             round=self._poller.round,
             routers=caches.routers(self.key),
+            prefill_workload=caches.workload(self.key, manifests.Role.prefill),
+            prefill=tuple(map(self._poller.reported, caches.workers(self.key, manifests.Role.prefill))),
             demand=caches.demand(self.key),
             drafts=drafts,
             jobs=caches.jobs(self.key),

@@ -69,6 +69,7 @@ def materialise(
     replicas: int,
     defaults: Defaults,
     *,
+    prefill: int,
     revisions: Mapping[str, str],
     now: float,
 ) -> Materialised:
@@ -82,6 +83,7 @@ def materialise(
         manifests.budget(deployment),
         *((manifests.network_policy(deployment, peers),) if (peers := defaults.policy_peers) else ()),
         manifests.workload(deployment, template.template, template.spec_hash, replicas),
+        *_prefill_children(deployment, observed, template, prefill),
         *_router_children(deployment, observed, defaults),
     )
     job = _job(deployment, observed, defaults, now)
@@ -123,6 +125,15 @@ def _router_children(deployment: Deployment, observed: Observation, defaults: De
         manifests.router_settings(deployment),
         manifests.router_workload(deployment, defaults),
     )
+
+
+def _prefill_children(
+    deployment: Deployment, observed: Observation, template: TemplateState, replicas: int
+) -> tuple[Manifest, ...]:
+    """Return the Deployment of prefill workers. It has no replicas once none are wanted: nothing is deleted."""
+    if not deployment.spec.prefill.is_used and observed.prefill_workload is None:
+        return ()
+    return (manifests.prefill_workload(deployment, template.template, template.spec_hash, replicas),)
 
 
 def _template(deployment: Deployment, observed: Observation, defaults: Defaults) -> TemplateState:

@@ -108,6 +108,8 @@ def _depth(
         return
     yield f"Depth at the current load: {word(speculation.depth)}, from plan version {word(speculation.plan_version)}."
     yield _deciding_mode(mode_of(resource), spec)
+    if speculation.acceptance_by_context:
+        yield f"Acceptance of the first draft token by context, in tokens: {speculation.acceptance_by_context}."
     if speculation.recommended:
         yield f"Mode Auto would run {speculation.recommended} at the current load."
     yield from _not_planned(status)
@@ -234,6 +236,8 @@ def _workers(spec: Spec, status: Status, now: float) -> Iterator[str]:
         )
     if capacity and capacity.wanted_replicas is not None:
         yield f"Workers needed for this demand: {capacity.wanted_replicas}."
+    if status.prefill:
+        yield f"Prefill workers: {status.prefill.ready} ready. Long prompts are computed there."
     history = status.speculation.history if status.speculation else ()
     last = next((decision for decision in history if decision.kind == "Replicas"), None)
     if last:
