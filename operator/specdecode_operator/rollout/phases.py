@@ -179,10 +179,11 @@ def _rejection(walk: _Walk) -> str:
     record = walk.record
     if record.since >= walk.facts.now:
         return ""
-    draft = draft_with(walk.facts, record, record.candidate or record.current)
     is_tried = record.phase is Phase.CANARY
-    if not (record.candidate or record.current):
+    in_use = record.candidate if is_tried else record.current
+    if not (in_use or is_tried):
         return ""
+    draft = draft_with(walk.facts, record, in_use)
     if draft is None:
         return "the SpecDecodeDraft was deleted"
     is_kept = draft.spec.role == "Serving" or (is_tried and draft.spec.role == "Candidate")

@@ -13,6 +13,7 @@ from specdecode_operator.controller.deployment_loop import DeploymentLoop, Share
 from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.errors import ClusterError, Unavailable
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DEPLOYMENTS, Kind
+from specdecode_operator.manifests import Role
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.polling import WorkerAccess, WorkerPoll
 from specdecode_operator.telemetry.worker_client import Reading
@@ -147,8 +148,8 @@ class Bench:
         self.drafts: tuple[SpecDecodeDraft, ...] = ()
         self.gone: list[Key] = []
         caches = SimpleNamespace(
-            workers=lambda key: self.pods,
-            workload=lambda key: None,
+            workers=lambda key, role=Role.worker: self.pods if role is Role.worker else (),
+            workload=lambda key, role=Role.worker: None,
             routers=lambda key: None,
             demand=lambda key: {},
             drafts=lambda key: self.drafts,
