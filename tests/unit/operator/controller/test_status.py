@@ -150,7 +150,8 @@ def test_the_model_section_has_the_revision_that_new_pods_load() -> None:
         deployment = deployment_with(before, model={"uri": uri})
         observed = Observation(workload=workload_with(), workers=(), session=Session())
         decision, _ = decide(deployment, observed, DEFAULTS, now=1)
-        return status_of(deployment, observed, replace(decision, model_revision=revision), Outcome(), now=1)
+        decision = replace(decision, shown=replace(decision.shown, model_revision=revision))
+        return status_of(deployment, observed, decision, Outcome(), now=1)
 
     resolved = model(None, "hf://org/name", "abc123")
     assert resolved.model is not None
@@ -189,7 +190,8 @@ def with_figures(
         tasks=tasks or {},
         saved_device_seconds=saved,
     )
-    return status_of(deployment, observed, replace(decision, figures=figures), Outcome(), now=now)
+    decision = replace(decision, shown=replace(decision.shown, figures=figures))
+    return status_of(deployment, observed, decision, Outcome(), now=now)
 
 
 def test_figures_are_rounded_and_written_only_when_changed() -> None:
@@ -295,7 +297,8 @@ def test_arrivals_have_two_digits_and_stay_while_unknown() -> None:
     nothing = Figures(running=0, waiting=0, tokens_per_second=0, synthetic=False)
 
     def arrivals(measured: float | None, before: Deployment) -> tuple[float | None, Deployment]:
-        known = replace(decision, wanted=1, arrivals=measured, figures=nothing)
+        scale = replace(decision.scale, wanted=1, arrivals=measured)
+        known = replace(decision, scale=scale, shown=replace(decision.shown, figures=nothing))
         status = status_of(before, observed, known, Outcome(), now=loop.now)
         assert status.capacity is not None
         return status.capacity.arrivals_per_second, replace(before, status=status)
