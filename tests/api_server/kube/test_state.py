@@ -11,7 +11,7 @@ import pytest
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DRAFTS
-from specdecode_operator.rollout.draft_objects import manifest_of
+from specdecode_operator.rollout.draft_objects import draft_writes, manifest_of
 from specdecode_operator.state.learned import parse_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore
@@ -69,7 +69,8 @@ async def stored(api: KubeClient, canary: Canary) -> None:
         returned[draft.name] = draft
 
     store = StateStore(api, Unowned(api), note)
-    problem = await store.save_drafts(canary.deployment, canary.record, stored, now=canary.now)
+    writes = draft_writes(canary.deployment, canary.record, stored, now=canary.now)
+    problem = await store.save_drafts(canary.deployment, writes, ())
     assert problem is None
     canary.drafts = list(returned.values())
 
