@@ -185,7 +185,7 @@ def _start(
     writer: ResponseWriter,
 ) -> StartedRequest:
     capture = capture_permitted(call.capture, body)
-    task = service.plans.task(call.task, body.task, text)
+    task = service.plans.task(call.task, body.task, text, call.terms.client)
     generations = service.start(body, prompts, task, capture=capture, terms=call.terms)
     writer.begin(prompts[0].ids)
     return StartedRequest(body, prompts, generations, writer)
@@ -205,7 +205,7 @@ async def _resume(
         prompts = await wait(preparation.resumed(body, resume.open.prompts))
         work = partial(continued_choices, service.model, body, prompts, earlier)
         choices = await wait(preparation.replay(sum(len(one.progress.ids) for one in earlier), work))
-    task = service.plans.task(call.task, body.task, text)
+    task = service.plans.task(call.task, body.task, text, call.terms.client)
     generations = service.resume(body, choices, task, terms=call.terms)
     writer.begin(prompts[0].ids)
     return StartedRequest(body, prompts, generations, writer)
