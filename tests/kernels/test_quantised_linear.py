@@ -84,13 +84,18 @@ BUGS = [
     ("int4", 1, "first + b < columns", "first + b < columns - 1"),
     ("int4", 1, "at_high = first + BLOCK_B + b", "at_high = first + b"),
     ("int4", 3, "low, high = first + b, first + BLOCK_B + b", "high, low = first + b, first + BLOCK_B + b"),
-    ("int4", 3, "at_N = n.to(tl.int64) * groups + group", "at_N = n.to(tl.int64) * groups"),
+    ("int4", 3, "at_N = place_N * groups + group", "at_N = place_N * groups"),
     ("int4", 3, "acc_NT += part_NT * scale_N[:, None]", "acc_NT = part_NT * scale_N[:, None]"),
     ("int4", 1, "tl.full((real.shape[0], 1), 8, tl.int32)", "tl.full((real.shape[0], 1), 7, tl.int32)"),
     ("int8", 1, "inside = k < columns", "inside = k < columns + 1"),
     ("int8", 3, "out_TN + at_NT, acc_NT", "out_TN + at_NT + 1, acc_NT"),
-    ("fp8", 3, "acc_NT *= tl.load(scale_NG + n", "acc_NT *= tl.load(scale_NG + 0 * n"),
-    ("fp8", 3, "inside_T[None, :] & inside[:, None]", "inside[:, None] & (t < rows - 1)[None, :]"),
+    ("fp8", 3, "acc_NT *= tl.load(scale_NG + place_N", "acc_NT *= tl.load(scale_NG + 0 * place_N"),
+    (
+        "fp8",
+        3,
+        "inside_T[None, :] & inside[:, None]",
+        "inside[:, None] & (tl.cumsum(inside_T, 0) > 1)[None, :]",
+    ),
     ("int8", 66, "t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)", "t = tl.arange(0, BLOCK_T)"),
 ]
 
@@ -116,7 +121,7 @@ BUGS_OF_GROUPS = [
     ("int4", 1, "tl.load(zero_NG + at_N", "tl.load(zero_NG + at_N // 2 * 2"),
     ("int4", 3, "zero_N1 = _zeros(zero_NG, at_N, real, ZERO)", "zero_N1 = _zeros(zero_NG, at_N, real, False)"),
     ("int8", 1, "part_NB *= tl.load(scale_NG + at_N", "part_NB *= tl.load(scale_NG + n"),
-    ("fp8", 3, "acc_NT += part_NT * tl.load(scale_NG + at_N", "acc_NT += part_NT * tl.load(scale_NG + n"),
+    ("fp8", 3, "acc_NT += part_NT * tl.load(scale_NG + at_N", "acc_NT += part_NT * tl.load(scale_NG + place_N"),
 ]
 
 

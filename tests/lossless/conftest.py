@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.batch import ShapeSelector
@@ -227,7 +228,8 @@ def make_engine(pair: Pair) -> EngineMaker:
     """Return a function that builds an engine.
 
     It is called as make_engine(draft=..., max_num_seqs=..., blocks=..., budget=...). ``draft`` is a name of DRAFTERS, a
-    list of names (the second and later ones are drafts "d1", "d2", ...) or None. ``graphs`` are the row buckets of the
+    list of names (the second and later ones are drafts "d1", "d2", ...) or None. ``scales`` are those of a cache of the
+    target in fp8. ``graphs`` are the row buckets of the
     steps that run through the graph capture backend.
     """
 
@@ -244,6 +246,7 @@ def make_engine(pair: Pair) -> EngineMaker:
         graphs: Sequence[int] = (),
         grammars: GrammarCompiler | None = None,
         eos_token_ids: tuple[int, ...] = (),
+        scales: Sequence[Scales] = (),
     ) -> Engine:
         state = DeviceState(max_num_seqs, 256, torch.float64, CPU)
         layers = pair.config.num_hidden_layers
@@ -255,7 +258,7 @@ def make_engine(pair: Pair) -> EngineMaker:
             for i, name in enumerate(names)
         }
         registry = DraftRegistry(drafts, state, pair.config.hidden_size)
-        target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
+        target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU, scales)
         target = Target(pair.target, target_cache, state)
         made = (
             StepGraphs(

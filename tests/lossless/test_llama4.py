@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from specdecode_worker.core.messages import Sampling, Submit
 from specdecode_worker.engine.cuda_graphs import EagerBackend
@@ -15,10 +18,12 @@ from specdecode_worker.engine.scheduler import Limits
 from specdecode_worker.engine.target import Target
 from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.weights import load_causal_lm
 from support.small_llama import Networks, NoisedCopy, engine_of, plan_of, texts
-from support.small_llama4 import save_llama4
+from support.small_llama4 import SHAPE, dense_chunks, save_llama4
+from support.worker.quantized_folders import Draw, int4, pack_quantized, scaled, write_quantized
 
 TOKENS = 30
 SHAPES = ("none", "chain:5", "0,0,0,1,1,2,4,7")
@@ -34,22 +39,62 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Networks, dict[str, 
     head = NoisedCopy(target)
     for network in (target, head):
         fuse(network)
-    requests = [request(index, length) for index, length in enumerate((3, 14, 31, 50))]
-    return Networks(target, head), {one.request_id: greedy(theirs, one.prompt) for one in requests}, requests
+    requests = [made_request(index, length) for index, length in enumerate((3, 14, 31, 50))]
+    passed = partial(theirs, use_cache=False)
+    wanted = {one.request_id: greedy(lambda tokens: passed(tokens[None]).logits[0], one.prompt) for one in requests}
+    return Networks(target, head), wanted, requests
 
 
-def request(index: int, length: int) -> Submit:
+def made_request(index: int, length: int) -> Submit:
     prompt = torch.randint(3, 61, (length,), generator=torch.Generator().manual_seed(index)).tolist()
     sampling = Sampling(max_tokens=TOKENS, seed=index, temperature=0.0)
     return Submit(request_id=str(index), prompt=tuple(prompt), sampling=sampling)
 
 
+COPIES: dict[str, Draw] = {"fp8": scaled("rows"), "int4": int4(partial(pack_quantized, symmetric=False), group=32)}
+
+
+@pytest.fixture(scope="module", params=COPIES)
+def copied(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Networks, dict[str, list[int]], Any]:
+    """Return a target with experts as compressed-tensors stores them, and the texts of its dequantized weights."""
+    torch.set_num_threads(1)
+    folder: Path = tmp_path_factory.mktemp("copy")
+    shape = SHAPE | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 4, "vocab_size": 61}
+    shape |= {"intermediate_size": 64, "intermediate_size_mlp": 96}
+    write_quantized(
+        folder,
+        COPIES[request.param],
+        {"quant_method": "compressed-tensors"},
+        plain=("router",),
+        rename=lambda name: name.replace(".mlp.", ".feed_forward."),
+        **shape,
+    )
+    plain, stored = (
+        load_causal_lm(folder, dtype=torch.float64, device=torch.device("cpu"), stored=stored)
+        for stored in (False, True)
+    )
+    attend = dense_chunks(plain.config)
+    requests = [made_request(index, length) for index, length in enumerate((3, 14, 31, 50))]
+    wanted = {
+        one.request_id: greedy(
+            lambda tokens: plain.logits(plain(tokens, torch.arange(len(tokens)), attend).hidden_TE), one.prompt
+        )
+        for one in requests
+    }
+    assert len({tuple(text[-8:]) for text in wanted.values()}) > 1, "texts must differ to mean something"
+    head = NoisedCopy(plain)
+    for network in (stored, head):
+        fuse(network)
+    assert any(isinstance(one, QuantizedWeight) for one in stored.model.layers[1].mlp.modules())
+    return Networks(stored, head), wanted, requests
+
+
 @torch.inference_mode()
-def greedy(theirs: Any, prompt: Sequence[int]) -> list[int]:
-    """Return transformers' text, by one pass without a cache for each token: its cache drops keys of chunked layers."""
+def greedy(logits: Callable[[Tensor], Tensor], prompt: Sequence[int]) -> list[int]:
+    """Return the text of a model without a cache: transformers' drops keys of chunked layers."""
     tokens = list(prompt)
     for _ in range(TOKENS):
-        tokens.append(int(theirs(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        tokens.append(int(logits(torch.tensor(tokens))[-1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -71,6 +116,17 @@ def test_text_is_that_of_transformers(made: Any, shape: str, options: dict[str, 
     assert texts(engine, requests) == wanted
     if "blocks" in options and shape == "none":
         assert engine.preemptions > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "options", [{}, {"budget": 23}, {"backend": EagerBackend()}], ids=["", "odd chunks", "captured"]
+)
+def test_quantized_copies(copied: Any, shape: str, options: dict[str, Any]) -> None:
+    pair, wanted, requests = copied
+    engine = engine_with(pair, shape, **options)
+    assert texts(engine, requests) == wanted
+    assert shape == "none" or engine.report().accepted_tokens > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)

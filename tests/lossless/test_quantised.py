@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from specdecode_kernels.quantised_linear.reference import Quantised, pack_int4
+from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_worker.contract import MergedDraft, TaskMatch, TreeShape
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.linear import Linear, QuantizedWeight
@@ -100,6 +101,28 @@ def test_text_of_merged_drafts_equals_plain_decoding(make_engine: Any, lossless:
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(6)]
     assert texts(engine, requests) == texts(make_engine(None), requests)
     assert {cell.draft for cell in engine.report().credit} == {"d", "1", "2"}
+
+
+SCALES = tuple(Scales(0.004 * 2**layer, 0.01) for layer in range(8))
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"blocks": 12}, {"budget": 40}, {"graphs": (1, 2, 4)}], ids=str)
+@pytest.mark.parametrize("pair", [None], ids=["plain target"], indirect=True)
+def test_text_on_a_cache_in_fp8(
+    make_engine: Any, lossless: Any, pair: Any, options: dict[str, Any], shape: str, sampled: bool
+) -> None:
+    """Keys and values of the own pass are read as rounded as all others, in chunks, after preemption, and in graphs."""
+    plan_of, submit, texts = lossless
+    scales = SCALES[: pair.config.num_hidden_layers]
+    engine = make_engine("copy", max_num_seqs=5, scales=scales, **options)
+    engine.set_plan(plan_of([TreeShape.parse(shape)]))
+    requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(6)]
+    wanted = texts(make_engine(None, scales=scales), requests)
+    assert texts(engine, requests) == wanted
+    assert wanted != texts(make_engine(None), requests), "rounding must change the text to be seen"
+    assert engine.report().accepted_tokens > 0
 
 
 def test_quantised_target_text_does_not_depend_on_batch_size(

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.grouped_linear.reference import Groups, most_tiles, tile_rows
+from specdecode_kernels.quantised_linear.kernel import Operands, outputs_of, quantised_sums
+from specdecode_kernels.quantised_linear.reference import Quantised
 from specdecode_kernels.small_linear.kernel import load_tile, store_sums
 
 GROUPED_AT_ONCE = 64
@@ -129,6 +131,78 @@ def _grouped_kernel(
         store_sums(acc_TN, up_TN, residual_TN, out_TN, t, n, real, outputs, residual_stride, GATED, RESIDUAL)
 
 
+@triton.jit
+def _grouped_quantised_kernel(
+    x_TK,
+    packed_NB,
+    scale_NG,
+    zero_NG,
+    order_T,
+    score_T,
+    tiles_M3,
+    residual_TN,
+    out_TN,
+    columns,
+    outputs,
+    x_stride,
+    packed_stride,
+    residual_stride,
+    groups,
+    SCORED: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    INT4: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ZERO: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of a tile of rows, with GATED alternately those of the gate and those that it gates.
+
+    The score multiplies the sums of the inputs, which is the same as the inputs, before the gate.
+    """
+    tile_3 = tiles_M3 + 3 * tl.program_id(0)
+    expert = tl.load(tile_3)
+    if expert >= 0:
+        place = tl.load(tile_3 + 1) + tl.arange(0, BLOCK_T)
+        real = place < tl.load(tile_3 + 2)
+        t = tl.load(order_T + place, mask=real, other=0).to(tl.int64)
+        halves: tl.constexpr = 2 if GATED else 1
+        i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        place_N = expert.to(tl.int64) * halves * outputs + i // halves + i % halves * outputs
+        acc_NT = quantised_sums(
+            x_TK + t * x_stride,
+            packed_NB + place_N * packed_stride,
+            scale_NG,
+            zero_NG,
+            place_N,
+            real,
+            i < halves * outputs,
+            columns,
+            groups,
+            INT4,
+            GROUPED,
+            ZERO,
+            BITS,
+            BLOCK_N,
+            BLOCK_B,
+            BLOCK_T,
+            STAGES,
+        )
+        if SCORED:
+            acc_NT *= tl.load(score_T + t, mask=real, other=0.0).to(tl.float32)[None, :]
+        acc_TN = tl.trans(acc_NT)
+        up_TN = acc_TN
+        n = i
+        if GATED:
+            acc_TN, up_TN = tl.split(tl.reshape(acc_TN, [BLOCK_T, BLOCK_N // 2, 2]))
+            n = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        store_sums(acc_TN, up_TN, residual_TN, out_TN, t, n, real, outputs, residual_stride, GATED, RESIDUAL)
+
+
 def group(logits_TX: Tensor) -> Groups:
     """Return the rows of a pass by expert."""
     rows, experts = logits_TX.shape
@@ -150,12 +224,12 @@ def group(logits_TX: Tensor) -> Groups:
             BLOCK_X=triton.next_power_of_2(experts),
             num_warps=4,
         )
-    return Groups(order_T, score_T, tiles_M3, size)
+    return Groups(order_T, score_T, tiles_M3, size, experts)
 
 
 def grouped_linear(
     x_TK: Tensor,
-    weight_XNK: Tensor,
+    matrices: Tensor | Quantised,
     groups: Groups,
     residual_TN: Tensor | None = None,
     *,
@@ -164,37 +238,61 @@ def grouped_linear(
 ) -> Tensor:
     """Return the product [T, N] ([T, N / 2] if gated); rows must be contiguous."""
     rows, size = x_TK.shape
-    outputs = weight_XNK.shape[1] // 2 if gated else weight_XNK.shape[1]
+    outputs = groups.outputs(matrices) // 2 if gated else groups.outputs(matrices)
     assert x_TK.stride(1) == 1, "rows must be contiguous"
-    assert weight_XNK.is_contiguous(), "matrices lie behind each other"
     assert residual_TN is None or residual_TN.stride(1) == 1, "rows must be contiguous"
     out_TN = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
-    block_k = max(min(ROW_BYTES // x_TK.element_size(), triton.next_power_of_2(size)), 16)
-    block_n = 32 if x_TK.dtype == torch.float32 else 64
+    if not rows:
+        return out_TN
+    wide = x_TK.dtype == torch.float32
     # Older GPUs have room for fewer tiles in flight.
-    stages = 4 if dispatch.is_hopper(x_TK) and x_TK.dtype != torch.float32 else 2
-    if rows:
-        _grouped_kernel[(len(groups.tiles_M3), triton.cdiv(outputs, block_n))](
+    stages = 4 if dispatch.is_hopper(x_TK) and not wide else 2
+    how = {
+        "SCORED": scored,
+        "GATED": gated,
+        "RESIDUAL": residual_TN is not None,
+        "BLOCK_T": groups.tile_rows,
+        "num_warps": 4,
+    }
+    grouped = (groups.order_T, groups.score_T, groups.tiles_M3, x_TK if residual_TN is None else residual_TN)
+    residual_stride = 0 if residual_TN is None else residual_TN.stride(0)
+    if isinstance(matrices, Quantised):
+        stored, together = Operands.of(matrices), outputs * 2 if gated else outputs
+        block_n = outputs_of(together, rows + 1, wide=wide)
+        _grouped_quantised_kernel[(len(groups.tiles_M3), triton.cdiv(together, block_n))](
             x_TK,
-            weight_XNK,
-            groups.order_T,
-            groups.score_T,
-            groups.tiles_M3,
-            x_TK if residual_TN is None else residual_TN,
+            *stored.tensors,
+            *grouped,
             out_TN,
             size,
             outputs,
             x_TK.stride(0),
-            0 if residual_TN is None else residual_TN.stride(0),
-            SCORED=scored,
-            GATED=gated,
-            RESIDUAL=residual_TN is not None,
-            EVEN=size % block_k == 0,
-            PRECISION="tf32x3" if x_TK.dtype == torch.float32 else "tf32",
-            BLOCK_T=groups.tile_rows,
+            matrices.packed_NB.stride(0),
+            residual_stride,
+            stored.groups,
             BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            num_warps=4,
-            num_stages=stages,
+            STAGES=stages,
+            **how,
+            **stored.constants,
         )
+        return out_TN
+    assert matrices.is_contiguous(), "matrices lie behind each other"
+    block_k = max(min(ROW_BYTES // x_TK.element_size(), triton.next_power_of_2(size)), 16)
+    block_n = 32 if wide else 64
+    _grouped_kernel[(len(groups.tiles_M3), triton.cdiv(outputs, block_n))](
+        x_TK,
+        matrices,
+        *grouped,
+        out_TN,
+        size,
+        outputs,
+        x_TK.stride(0),
+        residual_stride,
+        EVEN=size % block_k == 0,
+        PRECISION="tf32x3" if wide else "tf32",
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_stages=stages,
+        **how,
+    )
     return out_TN

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_kernels.quantised_linear.reference import Quantised, dequantise
+
 FEW_ROWS = 64
 """Most rows of a pass whose tiles have `FEW_TILE_ROWS` rows."""
 FEW_TILE_ROWS, TILE_ROWS = 16, 64
@@ -22,12 +24,18 @@ class Groups:
 
     ``order_T`` are the rows sorted by expert, and ``score_T`` the score of each row. ``tiles_M3`` holds, for each tile,
     its expert, and its first place and its end in ``order_T``; the expert of a tile that does not exist is -1.
+    Matrices of all ``experts`` lie one above the other.
     """
 
     order_T: Tensor
     score_T: Tensor
     tiles_M3: Tensor
     tile_rows: int
+    experts: int
+
+    def outputs(self, matrices: Tensor | Quantised) -> int:
+        """Return the rows of the matrix of one expert."""
+        return (matrices.rows if isinstance(matrices, Quantised) else len(matrices)) // self.experts
 
 
 def tile_rows(rows: int) -> int:
@@ -51,12 +59,12 @@ def group(logits_TX: Tensor) -> Groups:
         end += count
     tiles += [(-1, 0, 0)] * (most_tiles(rows, experts) - len(tiles))
     tiles_M3 = torch.tensor(tiles, dtype=torch.int32, device=logits_TX.device).view(-1, 3)
-    return Groups(order_T.int(), top_T.float().sigmoid().to(logits_TX.dtype), tiles_M3, size)
+    return Groups(order_T.int(), top_T.float().sigmoid().to(logits_TX.dtype), tiles_M3, size, experts)
 
 
 def grouped_linear(
     x_TK: Tensor,
-    weight_XNK: Tensor,
+    matrices: Tensor | Quantised,
     groups: Groups,
     *,
     scored: bool = False,
@@ -67,11 +75,13 @@ def grouped_linear(
     if scored:
         x_TK = x_TK * groups.score_T[:, None]
     wide = torch.promote_types(x_TK.dtype, torch.float32)
+    weight_MK = dequantise(matrices, wide) if isinstance(matrices, Quantised) else matrices.to(wide)
+    weight_XNK = weight_MK.view(groups.experts, -1, x_TK.shape[1])
     out_TN = x_TK.new_zeros(len(x_TK), weight_XNK.shape[1], dtype=wide)
     for expert, first, end in groups.tiles_M3.tolist():
         rows = groups.order_T[first : min(end, first + groups.tile_rows)].long()
         if expert >= 0:
-            out_TN[rows] = F.linear(x_TK[rows].to(wide), weight_XNK[expert].to(wide))
+            out_TN[rows] = F.linear(x_TK[rows].to(wide), weight_XNK[expert])
     if gated:
         gate_TN, up_TN = out_TN.chunk(2, dim=1)
         out_TN = F.silu(gate_TN) * up_TN

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdecode_kernels import dispatch
-from specdecode_kernels.quantised_linear.kernel import _high, _levels, _low, _zeros, is_grouped
+from specdecode_kernels.quantised_linear.kernel import _int4, _levels, _zeros, is_grouped
 from specdecode_kernels.quantised_linear.reference import Quantised
 
 _BLOCK_K = 512
@@ -49,8 +49,8 @@ def _dequantise_kernel(
         bytes_NB = tl.load(packed_NB + at_NB, mask=real[:, None], other=0)
         low, high = group * 2 * BLOCK_B + b, group * 2 * BLOCK_B + BLOCK_B + b
         place_N = out_NK + row_N[:, None] * columns
-        low_NB = _low(bytes_NB, zero_N1, tl.float32) * scale_N[:, None]
-        high_NB = _high(bytes_NB, zero_N1, tl.float32) * scale_N[:, None]
+        low_NB = _int4(bytes_NB & 15, zero_N1, tl.float32) * scale_N[:, None]
+        high_NB = _int4(bytes_NB >> 4, zero_N1, tl.float32) * scale_N[:, None]
         tl.store(place_N + low[None, :], low_NB.to(dtype), mask=real[:, None] & (low < columns)[None, :])
         tl.store(place_N + high[None, :], high_NB.to(dtype), mask=real[:, None] & (high < columns)[None, :])
     else:

@@ -8,9 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 from specdecode_kernels.dependent import options, release, wait
+from specdecode_kernels.quantised_linear.scaled_kernel import _to_fp8
+from specdecode_kernels.rope_cache.reference import FP8, UNSCALED, Scales
 
 _HEADS = 8
 """Number of heads that a program handles."""
+
+
+@triton.jit
+def _stored(x, inverse, dtype: tl.constexpr):
+    """Return keys or values as the cache stores them: for fp8 the bits, divided by their scale, up to the largest."""
+    if dtype == tl.uint8:
+        return _to_fp8(tl.clamp(x.to(tl.float32) * inverse, -448.0, 448.0)).to(dtype)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit(do_not_specialize=["positions_T", "slots_T"])
@@ -25,6 +36,8 @@ def _rope_cache_kernel(
     k_NPKD,
     v_NPKD,
     out_THD,
+    key_inverse,
+    value_inverse,
     heads,
     kv_heads,
     q_stride,
@@ -64,16 +77,17 @@ def _rope_cache_kernel(
     tl.store(out_at, first.to(out_THD.dtype.element_ty), mask=query)
     tl.store(out_at + D // 2, second.to(out_THD.dtype.element_ty), mask=query)
     cache_at = k_NPKD + row + key_head * D + d
-    tl.store(cache_at, first.to(k_NPKD.dtype.element_ty), mask=key)
-    tl.store(cache_at + D // 2, second.to(k_NPKD.dtype.element_ty), mask=key)
+    dtype: tl.constexpr = k_NPKD.dtype.element_ty
+    tl.store(cache_at, _stored(first.to(k_TKD.dtype.element_ty), key_inverse, dtype), mask=key)
+    tl.store(cache_at + D // 2, _stored(second.to(k_TKD.dtype.element_ty), key_inverse, dtype), mask=key)
 
     value_head = head - heads - kv_heads
     value = (value_head >= 0) & (value_head < kv_heads) & half
     v_at = v_TKD + token * v_stride + value_head * D + d
     cache_at = v_NPKD + row + value_head * D + d
-    tl.store(cache_at, tl.load(v_at, mask=value, other=0.0).to(v_NPKD.dtype.element_ty), mask=value)
+    tl.store(cache_at, _stored(tl.load(v_at, mask=value, other=0.0), value_inverse, dtype), mask=value)
     v_second = tl.load(v_at + D // 2, mask=value, other=0.0)
-    tl.store(cache_at + D // 2, v_second.to(v_NPKD.dtype.element_ty), mask=value)
+    tl.store(cache_at + D // 2, _stored(v_second, value_inverse, dtype), mask=value)
 
 
 def rope_cache(
@@ -85,6 +99,7 @@ def rope_cache(
     positions_T: Tensor,
     slots_T: Tensor,
     cache_2NPKD: Tensor,
+    scales: Scales = UNSCALED,
 ) -> Tensor:
     """Return the rotated queries; write rotated keys, and values, to the cache.
 
@@ -97,6 +112,7 @@ def rope_cache(
         assert x.stride()[-2:] == (size, 1), "heads of a token must lie behind each other"
     assert cos_PD.is_contiguous(), "tables are contiguous"
     assert sin_PD.is_contiguous(), "tables are contiguous"
+    stored_2NPKD = cache_2NPKD.view(torch.uint8) if cache_2NPKD.dtype == FP8 else cache_2NPKD
     out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=q_THD.device)
     if tokens:
         _rope_cache_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
@@ -107,9 +123,11 @@ def rope_cache(
             sin_PD,
             positions_T,
             slots_T,
-            cache_2NPKD[0],
-            cache_2NPKD[1],
+            stored_2NPKD[0],
+            stored_2NPKD[1],
             out_THD,
+            1 / scales.key,
+            1 / scales.value,
             heads,
             kv_heads,
             q_THD.stride(0),

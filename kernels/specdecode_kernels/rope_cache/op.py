@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.rope_cache import reference
+from specdecode_kernels.rope_cache.reference import UNSCALED, Scales
 
 
 def rope_cache(
@@ -18,12 +19,13 @@ def rope_cache(
     positions_T: Tensor,
     slots_T: Tensor,
     cache_2NPKD: Tensor,
+    scales: Scales = UNSCALED,
 ) -> Tensor:
     """Rotate queries and keys and write keys and values to the cache as `reference.rope_cache` does.
 
     Returns the rotated queries [T, H, D].
     """
-    arguments = (q_THD, k_TKD, v_TKD, cos_PD, sin_PD, positions_T, slots_T, cache_2NPKD)
+    arguments = (q_THD, k_TKD, v_TKD, cos_PD, sin_PD, positions_T, slots_T, cache_2NPKD, scales)
     if not dispatch.on_gpu(q_THD) or q_THD.dtype == torch.float64:
         return reference.rope_cache(*arguments)
     from specdecode_kernels.rope_cache import kernel

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specdecode_kernels.rope_cache.reference import UNSCALED, Scales
 from specdecode_kernels.transfer import to_device
 from specdecode_kernels.tree_attention import prefill
 from specdecode_kernels.tree_attention.prefill import Chunk
@@ -59,13 +60,15 @@ def plan_pass(
     return made, tuple(chunks)
 
 
-def attend_on_gpu(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan | None, chunks: Sequence[Chunk]) -> Tensor:
+def attend_on_gpu(
+    q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan | None, chunks: Sequence[Chunk], scales: Scales = UNSCALED
+) -> Tensor:
     """Attend by our kernel, and the chunks at the end by their ways."""
     parts = []
     if plan is not None:
         from specdecode_kernels.tree_attention import kernel
 
         before = chunks[0].queries.start if chunks else len(q_THD)
-        parts.append(kernel.attend(q_THD[:before], cache_2NPKD, plan))
+        parts.append(kernel.attend(q_THD[:before], cache_2NPKD, plan, scales))
     parts += [prefill.attend(q_THD, cache_2NPKD, chunk) for chunk in chunks]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

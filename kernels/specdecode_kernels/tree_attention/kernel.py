@@ -13,6 +13,8 @@ from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.dependent import options, release, wait
+from specdecode_kernels.quantised_linear.kernel import _levels
+from specdecode_kernels.rope_cache.reference import FP8, UNSCALED, Scales
 from specdecode_kernels.tree_attention.plan import BLOCK_N, FIELDS, Plan
 
 STAGES = 3
@@ -144,6 +146,7 @@ def _attend_kernel(
     part_WKMD,
     lse_WKM,
     scale_log2,
+    value_scale,
     q_token_stride,
     q_head_stride,
     page_stride,
@@ -162,6 +165,8 @@ def _attend_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Attend one piece of the plan for one key-value head."""
+    # GPUs that know no fp8 get the bits.
+    BITS: tl.constexpr = k_NPKD.dtype.element_ty == tl.uint8
     head, w = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     piece = pieces_WF + w * FIELDS
@@ -205,8 +210,9 @@ def _attend_kernel(
         key_N = block * BLOCK_N + n
         inside = (d < D)[None, :] & ((key_N >= start) & (key_N < limit))[:, None]
         row_N = page_N.to(tl.int64) * page_stride + offset_N
-        k_ND = tl.load(k_head + row_N[:, None] + d[None, :], mask=inside, other=0.0)
-        v_ND = tl.load(v_head + row_N[:, None] + d[None, :], mask=inside, other=0.0)
+        # Numbers in fp8 are exact in the types of queries; their scales are those of scores and results.
+        k_ND = _levels(tl.load(k_head + row_N[:, None] + d[None, :], mask=inside, other=0.0), q_MD.dtype, BITS)
+        v_ND = _levels(tl.load(v_head + row_N[:, None] + d[None, :], mask=inside, other=0.0), q_MD.dtype, BITS)
         # The address of the next block, so that its loads need not wait for another load.
         page_N = _pages(table, block + 1, n, end, BLOCK_N, PAGE)
         scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
@@ -219,6 +225,8 @@ def _attend_kernel(
     release(DEPENDENT)
     sum_M = tl.sum(sum_MS, 1)
     values_MD = acc_MD / tl.where(sum_M == 0, 1.0, sum_M)[:, None]
+    if k_NPKD.dtype.element_ty != q_THD.dtype.element_ty:
+        values_MD *= value_scale
     if chunks == 1:
         tl.store(out_THD + place_M[:, None] * D + d[None, :], values_MD.to(out_THD.dtype.element_ty), mask=whole_MD)
     else:
@@ -229,11 +237,12 @@ def _attend_kernel(
         tl.store(lse_WKM + part_M, lse_M, mask=real_M)
 
 
-def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
+def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan, scales: Scales = UNSCALED) -> Tensor:
     """Compute attended values [T, H, D] of every packed query; queries without a visible key yield zeros.
 
     Sums are fp32. ``cache_2NPKD`` is the cache of one layer and already holds the keys and values of this pass. Rows of
-    D must be contiguous in it and in ``q_THD``. Head dimensions up to 256 are supported.
+    D must be contiguous in it and in ``q_THD``. ``scales`` are those of a cache in fp8. Head
+    dimensions up to 256 are supported.
     """
     tokens, heads, size = q_THD.shape
     _, _, page, kv_heads, _ = cache_2NPKD.shape
@@ -251,17 +260,20 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
     lse_WKM = torch.empty(pieces, kv_heads, tile_m, dtype=torch.float32, device=q_THD.device)
     warps = WIDE_WARPS if block_m > 64 else 4
     shape = {"D": size, "G": plan.groups, "BLOCK_D": block_d, "FIELDS": FIELDS, **options(q_THD)}
+    bits = cache_2NPKD.dtype == FP8 and not dispatch.has_fp8(q_THD)
+    stored_2NPKD = cache_2NPKD.view(torch.uint8) if bits else cache_2NPKD
     _attend_kernel[(kv_heads, pieces, tile_m // block_m)](
         q_THD,
-        cache_2NPKD[0],
-        cache_2NPKD[1],
+        stored_2NPKD[0],
+        stored_2NPKD[1],
         plan.pieces_WF,
         plan.block_table_BM,
         plan.ancestors_T,
         out_THD,
         part_WKMD,
         lse_WKM,
-        size**-0.5 * 1.4426950408889634,
+        size**-0.5 * 1.4426950408889634 * scales.key,
+        scales.value,
         *q_THD.stride()[:2],
         *cache_2NPKD.stride()[1:4],
         plan.block_table_BM.stride(0),

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_kernels import dispatch
+from specdecode_kernels.rope_cache.reference import FP8, UNSCALED, Scales
 from specdecode_kernels.tree_attention.gpu_pass import attend_on_gpu, plan_pass
 from specdecode_kernels.tree_attention.reference import CAUSAL
 
@@ -198,25 +199,39 @@ def prepare_tables(
     return Prepared(per_query=PerQueryRows(row_TL, seen_TL & started_TL & ~padding_T1))
 
 
-def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
-    """Compute attended values [T, H, D] of one layer. The keys and values of this pass must be in the cache already."""
+def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared, scales: Scales = UNSCALED) -> Tensor:
+    """Compute attended values [T, H, D] of one layer. The keys and values of this pass must be in the cache already.
+
+    ``scales`` are those of a cache in fp8. They multiply queries and results instead of each key and value.
+    """
     if prepared.plan is not None or prepared.chunks:
-        return attend_on_gpu(q_THD, cache_2NPKD, prepared.plan, prepared.chunks)
+        return attend_on_gpu(q_THD, cache_2NPKD, prepared.plan, prepared.chunks, scales)
+    if cache_2NPKD.dtype == FP8:
+        return _attend(q_THD * scales.key, cache_2NPKD, prepared) * scales.value
+    return _attend(q_THD, cache_2NPKD, prepared)
+
+
+def _attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
+    """Attend over the numbers of the cache without a GPU."""
     k_RKD, v_RKD = cache_2NPKD.flatten(1, 2)
     if prepared.per_query is not None:
         return _attend_per_query(q_THD, k_RKD, v_RKD, prepared.per_query)
     if prepared.gathered is not None:
         return _attend_gathered(q_THD, k_RKD, v_RKD, prepared.gathered)
-    parts = [
-        _attend_run(q_THD[run.queries], _picked(k_RKD, run.rows), _picked(v_RKD, run.rows), run.mask)
-        for run in prepared.runs
-    ]
+    parts = []
+    for run in prepared.runs:
+        k_LKD, v_LKD = (_picked(rows, run.rows, q_THD.dtype) for rows in (k_RKD, v_RKD))
+        parts.append(_attend_run(q_THD[run.queries], k_LKD, v_LKD, run.mask))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _picked(x_RKD: Tensor, rows: slice | Tensor) -> Tensor:
-    """Return cache rows, as a view if they are a slice."""
-    return x_RKD[rows] if isinstance(rows, slice) else x_RKD.index_select(0, rows)
+def _picked(x_RKD: Tensor, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return cache rows in ``dtype``, as a view if they are a slice of a cache of that type."""
+    if isinstance(rows, slice):
+        return x_RKD[rows].to(dtype)
+    if x_RKD.dtype == FP8:  # no indexing of fp8 on a CPU
+        return x_RKD.view(torch.uint8)[rows].view(FP8).to(dtype)
+    return x_RKD[rows]
 
 
 def _attend_run(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, mask: Tensor | None) -> Tensor:
@@ -238,7 +253,7 @@ def _attend_gathered(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Gathered
     batch, keys = plan.row_BL.shape
     groups = q_THD.shape[1] // k_RKD.shape[1]
     k, v = (
-        rows.index_select(0, plan.row_BL.flatten()).view(batch, keys, *rows.shape[1:]).transpose(1, 2)
+        _picked(rows, plan.row_BL.flatten(), q_THD.dtype).view(batch, keys, *rows.shape[1:]).transpose(1, 2)
         for rows in (k_RKD, v_RKD)
     )
     if groups > 1:
@@ -255,7 +270,9 @@ def _attend_per_query(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: PerQuer
     """
     tokens, heads, size = q_THD.shape
     seen = plan.visible_TL
-    k_TLKD, v_TLKD = (rows[plan.row_TL].masked_fill(~seen[:, :, None, None], 0.0) for rows in (k_RKD, v_RKD))
+    k_TLKD, v_TLKD = (
+        _picked(rows, plan.row_TL, q_THD.dtype).masked_fill(~seen[:, :, None, None], 0.0) for rows in (k_RKD, v_RKD)
+    )
     q_TKGD = q_THD.view(tokens, k_RKD.shape[1], -1, size)
     scores_TKGL = torch.einsum("tkgd,tlkd->tkgl", q_TKGD, k_TLKD) / math.sqrt(size)
     weights_TKGL = torch.softmax(scores_TKGL.masked_fill(~seen[:, None, None], -math.inf), dim=-1)

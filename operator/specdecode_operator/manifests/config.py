@@ -14,6 +14,7 @@ from specdecode_worker.contract import (
     EngineConfig,
     ModelConfig,
     NamedDraft,
+    Port,
     ServerConfig,
     WorkerConfig,
     default_served_name,
@@ -75,12 +76,14 @@ def _engine(spec: Spec) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=spec.engine.max_num_seqs,
         kv_cache_tokens=spec.engine.kv_cache_tokens,
+        kv_cache_dtype=spec.engine.kv_cache_dtype,
         max_num_batched_tokens=spec.step_tokens,
         threads=threads(spec),
         device=device(spec),
         tensor_parallel_size=spec.ranks,
         gpu_memory_utilization=spec.engine.memory_percent / 100,
         sampler=spec.engine.sampler,
+        block_port=None if spec.has_own_draft else Port.blocks,
     )
 
 

@@ -243,22 +243,6 @@ class ScalingState(Stored):
     """Start of the present period without requests, where minReplicas is 0."""
 
 
-class ForecastState(Stored):
-    """Arrivals per second: level, trend, and pattern by time of day."""
-
-    level: float = 0
-    trend: float = 0
-    """Change of the level per second."""
-    error: float = 0
-    """Mean absolute error of a forecast one sample ahead."""
-    seasons: tuple[float, ...] = ()
-    """By half hour of the day (UTC); -1 where nothing was observed."""
-    at: float | None = None
-    arrivals: float = 0
-    """Arrivals since the last sample, in ``seconds``."""
-    seconds: float = 0
-
-
 class PodTaskState(Stored):
     """Acceptance of the first drafted token of one task on one pod: recent and past."""
 
@@ -534,14 +518,11 @@ class LearnedState(Stored):
     """
     load: LoadState = LoadState()
     scaling: ScalingState = ScalingState()
-    forecast: ForecastState = ForecastState()
     pods: tuple[PodState, ...] = ()
     recycled_at: float | None = None
     """Time when a pod was last replaced because of its acceptance."""
     recycling: str = ""
     """Uid of the pod that is to be evicted for its acceptance, until its eviction is observed."""
-    startup_seconds: float | None = None
-    """Time from a pod's creation until it was ready, as last observed."""
     history: tuple[Decision, ...] = Field(default=(), max_length=10)
     following: tuple[GainMeasurement, ...] = Field(default=(), max_length=10)
     pin: str = ""

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from specdecode_kernels.grouped_linear import kernel, reference
-from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.layers import MLP, Experts
-from support.small_llama4 import SHAPE
+from specdecode_kernels.quantised_linear.reference import KINDS, Kind, Quantised, dequantise, quantise
+from specdecode_worker.models.arch import causal_lm_config, new_network
+from specdecode_worker.models.layers import Experts
+from specdecode_worker.models.linear import QuantizedWeight
+from specdecode_worker.models.optimize import fuse, quantise_target
+from specdecode_worker.models.weights import load_causal_lm
+from support.kernels.grouped_weights import with_groups
+from support.small_llama4 import SHAPE, dense_chunks
+from support.worker.quantized_folders import Draw, int4, pack_quantized, scaled, write_quantized
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -36,7 +46,25 @@ def routed(rows: int, experts: int, to: str = "any", dtype: torch.dtype = torch.
     return logits
 
 
-def matches(module: ModuleType, rows: int, experts: int, to: str, dtype: torch.dtype, size: int = 70) -> bool:
+Store = Callable[[Tensor], Tensor | Quantised]
+STORES: dict[str, Store] = {
+    "int4": lambda matrices: quantise(matrices, "int4"),
+    "int8": lambda matrices: quantise(matrices, "int8"),
+    "fp8": lambda matrices: quantise(matrices, "fp8"),
+    "int4 with zero points": lambda matrices: stored_in_groups("int4", matrices),
+    "fp8 in groups": lambda matrices: stored_in_groups("fp8", matrices),
+}
+
+
+def stored_in_groups(kind: Kind, matrices: Tensor) -> Quantised:
+    """Return other numbers of the size of the matrices and of their inputs."""
+    weight = with_groups(kind, *matrices.shape, 32)
+    return replace(weight, scale_NG=weight.scale_NG * float(matrices.std() / dequantise(weight).std()))
+
+
+def matches(
+    module: ModuleType, rows: int, experts: int, to: str, dtype: torch.dtype, size: int = 70, store: Store = lambda m: m
+) -> bool:
     """Return whether the kernels equal the reference, for rows inside of wider tensors."""
     logits = routed(rows, experts, to, dtype)
     wanted, actual = reference.group(logits), module.group(logits)
@@ -48,8 +76,8 @@ def matches(module: ModuleType, rows: int, experts: int, to: str, dtype: torch.d
     wide = random(rows, size + 3, seed=0, dtype=dtype)
     wide[:, size:] = float("nan")
     x = wide[:, :size]
-    gate_up = random(experts, 2 * 33, size, seed=1, dtype=dtype) / size**0.5
-    down = random(experts, size, 33, seed=2, dtype=dtype) / 33**0.5
+    gate_up = store(random(experts * 2 * 33, size, seed=1, dtype=dtype) / size**0.5)
+    down = store(random(experts * size, 33, seed=2, dtype=dtype) / 33**0.5)
     residual = random(rows, size + 5, seed=4, dtype=dtype)[:, 5:]
     inner = module.grouped_linear(x, gate_up, actual, scored=True, gated=True)
     wanted_inner = reference.grouped_linear(x, gate_up, wanted, scored=True, gated=True)
@@ -69,6 +97,18 @@ def test_product(rows: int, experts: int, to: str, dtype: torch.dtype) -> None:
     assert matches(kernel, rows, experts, to, dtype)
 
 
+@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize(("rows", "dtype"), [(7, torch.float16), (70, torch.float32)], ids=str)
+def test_product_with_quantised_matrices(rows: int, dtype: torch.dtype, name: str) -> None:
+    assert matches(kernel, rows, 5, "any", dtype, store=STORES[name])
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize(("rows", "to"), [(1, "any"), (40, "last"), (64, "equal")], ids=str)
+def test_rows_and_experts_of_quantised_matrices(rows: int, to: str, kind: str) -> None:
+    assert matches(kernel, rows, 4, to, torch.float16, store=STORES[kind])
+
+
 @pytest.mark.parametrize("to", ["any", "last"])
 def test_more_rows_than_one_grouping_pass_planted(to: str) -> None:
     assert matches(kernel, 200, 6, to, torch.float32)
@@ -82,11 +122,13 @@ def test_groups_of_long_prompts_planted(rows: int) -> None:
     assert torch.equal(actual.tiles_M3, wanted.tiles_M3)
 
 
+@pytest.mark.parametrize("name", [None, "int4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_rows_are_independent_up_to_64_planted(dtype: torch.dtype) -> None:
+def test_rows_are_independent_up_to_64_planted(dtype: torch.dtype, name: str | None) -> None:
     """A row keeps its bits with other rows before it and none behind; see test_small_linear_kernel.py for its place."""
     logits, x = routed(64, 4, dtype=dtype), random(64, 70, seed=0, dtype=dtype)
-    weight = random(4, 66, 70, seed=1, dtype=dtype)
+    plain = random(4 * 66, 70, seed=1, dtype=dtype)
+    weight = plain if name is None else STORES[name](plain)
     together = kernel.grouped_linear(x, weight, kernel.group(logits), scored=True, gated=True)
     for row in (0, 5, 17, 40, 63):
         others = torch.cat([random(row, 70, seed=3 + row, dtype=dtype), x[row : row + 1]])
@@ -96,7 +138,7 @@ def test_rows_are_independent_up_to_64_planted(dtype: torch.dtype) -> None:
 
 def test_no_rows() -> None:
     groups = kernel.group(torch.zeros(0, 4))
-    assert kernel.grouped_linear(torch.zeros(0, 8), torch.zeros(4, 6, 8), groups).shape == (0, 6)
+    assert kernel.grouped_linear(torch.zeros(0, 8), torch.zeros(24, 8), groups).shape == (0, 6)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +157,71 @@ def test_planted_bug_is_detected(old: str, new: str, plant: Plant) -> None:
     assert not all(matches(faulty, rows, 5, "any", torch.float32) for rows in (40, 100))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("acc_NT *= tl.load(score_T + t,", "acc_NT *= 1 + 0 * tl.load(score_T + t,"),
+        ("i // halves + i % halves * outputs", "i"),
+        ("expert.to(tl.int64) * halves * outputs", "expert.to(tl.int64) * outputs"),
+    ],
+    ids=["score", "gate beside up", "halves"],
+)
+def test_planted_bug_in_quantised_products_is_detected(old: str, new: str, plant: Plant) -> None:
+    faulty = plant(kernel, old, new)
+    assert not matches(faulty, 40, 5, "any", torch.float32, store=STORES["int4"])
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_kernels")
-def test_stacked_experts_of_a_layer() -> None:
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_stacked_experts_of_a_layer(kind: Kind | None) -> None:
     """The layer gives the same result after its experts are stacked, for one row and for many."""
-    config = causal_lm_config(SHAPE | {"architectures": ["Llama4ForCausalLM"]})
-    layer = Experts(config, 4).requires_grad_(False)
+    config = causal_lm_config(SHAPE | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 2})
+    model = new_network(config).requires_grad_(False)
+    quantise_target(model, kind, torch.device("cpu"), stored=True)
+    layer: Any = model.model.layers[1].mlp
     x_TE = random(70, config.hidden_size, seed=3)
     wanted = [layer(x_TE[:1]), layer(x_TE)]
-    for mlp in (layer.shared_expert, *layer.experts):
-        assert isinstance(mlp, MLP)
-        mlp.join()
-    layer.stack()
-    assert layer.gate_up_XNE is not None
+    fuse(model)
+    assert isinstance(layer, Experts)
+    assert layer.gate_up_proj is not None
+    assert not hasattr(layer, "experts")
     for actual, one in zip((layer(x_TE[:1]), layer(x_TE)), wanted, strict=True):
         torch.testing.assert_close(actual, one, atol=2e-5, rtol=2e-5)
+
+
+COPIES: dict[str, Draw] = {
+    "fp8 of rows": scaled("rows"),
+    "int4": int4(partial(pack_quantized, symmetric=True), group=32),
+    "int4 with zero points": int4(partial(pack_quantized, symmetric=False), group=32),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("name", COPIES)
+def test_quantised_checkpoints_of_llama4(name: str, tmp_path: Path) -> None:
+    """Matrices per expert, as compressed-tensors writes them, through the kernels as in fp32 without them."""
+    shape = SHAPE | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 2}
+    shape |= {"intermediate_size": 64, "intermediate_size_mlp": 96}
+    write_quantized(
+        tmp_path,
+        COPIES[name],
+        {"quant_method": "compressed-tensors"},
+        plain=("router",),
+        rename=lambda name: name.replace(".mlp.", ".feed_forward."),
+        **shape,
+    )
+    cpu, tokens_T = torch.device("cpu"), torch.arange(9) * 7 % 97
+    plain, stored = (
+        load_causal_lm(tmp_path, dtype=torch.float32, device=cpu, stored=stored) for stored in (False, True)
+    )
+    fuse(stored)
+    layer: Any = stored.model.layers[1].mlp
+    assert isinstance(layer.gate_up_proj.stored, QuantizedWeight)
+    actual, wanted = (
+        model.logits(model(tokens_T, torch.arange(9), dense_chunks(model.config)).hidden_TE)
+        for model in (stored, plain)
+    )
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)

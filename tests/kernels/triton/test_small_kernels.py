@@ -18,6 +18,7 @@ from specdecode_kernels.rms_norm import reference as rms_norm_reference
 from specdecode_kernels.rope_cache import kernel as rope_cache
 from specdecode_kernels.rope_cache import op as rope_cache_op
 from specdecode_kernels.rope_cache import reference as rope_cache_reference
+from specdecode_kernels.rope_cache.reference import UNSCALED, Scales
 from specdecode_kernels.silu_mul import kernel as silu_mul
 from specdecode_kernels.silu_mul import op as silu_mul_op
 from specdecode_kernels.silu_mul import reference as silu_mul_reference
@@ -68,7 +69,13 @@ def test_gate_of_large_numbers() -> None:
 
 
 def rotation_matches(
-    module: ModuleType, heads: int, kv: int, size: int, dtype: torch.dtype = torch.float32, offset: int = 0
+    module: ModuleType,
+    heads: int,
+    kv: int,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+    offset: int = 0,
+    stored: torch.dtype | None = None,
 ) -> bool:
     """Return whether queries and cache equal those of the reference.
 
@@ -82,9 +89,11 @@ def rotation_matches(
     tables = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
     positions = torch.tensor([0, 39, 7, 7, 0, 0])
     slots = torch.tensor([17, 40, 23, 33, 0, 0]) + offset
-    caches = [torch.full((2, 4, 16, kv, size), torch.nan, dtype=dtype) for _ in range(2)]
-    actual = module.rope_cache(*parts, *tables, positions, slots, caches[0])
-    wanted = rope_cache_reference.rope_cache(*parts, *tables, positions, slots, caches[1])
+    caches = [torch.full((2, 4, 16, kv, size), torch.nan, dtype=stored or dtype) for _ in range(2)]
+    scales = UNSCALED if stored is None else Scales(0.03, 0.002)
+    actual = module.rope_cache(*parts, *tables, positions, slots, caches[0], scales)
+    wanted = rope_cache_reference.rope_cache(*parts, *tables, positions, slots, caches[1], scales)
+    caches = [cache.float() for cache in caches]
     for cache in caches:
         cache[:, 0, 0] = 0
     return close((actual, caches[0]), (wanted, caches[1]))
@@ -95,6 +104,21 @@ def rotation_matches(
 @pytest.mark.parametrize("size", [2, 64, 96])
 def test_rotation_and_cache(heads: int, kv: int, size: int, dtype: torch.dtype) -> None:
     assert rotation_matches(rope_cache, heads, kv, size, dtype)
+
+
+@DTYPES
+def test_cache_in_fp8(dtype: torch.dtype) -> None:
+    """Values beyond the largest number become it: those of the last heads are up to 3 / 0.002."""
+    assert rotation_matches(rope_cache, 6, 2, 64, dtype, stored=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("* inverse, -448.0, 448.0", "* inverse, -9999.0, 9999.0"), ("* inverse, -448", "* 1.0, -448")],
+    ids=["largest number", "scale"],
+)
+def test_planted_faults_of_fp8_are_detected(old: str, new: str, plant: Callable[..., ModuleType]) -> None:
+    assert not rotation_matches(plant(rope_cache, old, new), 6, 2, 64, stored=torch.float8_e4m3fn)
 
 
 def inputs_match(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdecode_kernels import dispatch
+from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_kernels.tree_attention import kernel, op, plan
 from support.kernels.attention_cases import (
     BLOCK,
@@ -127,6 +128,21 @@ def test_heads_and_blocks(kv: int, groups: int, keys: int, monkeypatch: pytest.M
 def test_head_dimensions(size: int, dtype: torch.dtype) -> None:
     case = make_case(MIXED[1:4], kv=1, groups=4, size=size, dtype=dtype)
     assert close(attended(case), by_definition(case))
+
+
+@pytest.mark.parametrize("has_fp8", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_cache_in_fp8(dtype: torch.dtype, has_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values are the numbers times their scales, also from their bits, and in tiles that are cut in chunks."""
+    monkeypatch.setattr(dispatch, "has_fp8", lambda _: has_fp8)
+    case, scales = make_case(MIXED, groups=2, dtype=dtype), Scales(0.5, 2.0)
+    stored = replace(case, cache_2NPKD=(case.cache_2NPKD * 2).to(torch.float8_e4m3fn))
+    k, v = stored.cache_2NPKD.to(dtype)
+    wanted = by_definition(replace(case, cache_2NPKD=torch.stack((k * scales.key, v * scales.value))))
+    actual = kernel.attend(stored.q_THD, stored.cache_2NPKD, planned(stored), scales)
+    assert close(actual, wanted)
+    assert not close(kernel.attend(stored.q_THD, stored.cache_2NPKD, planned(stored), Scales(0.5, 1.0)), wanted)
+    assert not close(kernel.attend(stored.q_THD, stored.cache_2NPKD, planned(stored), Scales(1.0, 2.0)), wanted)
 
 
 def test_plan_splits_only_the_long_sequence() -> None:

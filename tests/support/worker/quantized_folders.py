@@ -21,8 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.arch import causal_lm_config, new_network
 from specdecode_worker.models.linear import Linear
 
 SHAPE: dict[str, Any] = {
@@ -166,15 +165,21 @@ def scaled(
 
 
 def write_quantized(
-    folder: Path, draw: Draw, quantization: dict[str, Any], *, plain: tuple[str, ...] = (), **changed: Any
+    folder: Path,
+    draw: Draw,
+    quantization: dict[str, Any],
+    *,
+    plain: tuple[str, ...] = (),
+    rename: Callable[[str], str] = str,
+    **changed: Any,
 ) -> dict[str, Tensor]:
     """Write a target whose blocks have quantized matrices, and return the weights of the network in fp32.
 
-    ``plain`` names matrices that stay plain, by the last part of their names.
+    ``plain`` names matrices that stay plain, by the last part of their names. ``rename`` returns names in the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = SHAPE | changed
-    model = CausalLM(causal_lm_config(config))
+    model = new_network(causal_lm_config(config))
     generator = torch.Generator().manual_seed(11)
     weights = {
         name: 0.1 * torch.randn(tensor.shape, generator=generator) + (1.0 if tensor.dim() == 1 else 0.0)
@@ -190,7 +195,7 @@ def write_quantized(
             stored |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
     if config.get("tie_word_embeddings"):
         del stored["lm_head.weight"]
-    save_file(stored, folder / "model.safetensors")
+    save_file({rename(name): tensor for name, tensor in stored.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     return weights
 

@@ -14,6 +14,7 @@ from specdecode_worker.commands.flags import (
     EMBEDDED_TARGET,
     add_adapter_flag,
     add_device_flag,
+    add_kv_cache_dtype_flag,
     add_merge_flag,
     add_model_flags,
     add_output_flags,
@@ -154,6 +155,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-tokens", type=int, metavar="N", help="size of the KV cache (default: what the free memory allows)"
     )
+    add_kv_cache_dtype_flag(parser)
     parser.add_argument("--gpu-memory-utilization", type=float, metavar="X",
                         help=f"share of the memory to use ({default_by_device('gpu_memory_utilization')})")  # fmt: skip
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N",
@@ -168,6 +170,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuda-graph-sizes", type=int, nargs="+", default=(), metavar="N",
                         help="batches to capture graphs for (default: 1, 2, 4, 8, 16, ...)")  # fmt: skip
     parser.add_argument("--kernel-timings", metavar="FILE", help="kernel times of this GPU, written by hack/gpu")
+    parser.add_argument("--role", choices=("worker", "prefill"), default=_ENGINE.role,
+                        help="prefill: compute prompts for other workers (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--block-port", type=int, metavar="PORT", help="port from which other workers get cache blocks")
+    parser.add_argument("--prefill", nargs="+", default=(), metavar="HOST:PORT",
+                        help="block ports of prefill workers, to be asked for long prompts")  # fmt: skip
 
 
 def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
@@ -229,6 +236,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-tokens", type=int, metavar="N", help="size of the KV cache (default: what is left of the memory)"
     )
+    add_kv_cache_dtype_flag(parser)
     parser.add_argument(
         "--gpu-memory-utilization",
         type=float,

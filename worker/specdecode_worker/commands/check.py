@@ -65,6 +65,7 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
         engine=EngineConfig(
             device=args.device,
             kv_cache_tokens=args.kv_cache_tokens,
+            kv_cache_dtype=args.kv_cache_dtype,
             tensor_parallel_size=args.tensor_parallel_size,
             enforce_eager=args.enforce_eager,
             **{name: value for name in GPU_DEFAULTS if (value := getattr(args, name)) is not None},

@@ -17,6 +17,7 @@ from specdecode_worker.contract import (
     MAX_MERGED,
     DraftQuantization,
     EngineConfig,
+    KVCacheDtype,
     MergedDraft,
     Method,
     ModelConfig,
@@ -50,6 +51,16 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add_device_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
     parser.add_argument("--cache-dir", metavar="DIR", help="folder of downloaded models (default: the user's cache)")
+
+
+def add_kv_cache_dtype_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --kv-cache-dtype."""
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDtype),
+        default="auto",
+        help="format of the target's keys and values (default: that of activations)",
+    )
 
 
 def add_adapter_flag(parser: argparse.ArgumentParser) -> None:

@@ -290,6 +290,11 @@ class Report(Received):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     """Prompt tokens found in the prefix cache, out of the ``prefix_query_tokens`` looked up."""
+    remote_prefills: int = 0
+    """Requests for whose blocks this worker asked another one, and for how many not all of them came."""
+    remote_prefill_failures: int = 0
+    remote_prefill_tokens: int = 0
+    remote_prefill_bytes: int = 0
     phases: PhaseSeconds | None = None
     memory: MemoryState | None = None
     start: StartSeconds | None = None

@@ -26,6 +26,7 @@ MAX_RANKS = 8
 MAX_TASKS = 8
 MAX_CLIENTS = 64
 """Largest number of clients that a task names."""
+MAX_PREFILL_WORKERS = 256
 MAX_MERGED = 2
 """Most drafts that are merged with the draft of a task."""
 OTHER_TASK = "other"
@@ -45,6 +46,7 @@ ReasoningFormat = Literal["deepseek_r1", "qwen3"]
 Mode = Literal["Off", "Static", "Advisory", "Auto"]
 Dtype = Literal["float32", "bfloat16"]
 TargetQuantization = Literal["fp8", "int8"]
+KVCacheDtype = Literal["auto", "fp8"]
 DraftQuantization = Literal["int4", "int8", "fp8"]
 """Weight-only quantization (vLLM's key ``quantization``). int4: four bits for MLPs, eight for lm_head."""
 Placement = Literal["shared", "own"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,6 +14,7 @@ from specdecode_kernels.cpu.ops import Pages, attends
 from specdecode_kernels.cpu.ops import attend as attend_natively
 from specdecode_kernels.kv_keep.op import kv_keep
 from specdecode_kernels.rope_cache.op import rope_cache
+from specdecode_kernels.rope_cache.reference import FP8, UNSCALED, Scales, write
 from specdecode_kernels.transfer import to_device
 from specdecode_kernels.tree_attention.op import Prepared, attend, prepare, prepare_tables
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
@@ -116,6 +117,7 @@ class PagedCache:
         device: torch.device,
         chunk: int = 0,
         chunked: Collection[int] = (),
+        scales: Sequence[Scales] = (),
     ) -> None:
         """Allocate the cache.
 
@@ -129,10 +131,13 @@ class PagedCache:
             device: Device of the cache.
             chunk: Positions of a chunk of the chunked layers, if there are any.
             chunked: The chunked layers.
+            scales: Scales of each layer, if keys and values are stored in fp8.
         """
-        self.data = torch.zeros(layers, 2, blocks, BLOCK_SIZE, kv_heads, head_dim, dtype=dtype, device=device)
+        stored = FP8 if scales else dtype
+        self.data = torch.zeros(layers, 2, blocks, BLOCK_SIZE, kv_heads, head_dim, dtype=stored, device=device)
+        self._scales, self._dtype = tuple(scales) or (UNSCALED,) * layers, dtype
         self._groups = heads // kv_heads
-        self._natively = attends(dtype, device, head_dim)
+        self._natively = attends(stored, device, head_dim)
         self._chunk, self._chunked = chunk, frozenset(chunked)
 
     def attend(self, packed: PackedBatch | PackedTensors) -> Attend:
@@ -165,18 +170,33 @@ class PagedCache:
             key_starts=packed.key_starts if start_B is None else start_B,
             dense=packed.dense,
             groups=self._groups,
-            dtype=self.data.dtype,
+            dtype=self._dtype,
             kv_heads=self.data.shape[4],
             head_dim=self.data.shape[5],
-            chunk_keys=packed.chunk_keys if start_B is None else (),
+            chunk_keys=packed.chunk_keys if start_B is None and self.data.dtype == self._dtype else (),
         )
         return self._attending(packed.slots_T, prepared)
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Write keys and values of one layer to these slots, outside of a pass."""
-        rows = self.data[layer].flatten(1, 2)
-        rows[0].index_copy_(0, slots_T, k_TKD)
-        rows[1].index_copy_(0, slots_T, v_TKD)
+        write(self.data[layer], slots_T, k_TKD, v_TKD, self._scales[layer])
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.data.select(2, 0).numel() * self.data.element_size()
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """Return a copy of N whole blocks, [N, layers, 2, 16, heads, dim]."""
+        return self.data.index_select(2, self._indices(blocks)).movedim(2, 0).contiguous()
+
+    def write_blocks(self, blocks: Sequence[int], kv: Tensor) -> None:
+        """Write N whole blocks, as `read_blocks` returns them; any shape with N first."""
+        whole = kv.reshape(len(blocks), *self.data.select(2, 0).shape)
+        self.data.index_copy_(2, self._indices(blocks), whole.movedim(0, 2))
+
+    def _indices(self, blocks: Sequence[int]) -> Tensor:
+        return to_device(blocks, self.data.device, dtype=torch.int64)
 
     def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
         """Copy keys and values from source to target slots in all layers.
@@ -186,7 +206,8 @@ class PagedCache:
             target_slots: Slots of their final positions.
             group: Length of the runs of pairs within which sources and targets may overlap; see ``kv_keep``.
         """
-        kv_keep(self.data, source_slots, target_slots, group=group)
+        bits = self.data if self.data.dtype == self._dtype else self.data.view(torch.uint8)
+        kv_keep(bits, source_slots, target_slots, group=group)
 
     def _prepared(self, tables: PackedTensors, start_B: Tensor) -> Prepared:
         return prepare_tables(
@@ -202,23 +223,21 @@ class PagedCache:
 
     def _attending(self, slots_T: Tensor, prepared: Prepared) -> PagedAttend:
         kind = RotatingPagedAttend if dispatch.on_gpu(self.data) else PagedAttend
-        return kind(self.data, slots_T, prepared)
+        return kind(self.data, slots_T, prepared, self._scales)
 
 
 class PagedAttend:
     """``Attend`` that writes the keys and values of the pass to their slots, then attends over the paged keys."""
 
-    def __init__(self, data: Tensor, slots_T: Tensor, prepared: Prepared) -> None:
+    def __init__(self, data: Tensor, slots_T: Tensor, prepared: Prepared, scales: Sequence[Scales]) -> None:
         self._layers = data.unbind(0)
-        self._rows = data.flatten(2, 3).unbind(0)
+        self._scales = scales
         self._slots_T = slots_T
         self._prepared = prepared
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        rows = self._rows[layer]
-        rows[0].index_copy_(0, self._slots_T, k_TKD)
-        rows[1].index_copy_(0, self._slots_T, v_TKD)
-        return attend(q_THD, self._layers[layer], self._prepared)
+        write(self._layers[layer], self._slots_T, k_TKD, v_TKD, self._scales[layer])
+        return attend(q_THD, self._layers[layer], self._prepared, self._scales[layer])
 
 
 class RotatingPagedAttend(PagedAttend, RotatingAttend):
@@ -226,9 +245,11 @@ class RotatingPagedAttend(PagedAttend, RotatingAttend):
 
     def rotate_and_attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: PassRotations) -> Tensor:
         """Rotate queries and keys, write keys and values, and attend; arguments are not rotated yet."""
-        cache = self._layers[layer]
-        turned_THD = rope_cache(q_THD, k_TKD, v_TKD, rope.cos_PD, rope.sin_PD, rope.positions_T, self._slots_T, cache)
-        return attend(turned_THD, cache, self._prepared)
+        cache, scales = self._layers[layer], self._scales[layer]
+        turned_THD = rope_cache(
+            q_THD, k_TKD, v_TKD, rope.cos_PD, rope.sin_PD, rope.positions_T, self._slots_T, cache, scales
+        )
+        return attend(turned_THD, cache, self._prepared, scales)
 
 
 class ChunkedAttend:

@@ -12,7 +12,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState, TaskMatch
+from specdecode_kernels.rope_cache.reference import Scales
+from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState, MergedDraft, TaskMatch
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import AuxStates, DeviceState
 from specdecode_worker.core.paged_attention import PagedCache
@@ -121,8 +122,15 @@ CachedConfig = CausalLMConfig | Eagle3Config | EagleConfig | DFlashConfig
 """Configuration of a network that has a KV cache."""
 
 
-def paged_cache(config: CachedConfig, layers: int, blocks: int, dtype: torch.dtype, device: torch.device) -> PagedCache:
-    """Create a paged KV cache of ``blocks`` blocks for ``layers`` layers of a network."""
+def paged_cache(
+    config: CachedConfig,
+    layers: int,
+    blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scales: Sequence[Scales] = (),
+) -> PagedCache:
+    """Create a paged KV cache of ``blocks`` blocks for ``layers`` layers of a network; in fp8 with ``scales``."""
     kinds = config.layer_kinds if isinstance(config, CausalLMConfig) else ()
     return PagedCache(
         layers=layers,
@@ -134,6 +142,7 @@ def paged_cache(config: CachedConfig, layers: int, blocks: int, dtype: torch.dty
         device=device,
         chunk=config.attention_chunk_size if isinstance(config, CausalLMConfig) else 0,
         chunked=[layer for layer, kind in enumerate(kinds) if kind.chunked],
+        scales=scales,
     )
 
 
@@ -191,6 +200,10 @@ class DraftRegistry:
     def name_of(self, task: str) -> str:
         """Return the name of the draft of a task, loaded or not."""
         return self._tasks.name(task)
+
+    def merged(self, task: str) -> tuple[MergedDraft, ...]:
+        """Return the drafts that are merged with the draft of a task."""
+        return self._tasks.merged(task)
 
     def serves(self, name: str, task: str) -> bool:
         """Return whether the draft of this name proposes for requests of a task, alone or merged with others."""

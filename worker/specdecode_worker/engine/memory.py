@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -136,6 +137,8 @@ class Bounds:
     max_model_len: int
     dtype_bytes: int
     utilization: float
+    kv_dtype_bytes: int | None = None
+    """Bytes of a number of the target's keys and values; None for those of ``dtype_bytes``."""
     kv_cache_tokens: int | None = None
     prefix_caching: bool = True
     coupled: bool = True
@@ -252,7 +255,12 @@ class Budget:
     @property
     def bytes_per_token(self) -> int:
         """Keys and values of one token in the caches of the target and all drafts."""
-        return sum(network.kv_bytes_per_token(self.bounds.dtype_bytes) for network in (self.target, *self.drafts))
+        return sum(self.kv_bytes(network) for network in (self.target, *self.drafts))
+
+    def kv_bytes(self, network: Network) -> int:
+        """Return the bytes of one token's keys and values of a network; those of drafts are as activations."""
+        plain = self.bounds.dtype_bytes
+        return network.kv_bytes_per_token(self.bounds.kv_dtype_bytes or plain if network is self.target else plain)
 
     @property
     def bytes_per_block(self) -> int:
@@ -454,6 +462,12 @@ def take_inventory(
     prepared = prepare_causal_lm(folder, max_model_len=config.model.max_model_len)
     prepared.check()
     target = prepared.network
+    if config.engine.kv_cache_dtype == "fp8" and not all(
+        0 < one < math.inf for both in target.kv_scales for one in both
+    ):
+        raise ModelError(
+            f"{folder}: a scale of keys or values is not one positive number a layer; leave kv_cache_dtype auto"
+        )
     part = target if ranks == 1 else split_network(target, Shard(0, ranks))
     drafts = _drafts(config, resolve, target, folder)
     models = [(name, one, draft) for name, one, draft in drafts if not isinstance(one, DraftMismatch)]
@@ -537,6 +551,7 @@ def bounds_of(config: WorkerConfig, positions: int) -> Bounds:
         max_model_len=min(config.model.max_model_len or positions, positions),
         dtype_bytes=getattr(torch, config.model.dtype).itemsize,
         utilization=engine.gpu_memory_utilization,
+        kv_dtype_bytes=1 if engine.kv_cache_dtype == "fp8" else None,
         kv_cache_tokens=engine.kv_cache_tokens,
         prefix_caching=engine.enable_prefix_caching,
         coupled=engine.sampler == "coupled",
@@ -757,8 +772,7 @@ def _shared(what: str, count: int) -> str:
 
 
 def _per_token(budget: Budget) -> str:
-    size = budget.bounds.dtype_bytes
-    parts = [f"{network.name} {network.kv_bytes_per_token(size):,}" for network in (budget.target, *budget.drafts)]
+    parts = [f"{network.name} {budget.kv_bytes(network):,}" for network in (budget.target, *budget.drafts)]
     return f"({', '.join(parts)} a token)"
 
 

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -736,10 +736,7 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
             kv_tokens_total=snapshot.kv_tokens_total,
             kv_tokens_used=snapshot.kv_tokens_used,
             kv_tokens_cached=snapshot.kv_tokens_cached,
-            preemptions=snapshot.counters.preemptions,
-            prefill_chunks=snapshot.counters.prefill_chunks,
-            prefix_query_tokens=snapshot.counters.prefix_query_tokens,
-            prefix_hit_tokens=snapshot.counters.prefix_hit_tokens,
+            **asdict(snapshot.counters),
             drafts=statistics.drafts,
             draft_tokens=statistics.draft_tokens,
             accepted_tokens=statistics.accepted_tokens,

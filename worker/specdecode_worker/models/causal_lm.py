@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from specdecode_kernels.rope_cache.reference import UNSCALED, Scales
 from specdecode_worker.models.checkpoint import Entry, whole
 from specdecode_worker.models.config import CausalLMConfig, split_blocks
 from specdecode_worker.models.fields import Fields
@@ -84,6 +85,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: CausalLMConfig) -> None:
         super().__init__()
         self.config = config
+        self.kv_scales: tuple[Scales, ...] = (UNSCALED,) * config.num_hidden_layers  # of a KV cache in fp8
         self.vocabulary: VocabularyMap | None = None  # set for a draft model with another vocabulary than its target's
         self.model = DecoderStack(config, (self.layer(config, index) for index in range(config.num_hidden_layers)))
         self.lm_head = Linear(config.hidden_size, config.vocab_size, split=Split.VOCABULARY)

@@ -231,6 +231,12 @@ class StoredMatrix(ABC):
         """Number of columns with one scale."""
         return next((step for along, step in self.axes[self.scale] if along == "columns"), self.columns)
 
+    @property
+    def form(self) -> str:
+        """Kind, group size, type of scales and order of columns, in words."""
+        order = ", act-order" if self.groups_K is not None else ""
+        return f"{self.kind} in groups of {self.group}, {self.headers[self.scale].dtype} scales{order}"
+
     @cached_property
     def groups_K(self) -> Tensor | None:
         """Group of each column, if columns of a group are not neighbors (act-order).

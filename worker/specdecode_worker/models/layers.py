@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdecode_kernels.grouped_linear.op import fits, group, grouped_linear
+from specdecode_kernels.grouped_linear.op import group
 from specdecode_kernels.rms_norm.op import rms_norm
 from specdecode_worker.models.config import BlockConfig
 from specdecode_worker.models.linear import Linear, Split
@@ -172,14 +172,13 @@ class Experts(nn.Module):
     split an MLP, and sum the shared and the chosen part together.
     """
 
-    gate_up_XNE: Tensor | None
-    """Matrices of gate and up of all experts, once they are stacked for the kernels of GPUs."""
-    down_XEN: Tensor | None
+    gate_up_proj: Linear | None
+    """Gate and up of all experts, one above the other, once they are stacked for the kernels of GPUs."""
+    down_proj: Linear | None
 
     def __init__(self, config: BlockConfig, count: int) -> None:
         super().__init__()
-        self.register_buffer("gate_up_XNE", None)
-        self.register_buffer("down_XEN", None)
+        self.gate_up_proj, self.down_proj = None, None
         self.router = Linear(config.hidden_size, count)
         self.shared_expert = MLP(config)
         self.experts = nn.ModuleList(MLP(config) for _ in range(count))
@@ -187,14 +186,14 @@ class Experts(nn.Module):
     def forward(self, x_TE: Tensor) -> Tensor:
         logits_TX, down = self.router(x_TE), self.shared_expert.down_proj
         own_TE = down.own(self.shared_expert.inner(x_TE))
-        if self.gate_up_XNE is None or self.down_XEN is None:
+        if self.gate_up_proj is None or self.down_proj is None:
             top_T, expert_T = logits_TX.max(-1)
             score_T1 = top_T.float().sigmoid().to(x_TE.dtype).unsqueeze(-1)
             own_TE = own_TE + self._chosen(x_TE * score_T1, expert_T)
         else:
             groups = group(logits_TX)
-            inner_TN = grouped_linear(x_TE, self.gate_up_XNE, groups, scored=True, gated=True)
-            own_TE = grouped_linear(inner_TN, self.down_XEN, groups, residual_TN=own_TE)
+            inner_TN = self.gate_up_proj.grouped(x_TE, groups, scored=True, gated=True)
+            own_TE = self.down_proj.grouped(inner_TN, groups, residual_TN=own_TE)
         out_TE: Tensor = down.combined(own_TE)
         return out_TE
 
@@ -207,12 +206,11 @@ class Experts(nn.Module):
         """Stack the joined matrices of all experts where the kernels serve them; their names no longer apply."""
         experts = [cast(MLP, one) for one in self.experts]
         gates, downs = [cast(Linear, one.gate_up_proj) for one in experts], [one.down_proj for one in experts]
-        if all(
-            one.stored is None and getattr(one, "bias", None) is None and fits(one.weight) for one in (*gates, *downs)
-        ):
-            del self.experts
-            self.gate_up_XNE = torch.stack([one.weight.detach() for one in gates])
-            self.down_XEN = torch.stack([one.weight.detach() for one in downs])
+        if all(one.is_groupable for one in (*gates, *downs)):
+            gate_up, down = Linear.joined(gates), Linear.joined(downs)
+            if gate_up.is_groupable and down.is_groupable:
+                del self.experts
+                self.gate_up_proj, self.down_proj = gate_up, down
 
     def _chosen(self, x_TE: Tensor, expert_T: Tensor) -> Tensor:
         """Return this device's part of each token's expert. Its numbers are read on the host."""

@@ -27,6 +27,9 @@ from specdecode_kernels import dispatch
 from specdecode_kernels.cpu import matrix
 from specdecode_kernels.cpu import ops as compiled
 from specdecode_kernels.cpu.native import library
+from specdecode_kernels.grouped_linear.op import fits as fits_grouped
+from specdecode_kernels.grouped_linear.op import grouped_linear
+from specdecode_kernels.grouped_linear.reference import Groups
 from specdecode_kernels.quantised_linear.op import linear as quantised_linear
 from specdecode_kernels.quantised_linear.reference import ZERO, Kind, Quantised, dequantise, quantise
 from specdecode_kernels.silu_mul.op import silu_mul
@@ -166,6 +169,11 @@ class Linear(nn.Linear):
         return self.weight.numel() * dtype.itemsize - self.source.nbytes(Part(slice(0, rows), slice(0, columns)), dtype)
 
     @property
+    def form(self) -> str:
+        """Format of the matrix in its checkpoint: matrices of the same one can be joined."""
+        return "plain numbers" if self.source is None else self.source.form
+
+    @property
     def _stays(self) -> bool:
         """True unless this is the output matrix, which drafts and training read and which is therefore dequantized."""
         return self.split is not Split.VOCABULARY
@@ -218,6 +226,29 @@ class Linear(nn.Linear):
     def own(self, x_TK: Tensor) -> Tensor:
         """Return this device's part of the product, for `combined`."""
         return self._product(x_TK)
+
+    @property
+    def is_groupable(self) -> bool:
+        """Whether `grouped` serves matrices like this one."""
+        if self.stored is None:
+            return getattr(self, "bias", None) is None and fits_grouped(self.weight)
+        return isinstance(self.stored, QuantizedWeight) and self.stored.bias is None and fits_grouped(self.stored.held)
+
+    def grouped(
+        self,
+        x_TK: Tensor,
+        groups: Groups,
+        *,
+        scored: bool = False,
+        gated: bool = False,
+        residual_TN: Tensor | None = None,
+    ) -> Tensor:
+        """Return this device's part of the product of each row with the matrix of its expert.
+
+        This matrix is that of all experts, one above the other.
+        """
+        matrices = self.weight if self.stored is None else cast(QuantizedWeight, self.stored).held
+        return grouped_linear(x_TK, matrices, groups, scored=scored, gated=gated, residual_TN=residual_TN)
 
     def combined(self, own_TN: Tensor) -> Tensor:
         """Return the sum over the devices that share the input features; ``own_TN`` may be overwritten."""
@@ -314,9 +345,13 @@ class QuantizedWeight(StoredWeight):
         self.register_buffer("order", weight.order_K)
         self.register_buffer("bias", None if bias_N is None else bias_N.detach())
 
+    @property
+    def held(self) -> Quantised:
+        """The numbers and their scales."""
+        return Quantised(self.kind, self.packed, self.scale, self.columns, self.group, self.zero, self.order)
+
     def product(self, x_TK: Tensor) -> Tensor:
-        weight = Quantised(self.kind, self.packed, self.scale, self.columns, self.group, self.zero, self.order)
-        out_TN = quantised_linear(x_TK.reshape(-1, self.columns), weight, self.bias)
+        out_TN = quantised_linear(x_TK.reshape(-1, self.columns), self.held, self.bias)
         return out_TN.reshape(*x_TK.shape[:-1], -1)
 
     @classmethod

@@ -54,12 +54,11 @@ def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device:
     The network is on the meta device. Its checkpoint may be quantized, or ``kind`` may ask for it.
 
     Raises:
-        ConfigMismatch: Quantized experts would be stored on a GPU, whose kernel does not read them.
+        ConfigMismatch: The experts of a layer are stored in several formats, whose kernel reads one.
     """
-    for experts in (module for module in model.modules() if isinstance(module, Experts)):
-        parts = [module for module in experts.modules() if isinstance(module, Linear)]
-        if device.type == "cuda" and (kind is not None or any(part.source is not None for part in parts)):
-            raise ConfigMismatch("quantized experts are not supported on a GPU; take the bf16 model, unquantized")
+    if device.type == "cuda":
+        for experts in (module for module in model.modules() if isinstance(module, Experts)):
+            _refuse_mixed(experts)
     if kind is None:
         linears = (module for module in model.modules() if isinstance(module, Linear))
         return 0 if device.type == "cpu" else -sum(linear.nbytes_saved(dtype) for linear in linears)
@@ -133,6 +132,18 @@ def _refuse_quantized(linear: Linear) -> None:
     """Raise ConfigMismatch for a matrix that is quantized in its checkpoint already."""
     if linear.stored is not None or linear.source is not None:
         raise ConfigMismatch("the checkpoint is quantized already; leave `quantization` out, or take the bf16 model")
+
+
+def _refuse_mixed(experts: Experts) -> None:
+    """Raise ConfigMismatch for experts that the kernel of GPUs cannot read as one matrix above the other."""
+    matrices = [(name, one) for name, one in experts.experts.named_modules() if isinstance(one, Linear)]
+    for of_down in (False, True):
+        forms = {one.form for name, one in matrices if name.endswith("down_proj") == of_down}
+        if len(forms) > 1 or any("act-order" in form for form in forms):
+            raise ConfigMismatch(
+                f"experts stored as {' and '.join(sorted(forms))} are not served on a GPU; "
+                "take a checkpoint with one format for all experts of a layer, and without act-order (desc_act)"
+            )
 
 
 def _kind(name: str, kind: Kind) -> Kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_worker.models.adapter import adapted
 from specdecode_worker.models.arch import architecture_of, causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import CausalLM
@@ -41,7 +43,10 @@ from specdecode_worker.models.unloaded import UnloadedNetwork, meta_init
 # names the field or tensor.
 
 Head = TypeVar("Head", bound=Eagle3Head)
-_KV_SCALE = re.compile(r"\.self_attn\.(attn\.)?(k|v|q|kv|prob)_scale$")
+_KV_SCALE = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\.(?:attn\.)?(?:([kv])_proj\.)?(?:(k|v|kv|q|prob)|output)_scale"
+)
+"""Scales of a KV cache in fp8, by layer, as their writers name them; those of queries and probabilities are spare."""
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -61,12 +66,26 @@ def prepare_causal_lm(folder: Path, *, max_model_len: int | None = None) -> Unlo
         if isinstance(linear, Linear) and (name, config.tie_word_embeddings) != ("lm_head", True):
             shape = linear.out_features, linear.in_features
             linear.source = find_matrix(checkpoint, name, shape, facts, bias=linear.bias is not None)
-    # Scales of a KV cache in fp8; ours is not.
-    spare = frozenset(name for name in checkpoint.tensors if _KV_SCALE.search(name))
+    model.kv_scales, spare = _kv_scales(checkpoint, config.num_hidden_layers)
     if not config.tie_word_embeddings:
         return UnloadedNetwork(model, checkpoint, spare=spare)
     # A tied checkpoint may repeat the matrix as lm_head; the embedding is used.
     return UnloadedNetwork(model, checkpoint.without(_OUTPUT), frozenset((_OUTPUT,)), spare)
+
+
+def _kv_scales(checkpoint: Checkpoint, layers: int) -> tuple[tuple[Scales, ...], frozenset[str]]:
+    """Return the scales of keys and values of each layer, 1 where the checkpoint has none, and their tensors' names.
+
+    A tensor of several numbers, which are scales of heads, is NaN: caches have one scale.
+    """
+    found = {name: match for name in checkpoint.tensors if (match := _KV_SCALE.fullmatch(name))}
+    scales = [dict.fromkeys("kv", 1.0) for _ in range(layers)]
+    for name, tensor in checkpoint.read_all(found):
+        layer, whose = int(found[name][1]), found[name][3] or found[name][2]
+        if whose not in ("k", "v", "kv") or layer >= layers:
+            continue
+        scales[layer] |= dict.fromkeys(whose, tensor.item() if tensor.numel() == 1 else math.nan)
+    return tuple(Scales(one["k"], one["v"]) for one in scales), frozenset(found)
 
 
 def _has_own_output(checkpoint: Checkpoint) -> bool:

@@ -13,6 +13,7 @@ from specdecode_operator.api.v1alpha1 import (
     ConditionType,
     MemoryStatus,
     ModelStatus,
+    PrefillStatus,
     RouterStatus,
     SpeculationSpec,
     SpeculationStatus,
@@ -104,6 +105,16 @@ def router_section(deployment: Deployment, observed: Observation) -> RouterStatu
     if deployment.spec.router.autoscaled:
         wanted = routers.wanted
     return RouterStatus(replicas=routers.replicas, ready_replicas=routers.ready, ready=f"{routers.ready}/{wanted}")
+
+
+def prefill_section(deployment: Deployment, observed: Observation) -> PrefillStatus | None:
+    """Return the counts of the prefill workers, or None for a deployment without them."""
+    workload = observed.prefill_workload
+    if not deployment.spec.prefill.is_used or workload is None:
+        return None
+    return PrefillStatus(
+        replicas=workload.replicas, ready_replicas=workload.ready, ready=f"{workload.ready}/{workload.wanted}"
+    )
 
 
 def memory_section(before: MemoryStatus | None, observed: Observation) -> MemoryStatus | None:
@@ -263,6 +274,7 @@ def status_of(
         traffic=traffic_section(before.traffic, decision.figures),
         capacity=capacity_section(before.capacity, decision),
         router=router_section(deployment, observed),
+        prefill=prefill_section(deployment, observed),
         memory=memory_section(before.memory, observed),
         start=start_section(before.start, observed),
     )

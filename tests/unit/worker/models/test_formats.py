@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
-from specdecode_worker.engine.memory import Device, take_inventory
+from specdecode_worker.engine.memory import Device, Inventory, take_inventory
 from specdecode_worker.models import collectives, formats
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.errors import ConfigMismatch, ModelError, WeightMismatch
 from specdecode_worker.models.linear import QuantizedWeight, SeparateWeights, Shard
 from specdecode_worker.models.optimize import added_bytes, fuse
 from specdecode_worker.models.tensor_parallel import load_shard, split_network
@@ -340,6 +341,33 @@ def test_biases_of_zero_and_scales_of_activations_are_spare(tmp_path: Path) -> N
     change(tmp_path, **{f"{O_PROJ}.bias": torch.ones(256)})
     with pytest.raises(WeightMismatch, match=r"o_proj\.bias is not 0"):
         load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
+
+
+def test_scales_of_a_kv_cache_are_read(tmp_path: Path) -> None:
+    """Under the names of compressed-tensors, vLLM, AutoFP8 (one for both, and of outputs) and ModelOpt."""
+    weights = written(tmp_path, "gptq")
+    first, second = (f"model.layers.{layer}.self_attn" for layer in range(2))
+    change(tmp_path, **{f"{first}.k_scale": torch.tensor([0.5]), f"{first}.v_proj.output_scale": torch.tensor(0.25)})
+    change(
+        tmp_path, **{f"{first}.attn.q_scale": torch.tensor(9.0), f"{second}.kv_scale": torch.tensor(0.125).bfloat16()}
+    )
+    assert has_equal_weights(tmp_path, weights)
+    scales = prepare_causal_lm(tmp_path).network.kv_scales
+    assert scales == (Scales(0.5, 0.25), Scales(0.125, 0.125))
+    change(tmp_path, **{f"{second}.k_proj.k_scale": torch.tensor(2.0), f"{second}.v_proj.v_scale": torch.tensor(4.0)})
+    change(tmp_path, **{f"{second}.kv_scale": None, f"{first}.k_scale": torch.ones(2)})
+    scales = prepare_causal_lm(tmp_path).network.kv_scales
+    assert scales[1] == Scales(2.0, 4.0)
+    with pytest.raises(ModelError, match="leave kv_cache_dtype auto"):
+        inventory(tmp_path, "fp8")
+    assert inventory(tmp_path, "auto").budget.fits
+
+
+def inventory(folder: Path, kv_cache_dtype: Any) -> Inventory:
+    config = WorkerConfig(
+        model=ModelConfig(target=str(folder), served_name="m"), engine=EngineConfig(kv_cache_dtype=kv_cache_dtype)
+    )
+    return take_inventory(config, Path, CPU)
 
 
 REFUSED: list[tuple[str, dict[str, Tensor | None], str]] = [

@@ -289,12 +289,11 @@ def test_it_is_no_draft_model(tmp_path: Path) -> None:
         new_draft_model(target, 2)
 
 
-def test_quantized_experts_are_refused_on_a_gpu() -> None:
-    """On a CPU the rounded weights are plain ones, and the router keeps its own."""
+def test_quantized_at_load_on_a_cpu() -> None:
+    """The rounded weights are plain ones, and the router keeps its own."""
     fields = SHAPE | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 2}
     model = new_network(causal_lm_config(fields)).requires_grad_(False)
-    with pytest.raises(ConfigMismatch, match="quantized experts are not supported on a GPU"):
-        added_bytes(model, "int8", torch.bfloat16, torch.device("cuda"), draft=False)
+    assert added_bytes(model, "int8", torch.bfloat16, torch.device("cuda"), draft=False) < 0
     assert added_bytes(model, "int8", torch.bfloat16, CPU, draft=False) == 0
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     quantise_target(model, "int4", CPU)

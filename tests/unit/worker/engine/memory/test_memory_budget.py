@@ -74,6 +74,7 @@ def budget(
 def test_llama_8b_on_80_gib_by_hand() -> None:
     memory_budget = budget()
     assert memory_budget.bytes_per_token == 2 * 33 * 8 * 128 * 2
+    assert budget(kv_dtype_bytes=1).bytes_per_token == 2 * 32 * 8 * 128 + 2 * 8 * 128 * 2, "drafts keep their format"
     assert memory_budget.usable == int(0.8 * 80 * GIB)
     spent = memory_budget.runtime + 16_060_522_496 + 850_000_000 + memory_budget.state + memory_budget.activations
     assert memory_budget.kv_bytes_left == memory_budget.usable - spent
